@@ -1,0 +1,369 @@
+"""The nouns and seams that every part shares: candidate, session, round, slot.
+
+Remote, local and toy generators and scorers satisfy the same Protocols, so that one `run()` loop
+drives them all. This file knows no wire, no model and no policy; standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to answer: a conversation or raw text, exactly one of the two."""
+
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+
+    @classmethod
+    def from_user(cls, content: str) -> Prompt:
+        """A conversation of one user turn."""
+        return cls(messages=(Message("user", content),))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; fields and ranges as in `specrej.v1.Sampling`."""
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+class FinishReason(Enum):
+    """Why a candidate stopped growing by itself."""
+
+    STOP = "stop"  # end-of-sequence token or stop text: a complete answer
+    LENGTH = "length"  # max_tokens: a truncated answer
+
+
+class RoundEnd(Enum):
+    """Why a round ended."""
+
+    DECISION_TOKEN = "decision_token"
+    SLOTS_FULL = "slots_full"
+    ALL_FINISHED = "all_finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One candidate at a decision token.
+
+    `text` is decoded whole; `logprob` is the sum over its `num_tokens` tokens of their
+    log-probability under the model at temperature 1, nothing cut off. `finish` is None while live.
+    """
+
+    id: int
+    text: str
+    num_tokens: int
+    logprob: float
+    finish: FinishReason | None = None
+    new_token_ids: tuple[int, ...] = ()
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob / self.num_tokens if self.num_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGauge:
+    """Slots at one moment: all, holding tokens of any session, holding this session's tokens."""
+
+    capacity: int
+    owned: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A prefix batch: every candidate that is live, or finished in this round, by ascending id.
+
+    `num_tokens` is the token position reached by the live candidates.
+    """
+
+    candidates: tuple[Candidate, ...]
+    ended_by: RoundEnd
+    num_tokens: int
+    slots: SlotGauge
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What a prune freed, and the gauge after it."""
+
+    freed_slots: int
+    slots: SlotGauge
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorDescription:
+    """A generator's model and limits; `slots.session` is 0."""
+
+    model: str
+    fingerprint: str
+    context_tokens: int
+    max_candidates: int
+    vocabulary: int
+    slot_bytes: int
+    device: str
+    slots: SlotGauge
+    sessions: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One score per candidate, in the order asked, and the tokens the reward model computed."""
+
+    values: tuple[float, ...]
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardDescription:
+    """One reward: its name, a digest of weights and settings, and what it measures."""
+
+    name: str
+    fingerprint: str
+    description: str
+
+
+class Session(Protocol):
+    """One prompt, its candidates, and the KV slots they hold."""
+
+    @property
+    def n(self) -> int:
+        """Candidates at the start, numbered 0 .. n - 1."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the rendered prompt."""
+
+    async def extend(self, until_tokens: int) -> Round:
+        """Grow all live candidates to `until_tokens` new tokens.
+
+        Ends earlier when the session's share of slots is full, or no candidate is live.
+        """
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        """Free the slots of every live candidate not in `keep`, before returning."""
+
+
+class Generator(Protocol):
+    """Makes tokens and owns slots."""
+
+    def open(
+        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+    ) -> AbstractAsyncContextManager[Session]:
+        """A session of `n` candidates (0: as many as fit); leaving the context frees its slots.
+
+        Waits until prompt and `n * first_round_tokens` fit a share of the slots.
+
+        Raises:
+            InvalidRequest: it can never fit.
+            Overloaded: too many sessions wait already.
+        """
+
+    async def describe(self) -> GeneratorDescription:
+        """The model, its limits and its slots."""
+
+
+class ScoringSession(Protocol):
+    """One reward, bound to one prompt, from the first prefix batch to the last."""
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        """Finite scores, higher is better; candidates missing from the batch are forgotten."""
+
+
+class Scorer(Protocol):
+    """Judges prefixes and answers."""
+
+    def open(self, prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]:
+        """A scoring session; leaving the context frees what it keeps.
+
+        Raises:
+            NotFound: no such reward.
+        """
+
+
+class Algorithm(Enum):
+    """How the best candidate is found."""
+
+    SPECULATIVE_REJECTION = "speculative-rejection"
+    BEST_OF_N = "best-of-n"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Where decision tokens lie: at `tokens`, at `first * factor**i`, or nowhere (memory).
+
+    Full slots end a round early under every schedule.
+    """
+
+    kind: str = "geometric"  # "memory", "tokens" or "geometric"
+    tokens: tuple[int, ...] = ()
+    first: int = 16
+    factor: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedReward:
+    """One reward of a weighted sum."""
+
+    name: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which candidate is returned; fields and ranges as in `specrej.v1.Selection`."""
+
+    n: int = 0
+    alpha: float = 0.5
+    schedule: Schedule = field(default_factory=Schedule)
+    algorithm: Algorithm = Algorithm.SPECULATIVE_REJECTION
+    rewards: tuple[WeightedReward, ...] = ()
+    return_candidates: int = 1
+
+
+class CacheControl(Enum):
+    """What the cache may do for a request."""
+
+    USE = "use"
+    BYPASS = "bypass"
+    REFRESH = "refresh"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to answer it; `model` "" means the one that is served."""
+
+    prompt: Prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    selection: Selection = field(default_factory=Selection)
+    model: str = ""
+    cache: CacheControl = CacheControl.USE
+
+
+@dataclass(frozen=True, slots=True)
+class RankedCandidate:
+    """A finished or truncated candidate and its reward."""
+
+    id: int
+    text: str
+    score: float
+    finish: FinishReason
+    num_tokens: int
+    mean_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """What happened in one round; fields as in `specrej.v1.RoundTrace`."""
+
+    number: int
+    decision_token: int
+    ended_by: RoundEnd
+    num_started: int
+    num_finished: int
+    num_rejected: int
+    num_live: int
+    best_score: float
+    scores: tuple[float, ...]
+    session_slots: int
+    freed_slots: int
+    capacity_slots: int
+    generated_tokens: int
+    extend_ms: float
+    score_ms: float
+    prune_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, counted; the one estimate says so."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    answer_tokens: int
+    reward_tokens: int
+    freed_slots: int
+    best_of_n_tokens_estimate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds on a monotonic clock; fields as in `specrej.v1.Timings`."""
+
+    total_ms: float = 0.0
+    queue_ms: float = 0.0
+    open_ms: float = 0.0
+    extend_ms: float = 0.0
+    score_ms: float = 0.0
+    prune_ms: float = 0.0
+    first_round_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer and how it came about; `candidates[0]` is the answer."""
+
+    candidates: tuple[RankedCandidate, ...]
+    rounds: tuple[RoundTrace, ...]
+    usage: Usage
+    timings: Timings
+    n: int
+    request_id: str = ""
+    generator_fingerprint: str = ""
+    reward_fingerprint: str = ""
+    cached: bool = False
+    degraded: bool = False
+
+    @property
+    def best(self) -> RankedCandidate:
+        return self.candidates[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Event: the generator has made room."""
+
+    n: int
+    prompt_tokens: int
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCompleted:
+    """Event: a round has ended; `survivors` go on, `best_text` is the best so far, whole or not."""
+
+    trace: RoundTrace
+    survivors: tuple[int, ...]
+    best_text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Event: the answer; the last one."""
+
+    generation: Generation
+
+
+Event = Admitted | RoundCompleted | Finished

@@ -1,0 +1,33 @@
+"""Digests that tell whether two answers can have come from the same weights and settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+_SAMPLE_BYTES = 1 << 20
+
+
+def of_directory(directory: Path, settings: Mapping[str, object] | None = None) -> str:
+    """A digest of a model directory's files, with the settings it is used with.
+
+    Small files count whole; of larger ones (weights of many GB) name, size, first and last MiB,
+    so that it takes milliseconds. Two trainings of one architecture differ in every sample.
+    """
+    digest = hashlib.sha256(json.dumps(dict(settings or {}), sort_keys=True).encode())
+    for path in sorted(p for p in directory.iterdir() if p.is_file()):
+        size = path.stat().st_size
+        digest.update(f"\0{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            if size > _SAMPLE_BYTES:
+                file.seek(max(_SAMPLE_BYTES, size - _SAMPLE_BYTES))
+                digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def of_values(**values: object) -> str:
+    """A digest of plain values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,112 @@
+"""The one table between exceptions and gRPC statuses, with rich details in both directions.
+
+Every error carries exactly one ErrorInfo; bad fields a BadRequest; retryable ones a RetryInfo and
+the `grpc-retry-pushback-ms` trailer. What is not in the table is INTERNAL with an opaque text.
+"""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from specrej import errors
+
+DOMAIN = "specrej"
+DETAILS_TRAILER = "grpc-status-details-bin"
+PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
+
+_CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.SessionExpired: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.OutOfOrder: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.RewardInvalid: grpc.StatusCode.INTERNAL,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+}
+
+Trailers = tuple[tuple[str, str | bytes], ...]
+
+
+def to_status(error: errors.SpecrejError) -> tuple[grpc.StatusCode, str, Trailers]:
+    """Code, text and trailers for an error."""
+    code = _CODES[type(error)]
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    ]
+    trailers: Trailers = ()
+    if isinstance(error, errors.InvalidRequest):
+        details.append(_bad_request(error))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        trailers = ((PUSHBACK_TRAILER, str(round(error.retry_after_s * 1000))),)
+    packed = status_pb2.Status(
+        code=code.value[0], message=error.message, details=[_pack(d) for d in details]
+    )
+    return code, error.message, (*trailers, (DETAILS_TRAILER, packed.SerializeToString()))
+
+
+def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
+    """The exception a failed call stands for; unknown codes become InternalError."""
+    code = failure.code()
+    message = failure.details() or code.name
+    info, bad, retry = _details(failure)
+    metadata = dict(info.metadata)
+    delay = retry.retry_delay.ToMilliseconds() / 1000 if retry.HasField("retry_delay") else 1.0
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            violations = [errors.Violation(v.field, v.description) for v in bad.field_violations]
+            violations = violations or [errors.Violation("request", message)]
+            return errors.InvalidRequest(violations, reason=info.reason, metadata=metadata)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return errors.Overloaded(message, retry_after_s=delay, metadata=metadata)
+        case grpc.StatusCode.UNAVAILABLE:
+            return errors.Unavailable(message, retry_after_s=delay, metadata=metadata)
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            expired = info.reason == errors.SessionExpired.reason
+            return (errors.SessionExpired if expired else errors.OutOfOrder)(message)
+        case grpc.StatusCode.NOT_FOUND:
+            return errors.NotFound(message, metadata=metadata)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.DeadlineExceeded(message)
+        case grpc.StatusCode.CANCELLED:
+            return errors.Cancelled(message)
+        case _:
+            invalid = info.reason == errors.RewardInvalid.reason
+            return (errors.RewardInvalid if invalid else errors.InternalError)(message)
+
+
+def _bad_request(error: errors.InvalidRequest) -> error_details_pb2.BadRequest:
+    violations = [
+        error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
+        for v in error.violations
+    ]
+    return error_details_pb2.BadRequest(field_violations=violations)
+
+
+def _pack(detail: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _details(
+    failure: grpc.aio.AioRpcError,
+) -> tuple[error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo]:
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for key, value in failure.trailing_metadata() or ():
+        if key == DETAILS_TRAILER:
+            for detail in status_pb2.Status.FromString(value).details:
+                for message in (info, bad, retry):
+                    detail.Unpack(message)
+    return info, bad, retry

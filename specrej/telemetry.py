@@ -1,0 +1,73 @@
+"""The only file that knows OpenTelemetry: spans around calls and rounds, logs with trace ids.
+
+Without an OTLP endpoint the API's no-op tracer makes all of this free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from opentelemetry import propagate, trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+Attribute = str | int | float | bool
+
+_tracer = trace.get_tracer("specrej")
+
+__all__ = ["Span", "configure", "end_with_code", "outgoing_metadata", "server_span", "span"]
+
+
+def configure(service: str, otlp_endpoint: str, log_level: str) -> None:
+    """Set up logs, and the exporter if there is an endpoint; once per process, before any span."""
+    logging.basicConfig(
+        level=log_level, format=f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s"
+    )
+    if not otlp_endpoint:
+        return
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    exporter = OTLPSpanExporter(endpoint=otlp_endpoint, insecure=otlp_endpoint.startswith("http:"))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+
+
+@contextmanager
+def span(name: str, **attributes: Attribute) -> Iterator[Span]:
+    """A span inside this process; the name's attributes carry the `specrej.` prefix."""
+    named = {f"specrej.{key}": value for key, value in attributes.items()}
+    with _tracer.start_as_current_span(name, attributes=named) as current:
+        yield current
+
+
+@contextmanager
+def server_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Span]:
+    """The span of one incoming call, child of the caller's span if the metadata names one."""
+    carrier = {key: value for key, value in metadata if isinstance(value, str)}
+    with _tracer.start_as_current_span(
+        method.lstrip("/"),
+        context=propagate.extract(carrier),
+        kind=SpanKind.SERVER,
+        attributes={"rpc.system": "grpc", "rpc.method": method.lstrip("/")},
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as current:
+        yield current
+
+
+def end_with_code(current: Span, code: str) -> None:
+    """Note a failed call's gRPC status code on its span."""
+    current.set_attribute("rpc.response.status_code", code)
+    current.set_status(Status(StatusCode.ERROR, code))
+
+
+def outgoing_metadata() -> tuple[tuple[str, str], ...]:
+    """Metadata that makes the next service's span a child of the current one."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return tuple(carrier.items())

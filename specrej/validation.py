@@ -1,0 +1,130 @@
+"""What every port checks for itself before anything else happens; all violations at once.
+
+Works on the contract's values, not on messages; limits come from the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from specrej.contracts import GenerationRequest, Prompt, Sampling, Schedule, Selection
+from specrej.errors import InvalidRequest, Violation
+
+ROLES = ("system", "user", "assistant")
+MAX_PROMPT_CHARACTERS = 1_000_000
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_DECISION_TOKENS = 1024
+MAX_REWARDS = 8
+MAX_RETURN_CANDIDATES = 64
+MAX_INT32 = 2**31 - 1
+MAX_SEED = 2**63 - 1
+
+
+def raise_if_any(violations: Sequence[Violation]) -> None:
+    """Raises InvalidRequest unless there is nothing to complain about."""
+    if violations:
+        raise InvalidRequest(violations)
+
+
+def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
+    """Exactly one of messages and text, neither blank, not absurdly long."""
+    if bool(prompt.messages) == bool(prompt.text):
+        yield Violation(path, "must have exactly one of messages and text")
+    if prompt.text and not prompt.text.strip():
+        yield Violation(f"{path}.text", "must not be blank")
+    for index, message in enumerate(prompt.messages):
+        where = f"{path}.messages[{index}]"
+        if message.role not in ROLES:
+            yield Violation(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+        if not message.content.strip():
+            yield Violation(f"{where}.content", "must not be blank")
+    if prompt.messages and prompt.messages[-1].role != "user":
+        yield Violation(
+            f"{path}.messages[{len(prompt.messages) - 1}].role", "must be user (last turn)"
+        )
+    size = len(prompt.text) + sum(len(message.content) for message in prompt.messages)
+    if size > MAX_PROMPT_CHARACTERS:
+        yield Violation(path, f"must have at most {MAX_PROMPT_CHARACTERS} characters, has {size}")
+
+
+def check_sampling(
+    sampling: Sampling, n: int, context_tokens: int, path: str = "sampling"
+) -> Iterator[Violation]:
+    """Every field of Sampling; `n` because greedy candidates would all be the same."""
+    if not 1 <= sampling.max_tokens <= context_tokens:
+        yield _out_of(f"{path}.max_tokens", sampling.max_tokens, f"1 .. {context_tokens}")
+    if sampling.temperature != 0 and not 0.01 <= sampling.temperature <= 2:
+        yield _out_of(f"{path}.temperature", sampling.temperature, "0 or 0.01 .. 2")
+    if sampling.temperature == 0 and n != 1:
+        yield Violation(f"{path}.temperature", f"0 is greedy: n must be 1, is {n}")
+    if not 0 <= sampling.top_k <= MAX_INT32:
+        yield _out_of(f"{path}.top_k", sampling.top_k, "0 (all) or more")
+    if not 0 < sampling.top_p <= 1:
+        yield _out_of(f"{path}.top_p", sampling.top_p, "(0, 1]")
+    if not 0 <= sampling.seed <= MAX_SEED:
+        yield _out_of(f"{path}.seed", sampling.seed, "0 .. 2^63 - 1")
+    if len(sampling.stop) > MAX_STOPS:
+        yield Violation(f"{path}.stop", f"must have at most {MAX_STOPS} texts")
+    for index, text in enumerate(sampling.stop[:MAX_STOPS]):
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            yield Violation(
+                f"{path}.stop[{index}]", f"must have 1 .. {MAX_STOP_CHARACTERS} characters"
+            )
+
+
+def check_candidates(n: int, max_candidates: int, path: str) -> Iterator[Violation]:
+    """N within the generator's hard limit."""
+    if not 0 <= n <= max_candidates:
+        yield _out_of(path, n, f"0 (as many as fit) .. {max_candidates}")
+
+
+def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
+    """Decision tokens ascend, a geometric schedule grows."""
+    if schedule.kind == "tokens":
+        where = f"{path}.tokens.decision_tokens"
+        tokens = schedule.tokens
+        if not 1 <= len(tokens) <= MAX_DECISION_TOKENS:
+            yield Violation(where, f"must have 1 .. {MAX_DECISION_TOKENS} tokens")
+        if any(later <= earlier for earlier, later in zip((0, *tokens), tokens, strict=False)):
+            yield Violation(where, "must be 1 or more and strictly ascending")
+    if schedule.kind == "geometric":
+        if not 1 <= schedule.first <= MAX_INT32:
+            yield _out_of(f"{path}.geometric.first", schedule.first, "1 or more")
+        if not 1 < schedule.factor <= 16:
+            yield _out_of(f"{path}.geometric.factor", schedule.factor, "(1, 16]")
+
+
+def check_selection(
+    selection: Selection, max_candidates: int, path: str = "selection"
+) -> Iterator[Violation]:
+    """Every field of Selection; that rewards exist is the orchestrator's to know."""
+    yield from check_candidates(selection.n, max_candidates, f"{path}.n")
+    if not 0 <= selection.alpha < 1:
+        yield _out_of(f"{path}.alpha", selection.alpha, "[0, 1)")
+    yield from check_schedule(selection.schedule, f"{path}.schedule")
+    if not 1 <= selection.return_candidates <= MAX_RETURN_CANDIDATES:
+        where = f"{path}.return_candidates"
+        yield _out_of(where, selection.return_candidates, f"1 .. {MAX_RETURN_CANDIDATES}")
+    names = [reward.name for reward in selection.rewards]
+    if len(names) > MAX_REWARDS or len(set(names)) < len(names):
+        yield Violation(f"{path}.rewards", f"must have at most {MAX_REWARDS}, each name once")
+    for index, reward in enumerate(selection.rewards):
+        if not reward.name:
+            yield Violation(f"{path}.rewards[{index}].name", "must not be empty")
+        if not math.isfinite(reward.weight) or reward.weight == 0:
+            yield _out_of(f"{path}.rewards[{index}].weight", reward.weight, "finite and not 0")
+
+
+def check_request(
+    request: GenerationRequest, context_tokens: int, max_candidates: int
+) -> Iterator[Violation]:
+    """Every field of a public request."""
+    yield from check_prompt(request.prompt)
+    yield from check_sampling(request.sampling, request.selection.n, context_tokens)
+    yield from check_selection(request.selection, max_candidates)
+
+
+def _out_of(field: str, value: float, accepted: str) -> Violation:
+    return Violation(field, f"must be {accepted}, is {value}")

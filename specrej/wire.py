@@ -1,0 +1,348 @@
+"""Messages to contract values and back: the only place that knows both. Decides nothing.
+
+Absent fields get the contract's defaults; an unknown enum number is reported as a violation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from specrej import contracts as c
+from specrej.errors import Violation
+from specrej.v1 import common_pb2, generator_pb2, orchestrator_pb2
+
+_FINISH: Mapping[c.FinishReason | None, common_pb2.FinishReason.ValueType] = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    c.FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    c.FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_ROUND_END: Mapping[c.RoundEnd, generator_pb2.RoundEnd.ValueType] = {
+    c.RoundEnd.DECISION_TOKEN: generator_pb2.ROUND_END_DECISION_TOKEN,
+    c.RoundEnd.SLOTS_FULL: generator_pb2.ROUND_END_SLOTS_FULL,
+    c.RoundEnd.ALL_FINISHED: generator_pb2.ROUND_END_ALL_FINISHED,
+}
+_ALGORITHM: Mapping[c.Algorithm, orchestrator_pb2.Algorithm.ValueType] = {
+    c.Algorithm.SPECULATIVE_REJECTION: orchestrator_pb2.ALGORITHM_SPECULATIVE_REJECTION,
+    c.Algorithm.BEST_OF_N: orchestrator_pb2.ALGORITHM_BEST_OF_N,
+}
+_CACHE: Mapping[c.CacheControl, orchestrator_pb2.CacheControl.ValueType] = {
+    c.CacheControl.USE: orchestrator_pb2.CACHE_CONTROL_USE,
+    c.CacheControl.BYPASS: orchestrator_pb2.CACHE_CONTROL_BYPASS,
+    c.CacheControl.REFRESH: orchestrator_pb2.CACHE_CONTROL_REFRESH,
+}
+
+V = TypeVar("V")
+E = TypeVar("E")
+
+
+def _back(table: Mapping[V, E], number: E) -> V:
+    return next(value for value, known in table.items() if known == number)
+
+
+def _enum(
+    table: Mapping[V, E], number: int, default: V, path: str, violations: list[Violation]
+) -> V:
+    if number == 0:
+        return default
+    for value, known in table.items():
+        if known == number:
+            return value
+    violations.append(Violation(path, f"unknown value {number}"))
+    return default
+
+
+# Prompts and sampling
+
+
+def prompt_to_wire(prompt: c.Prompt) -> common_pb2.Prompt:
+    messages = [common_pb2.Message(role=m.role, content=m.content) for m in prompt.messages]
+    return common_pb2.Prompt(messages=messages, text=prompt.text)
+
+
+def prompt_from_wire(message: common_pb2.Prompt) -> c.Prompt:
+    turns = tuple(c.Message(turn.role, turn.content) for turn in message.messages)
+    return c.Prompt(messages=turns, text=message.text)
+
+
+def sampling_to_wire(sampling: c.Sampling) -> common_pb2.Sampling:
+    return common_pb2.Sampling(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        stop=sampling.stop,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def sampling_from_wire(message: common_pb2.Sampling) -> c.Sampling:
+    default = c.Sampling()
+    has = message.HasField
+    return c.Sampling(
+        max_tokens=message.max_tokens if has("max_tokens") else default.max_tokens,
+        temperature=message.temperature if has("temperature") else default.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if has("top_p") else default.top_p,
+        stop=tuple(message.stop),
+        seed=message.seed,
+        ignore_eos=message.ignore_eos,
+    )
+
+
+# The generator
+
+
+def gauge_to_wire(gauge: c.SlotGauge) -> common_pb2.SlotGauge:
+    return common_pb2.SlotGauge(capacity=gauge.capacity, owned=gauge.owned, session=gauge.session)
+
+
+def gauge_from_wire(message: common_pb2.SlotGauge) -> c.SlotGauge:
+    return c.SlotGauge(message.capacity, message.owned, message.session)
+
+
+def round_to_wire(ended: c.Round) -> generator_pb2.PrefixBatch:
+    prefixes = [
+        generator_pb2.Prefix(
+            candidate_id=candidate.id,
+            new_token_ids=candidate.new_token_ids,
+            text=candidate.text,
+            num_tokens=candidate.num_tokens,
+            cumulative_logprob=candidate.logprob,
+            mean_logprob=candidate.mean_logprob,
+            finish_reason=_FINISH[candidate.finish],
+        )
+        for candidate in ended.candidates
+    ]
+    return generator_pb2.PrefixBatch(
+        prefixes=prefixes,
+        ended_by=_ROUND_END[ended.ended_by],
+        num_tokens=ended.num_tokens,
+        slots=gauge_to_wire(ended.slots),
+    )
+
+
+def round_from_wire(message: generator_pb2.PrefixBatch) -> c.Round:
+    candidates = tuple(
+        c.Candidate(
+            id=prefix.candidate_id,
+            text=prefix.text,
+            num_tokens=prefix.num_tokens,
+            logprob=prefix.cumulative_logprob,
+            finish=_back(_FINISH, prefix.finish_reason),
+            new_token_ids=tuple(prefix.new_token_ids),
+        )
+        for prefix in message.prefixes
+    )
+    return c.Round(
+        candidates=candidates,
+        ended_by=_back(_ROUND_END, message.ended_by),
+        num_tokens=message.num_tokens,
+        slots=gauge_from_wire(message.slots),
+    )
+
+
+def generator_to_wire(
+    description: c.GeneratorDescription,
+) -> generator_pb2.GeneratorServiceDescribeResponse:
+    return generator_pb2.GeneratorServiceDescribeResponse(
+        model=description.model,
+        fingerprint=description.fingerprint,
+        context_tokens=description.context_tokens,
+        max_candidates=description.max_candidates,
+        vocabulary=description.vocabulary,
+        slot_bytes=description.slot_bytes,
+        device=description.device,
+        slots=gauge_to_wire(description.slots),
+        sessions=description.sessions,
+        waiting=description.waiting,
+    )
+
+
+def generator_from_wire(
+    message: generator_pb2.GeneratorServiceDescribeResponse,
+) -> c.GeneratorDescription:
+    return c.GeneratorDescription(
+        model=message.model,
+        fingerprint=message.fingerprint,
+        context_tokens=message.context_tokens,
+        max_candidates=message.max_candidates,
+        vocabulary=message.vocabulary,
+        slot_bytes=message.slot_bytes,
+        device=message.device,
+        slots=gauge_from_wire(message.slots),
+        sessions=message.sessions,
+        waiting=message.waiting,
+    )
+
+
+# The orchestrator's request
+
+
+def schedule_to_wire(schedule: c.Schedule) -> orchestrator_pb2.Schedule:
+    message = orchestrator_pb2.Schedule()
+    match schedule.kind:
+        case "memory":
+            message.memory.SetInParent()
+        case "tokens":
+            message.tokens.decision_tokens.extend(schedule.tokens)
+            message.tokens.SetInParent()
+        case _:
+            message.geometric.first = schedule.first
+            message.geometric.factor = schedule.factor
+    return message
+
+
+def schedule_from_wire(message: orchestrator_pb2.Schedule, default: c.Schedule) -> c.Schedule:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return default
+    if kind == "tokens":
+        return c.Schedule(kind=kind, tokens=tuple(message.tokens.decision_tokens))
+    if kind == "memory":
+        return c.Schedule(kind=kind)
+    base, shape = c.Schedule(), message.geometric
+    return c.Schedule(
+        kind=kind,
+        first=shape.first if shape.HasField("first") else base.first,
+        factor=shape.factor if shape.HasField("factor") else base.factor,
+    )
+
+
+def request_to_wire(request: c.GenerationRequest) -> orchestrator_pb2.GenerateRequest:
+    chosen = request.selection
+    return orchestrator_pb2.GenerateRequest(
+        model=request.model,
+        prompt=prompt_to_wire(request.prompt),
+        sampling=sampling_to_wire(request.sampling),
+        selection=orchestrator_pb2.Selection(
+            n=chosen.n,
+            alpha=chosen.alpha,
+            schedule=schedule_to_wire(chosen.schedule),
+            algorithm=_ALGORITHM[chosen.algorithm],
+            rewards=[
+                orchestrator_pb2.WeightedReward(name=r.name, weight=r.weight)
+                for r in chosen.rewards
+            ],
+            return_candidates=chosen.return_candidates,
+        ),
+        cache_control=_CACHE[request.cache],
+    )
+
+
+def request_from_wire(
+    message: orchestrator_pb2.GenerateRequest,
+    default_schedule: c.Schedule,
+    violations: list[Violation],
+) -> c.GenerationRequest:
+    """The request with defaults filled; unknown enum numbers are added to `violations`."""
+    chosen, base = message.selection, c.Selection()
+    rewards = tuple(
+        c.WeightedReward(r.name, r.weight if r.HasField("weight") else 1.0) for r in chosen.rewards
+    )
+    selection = c.Selection(
+        n=chosen.n,
+        alpha=chosen.alpha if chosen.HasField("alpha") else base.alpha,
+        schedule=schedule_from_wire(chosen.schedule, default_schedule),
+        algorithm=_enum(
+            _ALGORITHM, chosen.algorithm, base.algorithm, "selection.algorithm", violations
+        ),
+        rewards=rewards,
+        return_candidates=(chosen.return_candidates if chosen.HasField("return_candidates") else 1),
+    )
+    return c.GenerationRequest(
+        prompt=prompt_from_wire(message.prompt),
+        sampling=sampling_from_wire(message.sampling),
+        selection=selection,
+        model=message.model,
+        cache=_enum(_CACHE, message.cache_control, c.CacheControl.USE, "cache_control", violations),
+    )
+
+
+# The orchestrator's events
+
+
+def trace_to_wire(trace: c.RoundTrace) -> orchestrator_pb2.RoundTrace:
+    return orchestrator_pb2.RoundTrace(
+        number=trace.number,
+        decision_token=trace.decision_token,
+        ended_by=_ROUND_END[trace.ended_by],
+        num_started=trace.num_started,
+        num_finished=trace.num_finished,
+        num_rejected=trace.num_rejected,
+        num_live=trace.num_live,
+        best_score=trace.best_score,
+        scores=trace.scores,
+        session_slots=trace.session_slots,
+        freed_slots=trace.freed_slots,
+        capacity_slots=trace.capacity_slots,
+        generated_tokens=trace.generated_tokens,
+        extend_ms=trace.extend_ms,
+        score_ms=trace.score_ms,
+        prune_ms=trace.prune_ms,
+    )
+
+
+def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateResponse:
+    best, usage, timings = generation.best, generation.usage, generation.timings
+    return orchestrator_pb2.GenerateResponse(
+        request_id=generation.request_id,
+        text=best.text,
+        score=best.score,
+        finish_reason=_FINISH[best.finish],
+        candidates=[
+            orchestrator_pb2.RankedCandidate(
+                candidate_id=ranked.id,
+                text=ranked.text,
+                score=ranked.score,
+                finish_reason=_FINISH[ranked.finish],
+                num_tokens=ranked.num_tokens,
+                mean_logprob=ranked.mean_logprob,
+            )
+            for ranked in generation.candidates
+        ],
+        rounds=[trace_to_wire(trace) for trace in generation.rounds],
+        usage=orchestrator_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            generated_tokens=usage.generated_tokens,
+            answer_tokens=usage.answer_tokens,
+            reward_tokens=usage.reward_tokens,
+            freed_slots=usage.freed_slots,
+            best_of_n_tokens_estimate=usage.best_of_n_tokens_estimate,
+        ),
+        cached=generation.cached,
+        degraded=generation.degraded,
+        fingerprints=orchestrator_pb2.Fingerprints(
+            generator=generation.generator_fingerprint, reward=generation.reward_fingerprint
+        ),
+        timings=orchestrator_pb2.Timings(
+            total_ms=timings.total_ms,
+            queue_ms=timings.queue_ms,
+            open_ms=timings.open_ms,
+            extend_ms=timings.extend_ms,
+            score_ms=timings.score_ms,
+            prune_ms=timings.prune_ms,
+            first_round_ms=timings.first_round_ms,
+        ),
+        n=generation.n,
+    )
+
+
+def event_to_wire(event: c.Event) -> orchestrator_pb2.GenerateStreamResponse:
+    match event:
+        case c.Admitted():
+            admitted = orchestrator_pb2.Admitted(
+                request_id=event.request_id, n=event.n, prompt_tokens=event.prompt_tokens
+            )
+            return orchestrator_pb2.GenerateStreamResponse(admitted=admitted)
+        case c.RoundCompleted():
+            completed = orchestrator_pb2.RoundCompleted(
+                round=trace_to_wire(event.trace),
+                survivors=event.survivors,
+                best_text=event.best_text,
+            )
+            return orchestrator_pb2.GenerateStreamResponse(round_completed=completed)
+        case c.Finished():
+            answer = generation_to_wire(event.generation)
+            return orchestrator_pb2.GenerateStreamResponse(finished=answer)
