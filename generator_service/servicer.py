@@ -1,0 +1,135 @@
+"""The generator's gRPC port: unpacks commands, calls the generator, packs what it returns.
+
+Validates every field for itself, whoever calls. Works with any `Generator`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc.aio
+
+from specrej import wire
+from specrej.contracts import Generator, Session
+from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation
+from specrej.serving import Service, answer_commands
+from specrej.v1 import generator_pb2 as pb
+from specrej.v1 import generator_pb2_grpc
+from specrej.validation import check_candidates, check_prompt, check_sampling, raise_if_any
+
+NAME = pb.DESCRIPTOR.services_by_name["GeneratorService"].full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
+    """`specrej.v1.GeneratorService` over a generator that may still be loading."""
+
+    def __init__(self, lease_s: float) -> None:
+        """`lease_s`: a peer silent for so long loses its session."""
+        self._lease_s = lease_s
+        self._generator: Generator | None = None
+
+    def load(self, generator: Generator) -> None:
+        """From now on serve `generator`."""
+        self._generator = generator
+
+    async def Session(self, request_iterator: Any, context: Context) -> None:  # noqa: N802
+        async with AsyncExitStack() as resources:
+            commands = _Commands(self._loaded(), resources)
+            await answer_commands(context, commands.answer, _stale, self._lease_s)
+
+    async def Describe(  # noqa: N802
+        self, request: pb.GeneratorServiceDescribeRequest, context: Context
+    ) -> pb.GeneratorServiceDescribeResponse:
+        return wire.generator_to_wire(await self._loaded().describe())
+
+    def _loaded(self) -> Generator:
+        if self._generator is None:
+            raise Unavailable("the model is loading", retry_after_s=2)
+        return self._generator
+
+
+def service(servicer: GeneratorServicer) -> Service:
+    """What a server needs to serve it."""
+
+    def register(server: grpc.aio.Server) -> None:
+        generator_pb2_grpc.add_GeneratorServiceServicer_to_server(servicer, server)
+
+    return Service(NAME, register)
+
+
+class _Commands:
+    """One stream's commands and the session they open; `resources` closes it with the stream."""
+
+    def __init__(self, generator: Generator, resources: AsyncExitStack) -> None:
+        self._generator = generator
+        self._resources = resources
+        self._session: Session | None = None
+        self._max_tokens = 0
+        self._closed = False
+
+    async def answer(self, request: pb.SessionRequest) -> pb.SessionResponse:
+        match request.WhichOneof("command"):
+            case "open":
+                return await self._open(request.open)
+            case "extend":
+                return await self._extend(request.extend)
+            case "prune":
+                return await self._prune(request.prune)
+            case "close":
+                return await self._close()
+            case _:
+                raise InvalidRequest([Violation("command", "must be set")])
+
+    async def _open(self, command: pb.OpenSession) -> pb.SessionResponse:
+        if self._session or self._closed:
+            raise OutOfOrder("the session is open already")
+        description = await self._generator.describe()
+        prompt = wire.prompt_from_wire(command.prompt)
+        sampling = wire.sampling_from_wire(command.sampling)
+        violations = [
+            *check_prompt(prompt),
+            *check_candidates(command.n, description.max_candidates, "n"),
+            *check_sampling(sampling, command.n, description.context_tokens),
+        ]
+        if command.first_round_tokens < 1:
+            violations.append(Violation("first_round_tokens", "must be 1 or more"))
+        raise_if_any(violations)
+        session = await self._resources.enter_async_context(
+            self._generator.open(prompt, command.n, sampling, command.first_round_tokens)
+        )
+        self._session, self._max_tokens = session, sampling.max_tokens
+        slots = wire.gauge_to_wire((await self._generator.describe()).slots)
+        opened = pb.SessionOpened(n=session.n, prompt_tokens=session.prompt_tokens, slots=slots)
+        return pb.SessionResponse(opened=opened)
+
+    async def _extend(self, command: pb.ExtendSession) -> pb.SessionResponse:
+        session = self._opened()
+        if not 1 <= command.until_tokens <= self._max_tokens:
+            description = f"must be 1 .. {self._max_tokens}, is {command.until_tokens}"
+            raise InvalidRequest([Violation("extend.until_tokens", description)])
+        ended = await session.extend(command.until_tokens)
+        return pb.SessionResponse(prefix_batch=wire.round_to_wire(ended))
+
+    async def _prune(self, command: pb.PruneSession) -> pb.SessionResponse:
+        pruned = await self._opened().prune(frozenset(command.keep))
+        slots = wire.gauge_to_wire(pruned.slots)
+        return pb.SessionResponse(
+            pruned=pb.SessionPruned(freed_slots=pruned.freed_slots, slots=slots)
+        )
+
+    async def _close(self) -> pb.SessionResponse:
+        self._session, self._closed = None, True
+        await self._resources.aclose()
+        return pb.SessionResponse(closed=pb.SessionClosed())
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise OutOfOrder("the session is closed" if self._closed else "open comes first")
+        return self._session
+
+
+def _stale() -> pb.SessionResponse:
+    return pb.SessionResponse(stale=pb.StaleCommand())

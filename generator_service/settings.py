@@ -1,0 +1,47 @@
+"""How the generator service is configured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from specrej.settings import Port, Seconds, ServiceSettings
+
+
+class GeneratorSettings(ServiceSettings):
+    """The generator service: holds the model's weights and the KV slots, makes tokens.
+
+    Every setting is a flag (--kv-slots 20000) or an environment variable
+    (SPECREJ_GENERATOR_KV_SLOTS=20000); flags win.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPECREJ_GENERATOR_")
+
+    port: Port = Field(50051, description="port to listen on; 0 picks a free one")
+    model: str = Field(
+        ".models/generator",
+        description="directory of a transformers causal language model, or 'toy', the test double",
+    )
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="where it runs: cpu (float32), cuda or cuda:N (bfloat16); auto: cuda if there",
+    )
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
+    kv_slots: int = Field(0, ge=0, description="KV capacity in slots; 0: from free memory")
+    memory_fraction: float = Field(
+        0.5, gt=0, le=0.95, description="share of the free memory for KV slots when kv_slots is 0"
+    )
+    max_candidates: int = Field(1024, ge=1, le=65536, description="most candidates per session")
+    auto_candidates: int = Field(
+        64, ge=1, le=65536, description="most candidates when a request leaves N open"
+    )
+    max_waiting: int = Field(64, ge=0, description="sessions that may wait for slots")
+    prefill_chunk: int = Field(256, ge=1, description="prompt tokens read in one step")
+    lease_s: Seconds = Field(60, description="seconds a silent peer keeps its session")
+
+    @property
+    def model_directory(self) -> Path:
+        return Path(self.model)

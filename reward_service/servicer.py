@@ -1,0 +1,146 @@
+"""RewardService on the wire: validates, unpacks, calls a worker, packs. Decides nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
+
+from reward_service.local import LocalScorer, LocalScoringSession
+from reward_service.worker import Worker
+from specrej import serving, wire
+from specrej.contracts import Candidate
+from specrej.errors import InvalidRequest, NotFound, OutOfOrder, Unavailable, Violation
+from specrej.serving import Context
+from specrej.v1 import reward_pb2 as pb
+from specrej.v1 import reward_pb2_grpc
+from specrej.validation import check_prompt, raise_if_any
+
+MAX_RESPONSE_CHARACTERS = 262_144
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """Unavailable until `serve` is given the loaded rewards."""
+
+    def __init__(self, max_batch: int, lease_s: float) -> None:
+        self._max_batch = max_batch
+        self._lease_s = lease_s
+        self._workers: dict[str, Worker] = {}  # by reward name, the default first
+
+    def serve(self, workers: Sequence[Worker]) -> None:
+        """Answer with these from now on; the first is the default."""
+        self._workers = {worker.description.name: worker for worker in workers}
+
+    def service(self) -> serving.Service:
+        """This servicer, for `specrej.serving.Server`."""
+        return serving.Service(
+            pb.DESCRIPTOR.services_by_name["RewardService"].full_name,
+            lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server),
+        )
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
+        self.check_loaded()
+        prompt = wire.prompt_from_wire(request.prompt)
+        responses = list(request.responses)
+        violations = [*check_prompt(prompt), *self._check_texts(responses, "responses", "")]
+        raise_if_any(violations)
+        scores = await self.find(request.reward).score(prompt, responses)
+        return pb.ScoreResponse(scores=scores.values, computed_tokens=scores.computed_tokens)
+
+    # The stub's type knows async generators only; `specrej.serving` says why this is none.
+    async def ScoreSession(  # type: ignore[override]  # noqa: N802
+        self, _requests: AsyncIterator[pb.ScoreSessionRequest], context: Context
+    ) -> None:
+        self.check_loaded()
+        async with AsyncExitStack() as stack:
+            stream = _ScoringStream(self, stack)
+            await serving.answer_commands(context, stream.answer, _stale, self._lease_s)
+
+    async def Describe(  # noqa: N802
+        self, request: pb.RewardServiceDescribeRequest, context: Context
+    ) -> pb.RewardServiceDescribeResponse:
+        self.check_loaded()
+        described = [worker.description for worker in self._workers.values()]
+        rewards = [
+            pb.RewardDescription(
+                name=reward.name, fingerprint=reward.fingerprint, description=reward.description
+            )
+            for reward in described
+        ]
+        return pb.RewardServiceDescribeResponse(rewards=rewards, max_batch=self._max_batch)
+
+    def check_loaded(self) -> None:
+        """Raises Unavailable while the rewards are being loaded."""
+        if not self._workers:
+            raise Unavailable("the rewards are being loaded")
+
+    def find(self, name: str) -> Worker:
+        """The named worker, or the default for ""."""
+        worker = self._workers.get(name) if name else next(iter(self._workers.values()))
+        if worker is None:
+            served = ", ".join(self._workers)
+            raise NotFound(f"no reward of that name, there are: {served}")
+        return worker
+
+    def check_batch(self, candidates: Sequence[pb.ScoreCandidate]) -> Iterator[Violation]:
+        """Every field of a prefix batch."""
+        texts = [candidate.text for candidate in candidates]
+        yield from self._check_texts(texts, "batch.candidates", ".text")
+        seen: set[int] = set()
+        for index, candidate in enumerate(candidates):
+            path = f"batch.candidates[{index}].candidate_id"
+            if candidate.candidate_id < 0:
+                yield Violation(path, f"must be 0 or more, is {candidate.candidate_id}")
+            elif candidate.candidate_id in seen:
+                yield Violation(path, f"{candidate.candidate_id} is there twice")
+            seen.add(candidate.candidate_id)
+
+    def _check_texts(self, texts: Sequence[str], path: str, leaf: str) -> Iterator[Violation]:
+        if not 1 <= len(texts) <= self._max_batch:
+            yield Violation(path, f"must have 1 .. {self._max_batch} items, has {len(texts)}")
+        for index, text in enumerate(texts):
+            if len(text) > MAX_RESPONSE_CHARACTERS:
+                limit = f"must have at most {MAX_RESPONSE_CHARACTERS} characters, has {len(text)}"
+                yield Violation(f"{path}[{index}]{leaf}", limit)
+
+
+class _ScoringStream:
+    """One ScoreSession stream; its scoring session ends with `stack`."""
+
+    def __init__(self, servicer: RewardServicer, stack: AsyncExitStack) -> None:
+        self._servicer = servicer
+        self._stack = stack
+        self._session: LocalScoringSession | None = None
+
+    async def answer(self, request: pb.ScoreSessionRequest) -> pb.ScoreSessionResponse:
+        match request.WhichOneof("command"):
+            case "open":
+                return pb.ScoreSessionResponse(opened=await self._open(request.open))
+            case "batch":
+                return pb.ScoreSessionResponse(scores=await self._score(request.batch))
+            case _:
+                raise InvalidRequest([Violation("command", "must be open or batch")])
+
+    async def _open(self, request: pb.OpenScoring) -> pb.ScoringOpened:
+        if self._session is not None:
+            raise OutOfOrder("the session is open already")
+        prompt = wire.prompt_from_wire(request.prompt)
+        raise_if_any(list(check_prompt(prompt, "open.prompt")))
+        worker = self._servicer.find(request.reward)
+        self._session = await self._stack.enter_async_context(LocalScorer(worker).open(prompt))
+        return pb.ScoringOpened(fingerprint=worker.description.fingerprint)
+
+    async def _score(self, request: pb.ScoreBatch) -> pb.BatchScores:
+        if self._session is None:
+            raise OutOfOrder("open comes before the first batch")
+        raise_if_any(list(self._servicer.check_batch(request.candidates)))
+        # Token counts and likelihoods are the generator's; no reward looks at them.
+        candidates = [
+            Candidate(candidate.candidate_id, candidate.text, num_tokens=0, logprob=0.0)
+            for candidate in request.candidates
+        ]
+        scores = await self._session.score(candidates)
+        return pb.BatchScores(scores=scores.values, computed_tokens=scores.computed_tokens)
+
+
+def _stale() -> pb.ScoreSessionResponse:
+    return pb.ScoreSessionResponse(stale=pb.StaleScoring())

@@ -1,0 +1,33 @@
+"""A reward without a model, for tests, demos and dry runs: the share of vowels in a response.
+
+Deterministic, cheap, never NaN; like a real reward, a prefix's score resembles the answer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reward_service.batching import distinct
+from specrej import fingerprint
+from specrej.contracts import Prompt, Scores
+
+
+class ToyReward:
+    """Scores in [0, 1]; an empty response scores 0. Its tokens are words."""
+
+    description = "The share of vowels (a, e, i, o, u) among a response's characters; a toy."
+
+    def __init__(self, name: str = "toy") -> None:
+        self.name = name
+        self.fingerprint = fingerprint.of_values(kind="toy", version=1)
+
+    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+        """The prompt does not matter."""
+        unique, where = distinct(texts)
+        shares = [_share_of_vowels(text) for text in unique]
+        words = sum(len(text.split()) for text in unique)
+        return Scores(tuple(shares[index] for index in where), words)
+
+
+def _share_of_vowels(text: str) -> float:
+    return sum(text.lower().count(vowel) for vowel in "aeiou") / max(1, len(text.lower()))

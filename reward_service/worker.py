@@ -1,0 +1,84 @@
+"""One reward in a thread of its own, behind a bounded queue.
+
+Keeps torch and tokenisers off the event loop, and checks what a reward returns. Knows no wire and
+no torch; imports without grpc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from reward_service.reward import Reward
+from specrej.contracts import Prompt, RewardDescription, Scores
+from specrej.errors import Overloaded, RewardInvalid
+
+_WARM_UP_PROMPT = Prompt.from_user("Hello?")
+
+
+class Worker:
+    """Scores with one reward, one call at a time; `queue_limit` more may wait.
+
+    Made by `start`. A call that is cancelled while it waits is never computed.
+    """
+
+    def __init__(self, reward: Reward, thread: ThreadPoolExecutor, queue_limit: int) -> None:
+        self._reward = reward
+        self._thread = thread
+        self._queue_limit = queue_limit
+        self._room = threading.Semaphore(queue_limit + 1)
+
+    @classmethod
+    async def start(cls, load: Callable[[], Reward], queue_limit: int = 64) -> Worker:
+        """A worker whose reward was loaded by, and has scored once in, the worker's thread.
+
+        Raises what `load` raises.
+        """
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        try:
+            # Loaded where it is used: torch's thread count belongs to the thread that sets it.
+            reward = await asyncio.get_running_loop().run_in_executor(thread, load)
+            worker = cls(reward, thread, queue_limit)
+            await worker.score(_WARM_UP_PROMPT, ["Hello."])
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            raise
+        return worker
+
+    @property
+    def description(self) -> RewardDescription:
+        reward = self._reward
+        return RewardDescription(reward.name, reward.fingerprint, reward.description)
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+        """Finite scores, one per text.
+
+        Raises:
+            Overloaded: too many calls wait already.
+            RewardInvalid: the reward returned something else.
+        """
+        if not self._room.acquire(blocking=False):
+            text = f"reward {self._reward.name}: {self._queue_limit} calls wait already"
+            raise Overloaded(text)
+        job = self._thread.submit(self._reward.score, prompt, texts)
+        # Runs when the job ends or is cancelled in the queue, not when its caller gives up.
+        job.add_done_callback(lambda _: self._room.release())
+        scores = await asyncio.wrap_future(job)
+        self._check(scores, len(texts))
+        return scores
+
+    def close(self) -> None:
+        """Drop what waits; a running call ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, scores: Scores, num_texts: int) -> None:
+        name = self._reward.name
+        if len(scores.values) != num_texts:
+            text = f"reward {name} returned {len(scores.values)} scores for {num_texts} texts"
+            raise RewardInvalid(text, metadata={"reward": name})
+        if not all(math.isfinite(value) for value in scores.values):
+            text = f"reward {name} returned a score that is not finite"
+            raise RewardInvalid(text, metadata={"reward": name})

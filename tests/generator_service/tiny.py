@@ -1,0 +1,64 @@
+"""Tiny random models of every supported architecture, and plain transformers' word on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 97
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_SIZES),
+    "llama-mha": LlamaConfig(**(_SIZES | {"num_key_value_heads": 4})),
+    "mistral": MistralConfig(**_SIZES, sliding_window=None),
+    "mistral-window": MistralConfig(**_SIZES, sliding_window=12),
+    "qwen2": Qwen2Config(**_SIZES),
+    "qwen3": Qwen3Config(**_SIZES),
+    "gemma": GemmaConfig(**(_SIZES | {"num_key_value_heads": 1})),
+    "gemma2": Gemma2Config(**_SIZES, sliding_window=12),
+}
+
+
+def build(name: str = "llama") -> Any:
+    """A model with reproducible random weights, wide enough apart that tokens differ."""
+    torch.manual_seed(7)
+    config = copy.deepcopy(CONFIGS[name])  # a model writes its attention into its config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)
+    return model.eval()
+
+
+@torch.inference_mode()
+def full_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """Logits [len(token_ids), vocabulary] by plain transformers, everything recomputed."""
+    return model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
