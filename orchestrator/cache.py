@@ -242,12 +242,12 @@ class Cache:
         except ValueError:
             self.counts.rejected += 1
             return
-        if await self._call("write", "SET", key, stored, "PX", self._ttl_ms()) is not None:
+        if await self._call("write", "SET", key, stored, "PX", self._ttl_ms()) is True:
             self.counts.stored += 1
 
     async def available(self) -> bool:
         """Whether Redis answers; False while it is left alone, or switched off."""
-        return await self._call("ping", "PING") is not None
+        return await self._call("ping", "PING") is True
 
     async def close(self) -> None:
         """Close all connections; from then on the cache is switched off."""
@@ -258,7 +258,7 @@ class Cache:
                     await redis.aclose()
 
     async def _call(self, purpose: str, *command: str | bytes | int) -> object | None:
-        """The reply; None if there is none, for whatever reason."""
+        """The reply (True for OK and PONG); None if there is none, for whatever reason."""
         if self._redis is None or self._resting():
             return None
         with telemetry.span(f"cache.{purpose}") as span:

@@ -16,7 +16,15 @@ Attribute = str | int | float | bool
 
 _tracer = trace.get_tracer("specrej")
 
-__all__ = ["Span", "configure", "end_with_code", "outgoing_metadata", "server_span", "span"]
+__all__ = [
+    "Span",
+    "configure",
+    "end_with_code",
+    "outgoing_metadata",
+    "server_span",
+    "set_attributes",
+    "span",
+]
 
 
 def configure(service: str, otlp_endpoint: str, log_level: str) -> None:
@@ -39,10 +47,15 @@ def configure(service: str, otlp_endpoint: str, log_level: str) -> None:
 
 @contextmanager
 def span(name: str, **attributes: Attribute) -> Iterator[Span]:
-    """A span inside this process; the name's attributes carry the `specrej.` prefix."""
-    named = {f"specrej.{key}": value for key, value in attributes.items()}
-    with _tracer.start_as_current_span(name, attributes=named) as current:
+    """A span inside this process."""
+    with _tracer.start_as_current_span(name) as current:
+        set_attributes(current, **attributes)
         yield current
+
+
+def set_attributes(current: Span, **attributes: Attribute) -> None:
+    """Add attributes to a span, in the project's namespace."""
+    current.set_attributes({f"specrej.{key}": value for key, value in attributes.items()})
 
 
 @contextmanager

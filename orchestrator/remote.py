@@ -1,0 +1,190 @@
+"""Generator and rewards across the network, behind the same Protocols as local ones.
+
+A session is one stream; leaving its context ends the stream, and with it what the peer holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Generic, TypeVar, cast
+
+import grpc.aio
+
+from specrej import telemetry, wire
+from specrej.contracts import (
+    Candidate,
+    GeneratorDescription,
+    Prompt,
+    Pruned,
+    RewardDescription,
+    Round,
+    Sampling,
+    Scores,
+)
+from specrej.errors import InternalError
+from specrej.status import from_rpc_error
+from specrej.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+_DESCRIBE_TIMEOUT_S = 5.0
+
+
+class _CommandStream(Generic[Request, Response]):
+    """Numbered commands over one bidirectional call, one at a time."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[Request, Response],
+        make: Callable[..., Request],
+    ) -> None:
+        self._call = call
+        self._make = make
+        self._sequence = 0
+
+    async def ask(self, **command: Any) -> Response:
+        """Send a command and wait for its answer.
+
+        Raises:
+            SpecrejError: what the peer's status stands for.
+        """
+        self._sequence += 1
+        request = self._make(sequence=self._sequence, **command)
+        try:
+            # The call may be over already: reading tells why.
+            with suppress(asyncio.InvalidStateError):
+                await self._call.write(request)
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc_error(failure) from failure
+        if answer is grpc.aio.EOF:
+            raise InternalError("a backend ended its stream before it answered")
+        return cast(Response, answer)
+
+
+class RemoteGenerator:
+    """A `Generator` behind a channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
+
+    @asynccontextmanager
+    async def open(
+        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+    ) -> AsyncIterator[RemoteSession]:
+        call = self._stub.Session(metadata=telemetry.outgoing_metadata())
+        stream = _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse](
+            call, generator_pb2.SessionRequest
+        )
+        try:
+            command = generator_pb2.OpenSession(
+                prompt=wire.prompt_to_wire(prompt),
+                n=n,
+                sampling=wire.sampling_to_wire(sampling),
+                first_round_tokens=first_round_tokens,
+            )
+            opened = (await stream.ask(open=command)).opened
+            yield RemoteSession(stream, opened.n, opened.prompt_tokens)
+            # Answered once the slots are free, so that they are before our caller hears of it.
+            await stream.ask(close=generator_pb2.CloseSession())
+        finally:
+            call.cancel()
+
+    async def describe(self) -> GeneratorDescription:
+        request = generator_pb2.GeneratorServiceDescribeRequest()
+        try:
+            answer = await self._stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc_error(failure) from failure
+        return wire.generator_from_wire(answer)
+
+
+class RemoteSession:
+    """A `Session` on a stream."""
+
+    def __init__(
+        self,
+        stream: _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse],
+        n: int,
+        prompt_tokens: int,
+    ) -> None:
+        self._stream = stream
+        self.n = n
+        self.prompt_tokens = prompt_tokens
+
+    async def extend(self, until_tokens: int) -> Round:
+        command = generator_pb2.ExtendSession(until_tokens=until_tokens)
+        answer = await self._stream.ask(extend=command)
+        # A batch of a thousand texts takes milliseconds to unpack: not on the event loop.
+        return await asyncio.to_thread(wire.round_from_wire, answer.prefix_batch)
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        answer = await self._stream.ask(prune=generator_pb2.PruneSession(keep=sorted(keep)))
+        slots = wire.gauge_from_wire(answer.pruned.slots)
+        return Pruned(answer.pruned.freed_slots, slots)
+
+
+class RemoteRewards:
+    """The rewards of one reward service."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
+
+    def scorer(self, name: str) -> RemoteScorer:
+        """A `Scorer` for the reward of that name."""
+        return RemoteScorer(self._stub, name)
+
+    async def describe(self) -> tuple[RewardDescription, ...]:
+        """The rewards that are served; the first is the default."""
+        request = reward_pb2.RewardServiceDescribeRequest()
+        try:
+            answer = await self._stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc_error(failure) from failure
+        return tuple(
+            RewardDescription(reward.name, reward.fingerprint, reward.description)
+            for reward in answer.rewards
+        )
+
+
+class RemoteScorer:
+    """A `Scorer` behind a channel."""
+
+    def __init__(self, stub: Any, name: str) -> None:
+        self._stub = stub
+        self._name = name
+
+    @asynccontextmanager
+    async def open(self, prompt: Prompt) -> AsyncIterator[RemoteScoringSession]:
+        call = self._stub.ScoreSession(metadata=telemetry.outgoing_metadata())
+        stream = _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse](
+            call, reward_pb2.ScoreSessionRequest
+        )
+        try:
+            command = reward_pb2.OpenScoring(reward=self._name, prompt=wire.prompt_to_wire(prompt))
+            await stream.ask(open=command)
+            yield RemoteScoringSession(stream)
+        finally:
+            call.cancel()
+
+
+class RemoteScoringSession:
+    """A `ScoringSession` on a stream."""
+
+    def __init__(
+        self,
+        stream: _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse],
+    ) -> None:
+        self._stream = stream
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        batch = reward_pb2.ScoreBatch(
+            candidates=[
+                reward_pb2.ScoreCandidate(candidate_id=c.id, text=c.text) for c in candidates
+            ]
+        )
+        scores = (await self._stream.ask(batch=batch)).scores
+        return Scores(tuple(scores.scores), scores.computed_tokens)

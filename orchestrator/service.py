@@ -1,0 +1,258 @@
+"""The orchestrator itself: validate, look in the cache, join a flight, be admitted, run, store.
+
+Decides everything, holds no model. Knows no wire: the servicer unpacks and packs.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from orchestrator.admission import Admission
+from orchestrator.cache import Cache, cache_key
+from orchestrator.flight import Flights
+from orchestrator.run import run
+from orchestrator.scoring import LIKELIHOOD, LikelihoodScorer, WeightedScorer
+from specrej import fingerprint
+from specrej.contracts import (
+    Admitted,
+    Algorithm,
+    CacheControl,
+    Event,
+    Finished,
+    Generation,
+    GenerationRequest,
+    Generator,
+    GeneratorDescription,
+    RewardDescription,
+    Scorer,
+    Selection,
+    WeightedReward,
+)
+from specrej.errors import NotFound, Unavailable, Violation
+from specrej.validation import check_request, raise_if_any
+
+T = TypeVar("T")
+
+
+class Rewards(Protocol):
+    """What the orchestrator needs of a reward service."""
+
+    def scorer(self, name: str) -> Scorer: ...
+
+    async def describe(self) -> Sequence[RewardDescription]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the orchestrator says of itself; the first reward is the default."""
+
+    generator: GeneratorDescription
+    rewards: tuple[str, ...]
+    cache_available: bool
+    running: int
+    queued: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A request that can be served: canonical, with what will make its answer."""
+
+    request: GenerationRequest
+    generator_fingerprint: str
+    reward_fingerprint: str
+
+
+class Orchestrator:
+    """Answers requests with the best of many candidates."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        rewards: Rewards,
+        cache: Cache,
+        admission: Admission,
+        *,
+        describe_every_s: float = 2.0,
+    ) -> None:
+        """Backends are asked to describe themselves at most every `describe_every_s` seconds."""
+        self._generator = generator
+        self._rewards = rewards
+        self._cache = cache
+        self._admission = admission
+        self._flights: Flights[Generation] = Flights()
+        self._described = _Recent(generator.describe, describe_every_s)
+        self._described_rewards = _Recent(rewards.describe, describe_every_s)
+
+    async def describe(self) -> Description:
+        """Models, rewards and load, as of now."""
+        rewards = await self._described_rewards.get()
+        return Description(
+            generator=await self._generator.describe(),
+            rewards=(*(reward.name for reward in rewards), LIKELIHOOD),
+            cache_available=await self._cache.available(),
+            running=self._admission.running,
+            queued=self._admission.queued,
+        )
+
+    async def generate(
+        self, request: GenerationRequest, *, tenant: str, violations: Sequence[Violation] = ()
+    ) -> AsyncGenerator[Event, None]:
+        """Events of one request, the last one `Finished`; close the iterator when done with it.
+
+        `violations` were found while the request was unpacked.
+
+        Raises:
+            SpecrejError: whatever its caller must be told.
+        """
+        began = time.perf_counter()
+        plan = await self._plan(request, violations)
+        request_id = uuid.uuid4().hex
+        async with aclosing(self._answer(plan, tenant)) as events:
+            async for event in events:
+                yield _signed(event, request_id, (time.perf_counter() - began) * 1e3)
+
+    def _answer(self, plan: _Plan, tenant: str) -> AsyncGenerator[Event, None]:
+        """From the cache, from a flight under way, or from a run of its own."""
+        key = cache_key(
+            plan.request,
+            tenant=tenant,
+            generator_fingerprint=plan.generator_fingerprint,
+            reward_fingerprint=plan.reward_fingerprint,
+        )
+        match plan.request.cache:
+            case CacheControl.USE:
+                return self._use_cache(plan, key)
+            case CacheControl.REFRESH:
+                return self._run_and_store(plan, key)
+            case CacheControl.BYPASS:
+                return self._run(plan)
+
+    async def _use_cache(self, plan: _Plan, key: str) -> AsyncGenerator[Event, None]:
+        if stored := await self._cache.get(key):
+            yield Finished(stored)
+            return
+        async with self._flights.join(key) as flight:
+            if flight.landed:
+                # Made once, for the leader: for this caller it comes from memory.
+                yield Finished(replace(flight.result, cached=True))
+                return
+            async with aclosing(self._run_and_store(plan, key)) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        flight.land(event.generation)
+                    yield event
+
+    async def _run_and_store(self, plan: _Plan, key: str) -> AsyncGenerator[Event, None]:
+        async with aclosing(self._run(plan)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    await self._cache.put(key, event.generation)
+                yield event
+
+    async def _run(self, plan: _Plan) -> AsyncGenerator[Event, None]:
+        """Admission, then the loop."""
+        waiting = time.perf_counter()
+        async with self._admission.enter():
+            queue_ms = (time.perf_counter() - waiting) * 1e3
+            scorer = self._scorer(plan.request.selection)
+            events = run(plan.request, self._generator, scorer)
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Finished):
+                        yield Finished(_completed(event.generation, plan, queue_ms))
+                    else:
+                        yield event
+
+    async def _plan(self, request: GenerationRequest, violations: Sequence[Violation]) -> _Plan:
+        """The request, checked and with its defaults filled in."""
+        generator = await self._described.get()
+        raise_if_any(
+            [
+                *violations,
+                *check_request(request, generator.context_tokens, generator.max_candidates),
+            ]
+        )
+        if request.model not in ("", generator.model):
+            raise NotFound(f"no such model, there is: {generator.model}")
+        chosen = request.selection
+        known = {}
+        if not chosen.rewards or any(r.name != LIKELIHOOD for r in chosen.rewards):
+            known = {reward.name: reward for reward in await self._described_rewards.get()}
+        if not chosen.rewards:
+            chosen = replace(chosen, rewards=(WeightedReward(next(iter(known))),))
+        if chosen.algorithm is Algorithm.BEST_OF_N:
+            chosen = replace(chosen, alpha=0.0)
+        prints = [[r.name, r.weight, _print_of(r.name, known)] for r in chosen.rewards]
+        return _Plan(
+            replace(request, selection=chosen),
+            generator.fingerprint,
+            fingerprint.of_values(rewards=sorted(prints)),
+        )
+
+    def _scorer(self, selection: Selection) -> Scorer:
+        parts = [(self._single(reward.name), reward.weight) for reward in selection.rewards]
+        if len(parts) == 1 and parts[0][1] == 1:
+            return parts[0][0]
+        return WeightedScorer(parts)
+
+    def _single(self, name: str) -> Scorer:
+        return LikelihoodScorer() if name == LIKELIHOOD else self._rewards.scorer(name)
+
+
+class _Recent(Generic[T]):
+    """A backend's description, asked for again when it is old; an old one beats none."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]], max_age_s: float) -> None:
+        self._ask = ask
+        self._max_age_s = max_age_s
+        self._value: T | None = None
+        self._asked = 0.0
+
+    async def get(self) -> T:
+        """Raises Unavailable if the backend has never answered."""
+        if self._value is None or time.monotonic() - self._asked > self._max_age_s:
+            try:
+                self._value = await self._ask()
+            except Unavailable:
+                # What follows will tell whether the backend is really needed.
+                if self._value is None:
+                    raise
+            self._asked = time.monotonic()
+        return self._value
+
+
+def _print_of(name: str, known: dict[str, RewardDescription]) -> str:
+    if name == LIKELIHOOD:
+        return LIKELIHOOD
+    if name not in known:
+        raise NotFound(f"no such reward, there are: {', '.join((*known, LIKELIHOOD))}")
+    return known[name].fingerprint
+
+
+def _completed(generation: Generation, plan: _Plan, queue_ms: float) -> Generation:
+    """A run's answer with what only the orchestrator knows."""
+    return replace(
+        generation,
+        generator_fingerprint=plan.generator_fingerprint,
+        reward_fingerprint=plan.reward_fingerprint,
+        timings=replace(generation.timings, queue_ms=queue_ms),
+    )
+
+
+def _signed(event: Event, request_id: str, total_ms: float) -> Event:
+    """An event with its request's id; a fresh answer also with its whole time."""
+    match event:
+        case Admitted():
+            return replace(event, request_id=request_id)
+        case Finished(generation):
+            timings = generation.timings
+            if not generation.cached:
+                timings = replace(timings, total_ms=total_ms)
+            return Finished(replace(generation, request_id=request_id, timings=timings))
+        case _:
+            return event

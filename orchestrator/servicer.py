@@ -1,0 +1,76 @@
+"""The public gRPC port: unpacks requests, calls the orchestrator, packs its events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc.aio
+
+from orchestrator.service import Orchestrator
+from specrej import wire
+from specrej.contracts import Event, Finished, Schedule
+from specrej.errors import InternalError, Violation
+from specrej.serving import Context, Service
+from specrej.v1 import orchestrator_pb2 as pb
+from specrej.v1 import orchestrator_pb2_grpc
+
+# Whose cache entries a call may see; set by the edge that authenticates callers.
+TENANT_METADATA = "specrej-tenant"
+
+
+class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
+    """`specrej.v1.OrchestratorService`."""
+
+    def __init__(self, orchestrator: Orchestrator, default_schedule: Schedule) -> None:
+        self._orchestrator = orchestrator
+        self._default_schedule = default_schedule
+
+    def service(self) -> Service:
+        """What a server needs to serve it."""
+
+        def register(server: grpc.aio.Server) -> None:
+            orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(self, server)
+
+        name = pb.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
+        return Service(name, register)
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Context
+    ) -> pb.GenerateResponse:
+        async with aclosing(self._events(request, context)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    return wire.generation_to_wire(event.generation)
+        raise InternalError("a run ended without an answer")
+
+    # The stubs know only async generators; see specrej/serving.py for why this is a coroutine.
+    async def GenerateStream(  # type: ignore[override] # noqa: N802
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> None:
+        async with aclosing(self._events(request.request, context)) as events:
+            async for event in events:
+                await context.write(wire.event_to_wire(event))
+
+    async def Describe(  # noqa: N802
+        self, request: pb.OrchestratorServiceDescribeRequest, context: Context
+    ) -> pb.OrchestratorServiceDescribeResponse:
+        description = await self._orchestrator.describe()
+        return pb.OrchestratorServiceDescribeResponse(
+            generator=wire.generator_to_wire(description.generator),
+            rewards=description.rewards,
+            cache_available=description.cache_available,
+            running=description.running,
+            queued=description.queued,
+            default_schedule=wire.schedule_to_wire(self._default_schedule),
+        )
+
+    def _events(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
+        violations: list[Violation] = []
+        request = wire.request_from_wire(message, self._default_schedule, violations)
+        return self._orchestrator.generate(request, tenant=_tenant(context), violations=violations)
+
+
+def _tenant(context: Context) -> str:
+    metadata = dict(context.invocation_metadata() or ())
+    return str(metadata.get(TENANT_METADATA, ""))

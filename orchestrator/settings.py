@@ -1,0 +1,47 @@
+"""How the orchestrator is configured."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from specrej.contracts import Schedule
+from specrej.settings import Port, Seconds, ServiceSettings
+from specrej.validation import check_schedule
+
+
+class OrchestratorSettings(ServiceSettings):
+    """The orchestrator: the public port; decides who goes on, holds no model.
+
+    Every setting is a flag (--max-running 8) or an environment variable
+    (SPECREJ_ORCHESTRATOR_MAX_RUNNING=8); flags win.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPECREJ_ORCHESTRATOR_")
+
+    port: Port = Field(50050, description="port to listen on; 0 picks a free one")
+    generator_address: str = Field("127.0.0.1:50051", description="host:port of the generator")
+    reward_address: str = Field("127.0.0.1:50052", description="host:port of the reward service")
+    redis_url: str = Field("", description="Redis for final answers; empty: no cache")
+    cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, give or take 10 %")
+    cache_timeout_s: Seconds = Field(0.25, description="seconds a call waits for Redis at most")
+    max_running: Annotated[int, Field(ge=1)] = Field(8, description="requests that run at once")
+    max_queued: Annotated[int, Field(ge=0)] = Field(64, description="requests that may wait")
+    deadline_s: Seconds = Field(
+        600, description="seconds a request may take whose client set no deadline"
+    )
+    default_schedule: Schedule = Field(
+        Schedule(),
+        description="JSON of kind (memory, tokens, geometric), tokens, first, factor; such as "
+        '{"kind": "geometric", "first": 32, "factor": 2}',
+    )
+
+    @field_validator("default_schedule")
+    @classmethod
+    def _schedule_is_valid(cls, schedule: Schedule) -> Schedule:
+        problems = [f"{v.field} {v.description}" for v in check_schedule(schedule, "schedule")]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return schedule
