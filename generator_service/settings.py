@@ -40,7 +40,8 @@ class GeneratorSettings(ServiceSettings):
     )
     max_waiting: int = Field(64, ge=0, description="sessions that may wait for slots")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens read in one step")
-    lease_s: Seconds = Field(60, description="seconds a silent peer keeps its session")
+    # Scoring lies between two commands; a dead peer is found sooner, by keepalive.
+    lease_s: Seconds = Field(120, description="seconds a silent peer keeps its session")
 
     @property
     def model_directory(self) -> Path:

@@ -82,7 +82,7 @@ class ClassifierReward:
             rendered = self._tokenizer.apply_chat_template(conversations, tokenize=False)
         except TemplateError as error:
             # Templates refuse what the model was not trained on, such as a system turn.
-            reason = f"reward {self.name} does not take this conversation: {error}"
+            reason = f"reward {self.name} does not take this conversation: {str(error)[:200]}"
             raise InvalidRequest([Violation("prompt.messages", reason)]) from error
         # The template has written the special tokens, the first one (BOS) included.
         encoded = self._tokenizer(rendered, add_special_tokens=False, padding=False, verbose=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from specrej.settings import Port, Seconds, ServiceSettings
@@ -54,7 +54,6 @@ class RewardSettings(ServiceSettings):
     port: Port = Field(50052, description="port to listen on; 0 picks a free one")
     rewards: tuple[RewardSpec, ...] = Field(
         (RewardSpec(name="relevance", kind="relevance", directory=Path(".models/relevance")),),
-        min_length=1,
         description="JSON list of {name, kind, directory}; the first is the default",
     )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
@@ -77,9 +76,12 @@ class RewardSettings(ServiceSettings):
         3600, description="seconds a call may take whose client set no deadline"
     )
 
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> RewardSettings:
-        names = [reward.name for reward in self.rewards]
-        if len(set(names)) < len(names):
-            raise ValueError("rewards: each name must be there once")
-        return self
+    @field_validator("rewards")
+    @classmethod
+    def _at_least_one_each_name_once(
+        cls, rewards: tuple[RewardSpec, ...]
+    ) -> tuple[RewardSpec, ...]:
+        names = [reward.name for reward in rewards]
+        if not names or len(set(names)) < len(names):
+            raise ValueError("must have at least 1 reward, each name once")
+        return rewards

@@ -1,0 +1,90 @@
+"""Best-of-N answers at a fraction of their cost: Speculative Rejection as a service.
+
+    from specrej import Client
+
+    async with Client("127.0.0.1:50050") as client:
+        generation = await client.generate("Why is the sky blue?", n=32)
+        print(generation.best.text)
+
+The contract's values need the standard library alone; the clients, which need grpc, load when they
+are first named, so that the engine's modules import `specrej.contracts` where there is no grpc.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from specrej.contracts import (
+    Admitted,
+    Algorithm,
+    CacheControl,
+    Event,
+    Finished,
+    FinishReason,
+    Generation,
+    Message,
+    Prompt,
+    RankedCandidate,
+    RoundCompleted,
+    RoundTrace,
+    Schedule,
+    ServiceDescription,
+    Timings,
+    Usage,
+    WeightedReward,
+)
+from specrej.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    SpecrejError,
+    Unavailable,
+    Violation,
+)
+
+if TYPE_CHECKING:
+    from specrej.client import Client, RewardClient
+
+__all__ = [
+    "Client",
+    "RewardClient",
+    # What goes in
+    "Algorithm",
+    "CacheControl",
+    "Message",
+    "Prompt",
+    "Schedule",
+    "WeightedReward",
+    # What comes out
+    "Admitted",
+    "Event",
+    "Finished",
+    "FinishReason",
+    "Generation",
+    "RankedCandidate",
+    "RoundCompleted",
+    "RoundTrace",
+    "ServiceDescription",
+    "Timings",
+    "Usage",
+    # What goes wrong
+    "Cancelled",
+    "DeadlineExceeded",
+    "InternalError",
+    "InvalidRequest",
+    "NotFound",
+    "Overloaded",
+    "SpecrejError",
+    "Unavailable",
+    "Violation",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("Client", "RewardClient"):
+        return getattr(importlib.import_module("specrej.client"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -367,3 +367,15 @@ class Finished:
 
 
 Event = Admitted | RoundCompleted | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceDescription:
+    """The whole service: generator, rewards (the first is the default), load and defaults."""
+
+    generator: GeneratorDescription
+    rewards: tuple[str, ...]
+    cache_available: bool
+    running: int
+    queued: int
+    default_schedule: Schedule

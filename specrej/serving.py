@@ -13,7 +13,7 @@ import signal
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -37,7 +37,8 @@ from specrej.status import to_status
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-RpcHandler = grpc.RpcMethodHandler[Any, Any]
+# Quoted: the class is generic for type checkers only.
+RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Handler = Callable[[Any, Context], Awaitable[Any]]
 _OURS = "/specrej.v1."
 

@@ -10,7 +10,7 @@ import sys
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,6 +46,9 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
     except ValidationError as error:
         for problem in error.errors():
             print(_describe(settings, problem), file=sys.stderr)
+        raise SystemExit(2) from None
+    except SettingsError as error:  # a variable that should be JSON and is not
+        print(f"bad setting: {error}: {error.__cause__}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

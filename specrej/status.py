@@ -31,12 +31,18 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 
+# What a client accepts of trailers by default: from 8 KiB on it may, from 16 KiB on it will see
+# RESOURCE_EXHAUSTED instead of the status.
+_MAX_TEXT_CHARACTERS = 1024
+_MAX_VIOLATIONS = 20
+
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 
 def to_status(error: errors.SpecrejError) -> tuple[grpc.StatusCode, str, Trailers]:
     """Code, text and trailers for an error."""
     code = _CODES[type(error)]
+    text = error.message[:_MAX_TEXT_CHARACTERS]
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
     ]
@@ -49,9 +55,9 @@ def to_status(error: errors.SpecrejError) -> tuple[grpc.StatusCode, str, Trailer
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
         trailers = ((PUSHBACK_TRAILER, str(round(error.retry_after_s * 1000))),)
     packed = status_pb2.Status(
-        code=code.value[0], message=error.message, details=[_pack(d) for d in details]
+        code=code.value[0], message=text, details=[_pack(d) for d in details]
     )
-    return code, error.message, (*trailers, (DETAILS_TRAILER, packed.SerializeToString()))
+    return code, text, (*trailers, (DETAILS_TRAILER, packed.SerializeToString()))
 
 
 def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
@@ -87,8 +93,13 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
 def _bad_request(error: errors.InvalidRequest) -> error_details_pb2.BadRequest:
     violations = [
         error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
-        for v in error.violations
+        for v in error.violations[:_MAX_VIOLATIONS]
     ]
+    if unnamed := len(error.violations) - len(violations):
+        more = error_details_pb2.BadRequest.FieldViolation(
+            field="request", description=f"{unnamed} more violations"
+        )
+        violations.append(more)
     return error_details_pb2.BadRequest(field_violations=violations)
 
 

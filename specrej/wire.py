@@ -6,17 +6,20 @@ Absent fields get the contract's defaults; an unknown enum number is reported as
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from specrej import contracts as c
 from specrej.errors import Violation
-from specrej.v1 import common_pb2, generator_pb2, orchestrator_pb2
+from specrej.v1 import common_pb2, generator_pb2, orchestrator_pb2, reward_pb2
 
 _FINISH: Mapping[c.FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     c.FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     c.FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+_ENDED = {finish: number for finish, number in _FINISH.items() if finish}
 _ROUND_END: Mapping[c.RoundEnd, generator_pb2.RoundEnd.ValueType] = {
     c.RoundEnd.DECISION_TOKEN: generator_pb2.ROUND_END_DECISION_TOKEN,
     c.RoundEnd.SLOTS_FULL: generator_pb2.ROUND_END_SLOTS_FULL,
@@ -37,7 +40,11 @@ E = TypeVar("E")
 
 
 def _back(table: Mapping[V, E], number: E) -> V:
-    return next(value for value, known in table.items() if known == number)
+    for value, known in table.items():
+        if known == number:
+            return value
+    # Not StopIteration, which a coroutine could not raise.
+    raise ValueError(f"unknown enum number {number}")
 
 
 def _enum(
@@ -210,6 +217,18 @@ def schedule_from_wire(message: orchestrator_pb2.Schedule, default: c.Schedule) 
     )
 
 
+def algorithm_to_wire(algorithm: c.Algorithm | None) -> orchestrator_pb2.Algorithm.ValueType:
+    return _ALGORITHM[algorithm] if algorithm else orchestrator_pb2.ALGORITHM_UNSPECIFIED
+
+
+def cache_to_wire(cache: c.CacheControl | None) -> orchestrator_pb2.CacheControl.ValueType:
+    return _CACHE[cache] if cache else orchestrator_pb2.CACHE_CONTROL_UNSPECIFIED
+
+
+def weighted_to_wire(reward: c.WeightedReward) -> orchestrator_pb2.WeightedReward:
+    return orchestrator_pb2.WeightedReward(name=reward.name, weight=reward.weight)
+
+
 def request_to_wire(request: c.GenerationRequest) -> orchestrator_pb2.GenerateRequest:
     chosen = request.selection
     return orchestrator_pb2.GenerateRequest(
@@ -220,14 +239,11 @@ def request_to_wire(request: c.GenerationRequest) -> orchestrator_pb2.GenerateRe
             n=chosen.n,
             alpha=chosen.alpha,
             schedule=schedule_to_wire(chosen.schedule),
-            algorithm=_ALGORITHM[chosen.algorithm],
-            rewards=[
-                orchestrator_pb2.WeightedReward(name=r.name, weight=r.weight)
-                for r in chosen.rewards
-            ],
+            algorithm=algorithm_to_wire(chosen.algorithm),
+            rewards=[weighted_to_wire(reward) for reward in chosen.rewards],
             return_candidates=chosen.return_candidates,
         ),
-        cache_control=_CACHE[request.cache],
+        cache_control=cache_to_wire(request.cache),
     )
 
 
@@ -284,6 +300,27 @@ def trace_to_wire(trace: c.RoundTrace) -> orchestrator_pb2.RoundTrace:
     )
 
 
+def trace_from_wire(message: orchestrator_pb2.RoundTrace) -> c.RoundTrace:
+    return c.RoundTrace(
+        number=message.number,
+        decision_token=message.decision_token,
+        ended_by=_back(_ROUND_END, message.ended_by),
+        num_started=message.num_started,
+        num_finished=message.num_finished,
+        num_rejected=message.num_rejected,
+        num_live=message.num_live,
+        best_score=message.best_score,
+        scores=tuple(message.scores),
+        session_slots=message.session_slots,
+        freed_slots=message.freed_slots,
+        capacity_slots=message.capacity_slots,
+        generated_tokens=message.generated_tokens,
+        extend_ms=message.extend_ms,
+        score_ms=message.score_ms,
+        prune_ms=message.prune_ms,
+    )
+
+
 def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateResponse:
     best, usage, timings = generation.best, generation.usage, generation.timings
     return orchestrator_pb2.GenerateResponse(
@@ -329,6 +366,47 @@ def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateRes
     )
 
 
+def generation_from_wire(message: orchestrator_pb2.GenerateResponse) -> c.Generation:
+    usage, timings = message.usage, message.timings
+    return c.Generation(
+        candidates=tuple(
+            c.RankedCandidate(
+                id=ranked.candidate_id,
+                text=ranked.text,
+                score=ranked.score,
+                finish=_back(_ENDED, ranked.finish_reason),
+                num_tokens=ranked.num_tokens,
+                mean_logprob=ranked.mean_logprob,
+            )
+            for ranked in message.candidates
+        ),
+        rounds=tuple(trace_from_wire(trace) for trace in message.rounds),
+        usage=c.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            generated_tokens=usage.generated_tokens,
+            answer_tokens=usage.answer_tokens,
+            reward_tokens=usage.reward_tokens,
+            freed_slots=usage.freed_slots,
+            best_of_n_tokens_estimate=usage.best_of_n_tokens_estimate,
+        ),
+        timings=c.Timings(
+            total_ms=timings.total_ms,
+            queue_ms=timings.queue_ms,
+            open_ms=timings.open_ms,
+            extend_ms=timings.extend_ms,
+            score_ms=timings.score_ms,
+            prune_ms=timings.prune_ms,
+            first_round_ms=timings.first_round_ms,
+        ),
+        n=message.n,
+        request_id=message.request_id,
+        generator_fingerprint=message.fingerprints.generator,
+        reward_fingerprint=message.fingerprints.reward,
+        cached=message.cached,
+        degraded=message.degraded,
+    )
+
+
 def event_to_wire(event: c.Event) -> orchestrator_pb2.GenerateStreamResponse:
     match event:
         case c.Admitted():
@@ -346,3 +424,83 @@ def event_to_wire(event: c.Event) -> orchestrator_pb2.GenerateStreamResponse:
         case c.Finished():
             answer = generation_to_wire(event.generation)
             return orchestrator_pb2.GenerateStreamResponse(finished=answer)
+
+
+def event_from_wire(message: orchestrator_pb2.GenerateStreamResponse) -> c.Event:
+    match message.WhichOneof("event"):
+        case "admitted":
+            admitted = message.admitted
+            return c.Admitted(admitted.n, admitted.prompt_tokens, admitted.request_id)
+        case "round_completed":
+            completed = message.round_completed
+            return c.RoundCompleted(
+                trace=trace_from_wire(completed.round),
+                survivors=tuple(completed.survivors),
+                best_text=completed.best_text,
+            )
+        case "finished":
+            return c.Finished(generation_from_wire(message.finished))
+        case _:
+            raise ValueError("an event of no known kind")
+
+
+# The descriptions of the orchestrator and of the reward service
+
+
+def service_to_wire(
+    description: c.ServiceDescription,
+) -> orchestrator_pb2.OrchestratorServiceDescribeResponse:
+    return orchestrator_pb2.OrchestratorServiceDescribeResponse(
+        generator=generator_to_wire(description.generator),
+        rewards=description.rewards,
+        cache_available=description.cache_available,
+        running=description.running,
+        queued=description.queued,
+        default_schedule=schedule_to_wire(description.default_schedule),
+    )
+
+
+def service_from_wire(
+    message: orchestrator_pb2.OrchestratorServiceDescribeResponse,
+) -> c.ServiceDescription:
+    return c.ServiceDescription(
+        generator=generator_from_wire(message.generator),
+        rewards=tuple(message.rewards),
+        cache_available=message.cache_available,
+        running=message.running,
+        queued=message.queued,
+        default_schedule=schedule_from_wire(message.default_schedule, c.Schedule()),
+    )
+
+
+def reward_from_wire(message: reward_pb2.RewardDescription) -> c.RewardDescription:
+    return c.RewardDescription(message.name, message.fingerprint, message.description)
+
+
+# Any message, for people and scripts
+
+
+def to_plain(message: Message) -> dict[str, object]:
+    """JSON types under proto field names; absent fields are left out.
+
+    Unlike protobuf's own JSON, 64-bit integers stay numbers.
+    """
+    return {
+        field.name: _plain_field(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+        if not field.has_presence or message.HasField(field.name)
+    }
+
+
+def _plain_field(field: Any, value: Any) -> object:
+    if field.is_repeated:
+        return [_plain_value(field, item) for item in value]
+    return _plain_value(field, value)
+
+
+def _plain_value(field: Any, value: Any) -> object:
+    if field.message_type:
+        return to_plain(value)
+    if field.enum_type:
+        return field.enum_type.values_by_number[value].name
+    return value

@@ -16,6 +16,7 @@ class Scripted:
         self.answer = answer
         self.connections = 0
         self.commands = 0
+        self.asked = asyncio.Event()
         self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -24,6 +25,7 @@ class Scripted:
         try:
             while await reader.read(65536):
                 self.commands += 1
+                self.asked.set()
                 await self.answer(writer)
         except ConnectionError:
             pass

@@ -1,0 +1,344 @@
+"""The command line: ask, describe and score, and run the whole service on this machine.
+
+Answers go to stdout and nothing else does; progress and errors go to stderr. Exit codes: 0 done,
+2 bad usage or request, 3 no server there or not ready, 4 deadline exceeded, 5 overloaded,
+130 interrupted, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specrej import demo as demonstration
+from specrej import errors, wire
+from specrej.client import Client, Options, RewardClient
+from specrej.contracts import (
+    Algorithm,
+    CacheControl,
+    Generation,
+    Message,
+    Prompt,
+    Schedule,
+    Scores,
+    ServiceDescription,
+)
+from specrej.processes import ProcessError
+from specrej.rounds_view import watch
+from specrej.stack import Ports, Stack
+
+_EXIT_CODES: dict[type[errors.SpecrejError], int] = {
+    errors.InvalidRequest: 2,
+    errors.NotFound: 2,
+    errors.Unavailable: 3,
+    errors.DeadlineExceeded: 4,
+    errors.Overloaded: 5,
+}
+_INTERRUPTED = 130
+_TERMINATED = 143
+
+app = typer.Typer(
+    help="Best-of-N answers at a fraction of their cost: Speculative Rejection as a service.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The console entry."""
+    app()
+
+
+def parse_schedule(text: str) -> Schedule:
+    """`memory`, `geometric`, `geometric:FIRST`, `geometric:FIRST,FACTOR` or `tokens:T,T,...`."""
+    kind, _, rest = text.partition(":")
+    values = rest.split(",") if rest else []
+    try:
+        if kind == "memory" and not values:
+            return Schedule(kind="memory")
+        if kind == "tokens" and values:
+            return Schedule(kind="tokens", tokens=tuple(int(value) for value in values))
+        if kind == "geometric" and len(values) <= 2:
+            default = Schedule()
+            first = int(values[0]) if values else default.first
+            factor = float(values[1]) if len(values) == 2 else default.factor
+            return Schedule(first=first, factor=factor)
+    except ValueError:
+        pass
+    raise typer.BadParameter(
+        f"{text!r}: use memory, geometric:16,2 (first, factor) or tokens:16,32,64"
+    )
+
+
+def parse_reward(text: str) -> tuple[str, float]:
+    """`NAME` or `NAME=WEIGHT`."""
+    name, _, weight = text.partition("=")
+    try:
+        return name, float(weight or 1)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: use NAME or NAME=WEIGHT") from None
+
+
+# Flags. What is not given is None and stays absent on the wire: defaults are the server's.
+_Address = Annotated[
+    str, typer.Option(envvar="SPECREJ_ADDRESS", help="The orchestrator, as HOST:PORT.")
+]
+_RewardAddress = Annotated[
+    str, typer.Option(envvar="SPECREJ_REWARD_ADDRESS", help="The reward service, as HOST:PORT.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_Timeout = Annotated[float, typer.Option(min=0, help="Seconds until the call's deadline.")]
+_Prompt = Annotated[str, typer.Argument(help="What to answer; - reads it from stdin.")]
+_System = Annotated[str, typer.Option(help="A system turn before the prompt.")]
+_N = Annotated[int | None, typer.Option("--n", "-n", help="Candidates; 0: as many as fit.")]
+_Alpha = Annotated[float | None, typer.Option(help="Fraction rejected at each decision token.")]
+_Schedule = Annotated[
+    Schedule | None,
+    typer.Option(
+        parser=parse_schedule,
+        metavar="SCHEDULE",
+        help="Decision tokens: memory, geometric:FIRST,FACTOR or tokens:T,T,...",
+    ),
+]
+_Algorithm = Annotated[Algorithm | None, typer.Option(help="How the best is found.")]
+_Rewards = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME[=WEIGHT]", help="What is best; repeatable: a weighted sum."),
+]
+_MaxTokens = Annotated[int | None, typer.Option(help="Most new tokens per candidate.")]
+_Temperature = Annotated[float | None, typer.Option(help="0 is greedy and needs n = 1.")]
+_TopK = Annotated[int | None, typer.Option(help="Draw from the k likeliest; 0: from all.")]
+_TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest with this sum.")]
+_Stop = Annotated[list[str] | None, typer.Option(help="Text that ends a candidate; repeatable.")]
+_Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.")]
+_IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")]
+_Cache = Annotated[CacheControl | None, typer.Option(help="What the cache may do.")]
+_Returned = Annotated[int | None, typer.Option(help="How many of the best to return.")]
+
+
+@app.command()
+def generate(
+    prompt: _Prompt,
+    address: _Address = "127.0.0.1:50050",
+    system: _System = "",
+    n: _N = None,
+    alpha: _Alpha = None,
+    schedule: _Schedule = None,
+    algorithm: _Algorithm = None,
+    reward: _Rewards = None,
+    max_tokens: _MaxTokens = None,
+    temperature: _Temperature = None,
+    top_k: _TopK = None,
+    top_p: _TopP = None,
+    stop: _Stop = None,
+    seed: _Seed = None,
+    ignore_eos: _IgnoreEos = False,
+    cache: _Cache = None,
+    return_candidates: _Returned = None,
+    timeout: _Timeout = 300.0,
+    as_json: _Json = False,
+) -> None:
+    """Answer PROMPT with the best of many candidates."""
+    given = {
+        "n": n,
+        "alpha": alpha,
+        "schedule": schedule,
+        "algorithm": algorithm,
+        "rewards": dict(parse_reward(text) for text in reward or ()) or None,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop,
+        "seed": seed,
+        "ignore_eos": ignore_eos or None,
+        "cache": cache,
+        "return_candidates": return_candidates,
+    }
+    options = cast(Options, {name: value for name, value in given.items() if value is not None})
+    _run(_generate(address, _prompt(system, prompt), options, timeout, as_json))
+
+
+async def _generate(
+    address: str, prompt: Prompt, options: Options, timeout_s: float, as_json: bool
+) -> None:
+    async with Client(address, timeout_s=timeout_s) as client:
+        events = client.stream(prompt, **options)
+        generation = await watch(events, Console(stderr=True))
+    if as_json:
+        _print_json(wire.to_plain(wire.generation_to_wire(generation)))
+    else:
+        _print_answers(generation)
+
+
+@app.command()
+def describe(
+    address: _Address = "127.0.0.1:50050", timeout: _Timeout = 10.0, as_json: _Json = False
+) -> None:
+    """Show models, rewards, limits and load."""
+    _run(_describe(address, timeout, as_json))
+
+
+async def _describe(address: str, timeout_s: float, as_json: bool) -> None:
+    async with Client(address, timeout_s=timeout_s) as client:
+        description = await client.describe()
+    if as_json:
+        _print_json(wire.to_plain(wire.service_to_wire(description)))
+    else:
+        Console().print(_description_table(description))
+
+
+@app.command()
+def score(
+    responses: Annotated[list[str], typer.Argument(metavar="RESPONSE...")],
+    prompt: Annotated[str, typer.Option(help="What was asked; - reads it from stdin.")],
+    reward: Annotated[str, typer.Option(help="The reward's name; empty: the default.")] = "",
+    address: _RewardAddress = "127.0.0.1:50052",
+    timeout: _Timeout = 60.0,
+    as_json: _Json = False,
+) -> None:
+    """Score RESPONSEs to a prompt; higher is better."""
+    _run(_score(address, _prompt("", prompt), responses, reward, timeout, as_json))
+
+
+async def _score(
+    address: str, prompt: Prompt, responses: list[str], reward: str, timeout_s: float, as_json: bool
+) -> None:
+    async with RewardClient(address, timeout_s=timeout_s) as client:
+        scores: Scores = await client.score(prompt, responses, reward=reward)
+    if as_json:
+        _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
+        return
+    for value, response in zip(scores.values, responses, strict=True):
+        typer.echo(f"{value:8.4f}  {' '.join(response.split())}")
+
+
+@app.command()
+def up(
+    port: Annotated[int, typer.Option(help="The orchestrator's port.")] = Ports().orchestrator,
+    generator_port: Annotated[int, typer.Option()] = Ports().generator,
+    reward_port: Annotated[int, typer.Option()] = Ports().reward,
+    redis_port: Annotated[int, typer.Option()] = Ports().redis,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep logs here.")] = None,
+) -> None:
+    """Run the whole service on this machine until Ctrl-C."""
+    _run(_up(Stack(Ports(port, generator_port, reward_port, redis_port), log_dir=log_dir)))
+
+
+async def _up(stack: Stack) -> None:
+    _note("starting valkey, generator, reward service and orchestrator")
+    async with stack:
+        _note(
+            f"orchestrator  {stack.orchestrator_address}\n"
+            f"generator     {stack.generator_address}\n"
+            f"reward        {stack.reward_address}\n"
+            f"redis         {stack.redis_url}\n"
+            f"logs          {stack.log_dir}\n"
+            "\n"
+            f'specrej generate --address {stack.orchestrator_address} "Why is the sky blue?"\n'
+            f"specrej describe --address {stack.orchestrator_address}\n"
+            "\n"
+            "Ctrl-C stops everything"
+        )
+        try:
+            await stack.keep_alive(_note)
+        except asyncio.CancelledError:
+            # Ctrl-C or SIGTERM: how this command is meant to end.
+            _note("stopping")
+
+
+@app.command()
+def demo(
+    prompt: Annotated[
+        str, typer.Option(envvar="SPECREJ_PROMPT", help="What to answer.")
+    ] = demonstration.PROMPT,
+) -> None:
+    """Start everything on free ports, answer one prompt, stop everything."""
+    _run(demonstration.run(prompt, Console()))
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end; errors and signals become one line on stderr and an exit code."""
+    try:
+        asyncio.run(_with_sigterm(work))
+    except errors.SpecrejError as error:
+        _note(f"specrej: {' '.join(error.message.split()) or error.reason}")
+        raise typer.Exit(_EXIT_CODES.get(type(error), 1)) from None
+    except ProcessError as error:
+        _note(f"specrej: {error}")
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+    except asyncio.CancelledError:
+        raise typer.Exit(_TERMINATED) from None
+
+
+async def _with_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM unwinds like Ctrl-C does, so that whatever was started is stopped."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
+
+
+def _prompt(system: str, text: str) -> Prompt:
+    turns = [Message("system", system)] if system else []
+    content = sys.stdin.read() if text == "-" else text
+    return Prompt(messages=(*turns, Message("user", content)))
+
+
+def _note(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _print_json(plain: Mapping[str, object]) -> None:
+    typer.echo(json.dumps(plain, ensure_ascii=False, indent=2))
+
+
+def _print_answers(generation: Generation) -> None:
+    if len(generation.candidates) == 1:
+        typer.echo(generation.best.text)
+        return
+    for ranked in generation.candidates:
+        typer.echo(f"[{ranked.score:.4f}, candidate {ranked.id}] {ranked.text}")
+
+
+def _description_table(description: ServiceDescription) -> Table:
+    generator, slots = description.generator, description.generator.slots
+    facts = {
+        "model": f"{generator.model} ({generator.device})",
+        "fingerprint": generator.fingerprint,
+        "context": f"{generator.context_tokens:,} tokens",
+        "candidates": f"at most {generator.max_candidates:,}",
+        "slots": f"{slots.owned:,} of {slots.capacity:,} owned",
+        "rewards": ", ".join(description.rewards),
+        "schedule": schedule_text(description.default_schedule),
+        "cache": "available" if description.cache_available else "not available",
+        "requests": f"{description.running} running, {description.queued} queued",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        table.add_row(Text(name, "dim"), Text(value))
+    return table
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """The flag that asks for this schedule."""
+    match schedule.kind:
+        case "memory":
+            return "memory"
+        case "tokens":
+            return f"tokens:{','.join(str(token) for token in schedule.tokens)}"
+        case _:
+            return f"geometric:{schedule.first},{schedule.factor:g}"

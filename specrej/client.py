@@ -1,0 +1,266 @@
+"""Typed clients of the public API and of the reward service.
+
+They build messages from plain arguments, give back the contract's values and raise the exceptions
+of `errors.py`. They check nothing: the server does, and says everything that is wrong at once. An
+argument left out stays absent on the wire, so that the server's own default applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Self, TypedDict, Unpack
+
+import grpc.aio
+
+from specrej import telemetry, wire
+from specrej.channel import open_channel
+from specrej.contracts import (
+    Algorithm,
+    CacheControl,
+    Event,
+    Finished,
+    Generation,
+    Message,
+    Prompt,
+    RewardDescription,
+    Schedule,
+    Scores,
+    ServiceDescription,
+    WeightedReward,
+)
+from specrej.errors import InternalError, InvalidRequest, Violation
+from specrej.status import from_rpc_error
+from specrej.v1 import (
+    common_pb2,
+    orchestrator_pb2,
+    orchestrator_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+)
+
+# One user turn, a whole prompt, or a conversation.
+PromptLike = str | Prompt | Sequence[Message]
+
+
+class Options(TypedDict, total=False):
+    """How to answer; ranges and defaults as in `specrej.v1.GenerateRequest`."""
+
+    # Which candidate is returned
+    n: int  # candidates; 0: as many as the free slots take
+    alpha: float  # fraction of the ranked candidates rejected at each decision token
+    schedule: Schedule
+    algorithm: Algorithm
+    rewards: Mapping[str, float] | Sequence[WeightedReward]  # name -> weight
+    return_candidates: int
+    # How tokens are drawn
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop: Sequence[str]
+    seed: int
+    ignore_eos: bool
+    # And
+    model: str
+    cache: CacheControl
+
+
+def build_request(
+    prompt: PromptLike,
+    *,
+    n: int = 0,
+    alpha: float | None = None,
+    schedule: Schedule | None = None,
+    algorithm: Algorithm | None = None,
+    rewards: Mapping[str, float] | Sequence[WeightedReward] = (),
+    return_candidates: int | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    ignore_eos: bool = False,
+    model: str = "",
+    cache: CacheControl | None = None,
+) -> orchestrator_pb2.GenerateRequest:
+    """The message for a prompt and `Options`.
+
+    Raises:
+        InvalidRequest: a value that no message can hold, such as a number beyond 64 bits.
+    """
+    try:
+        return orchestrator_pb2.GenerateRequest(
+            model=model,
+            prompt=_prompt(prompt),
+            sampling=common_pb2.Sampling(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop=stop,
+                seed=seed,
+                ignore_eos=ignore_eos,
+            ),
+            selection=orchestrator_pb2.Selection(
+                n=n,
+                alpha=alpha,
+                schedule=wire.schedule_to_wire(schedule) if schedule else None,
+                algorithm=wire.algorithm_to_wire(algorithm),
+                rewards=_rewards(rewards),
+                return_candidates=return_candidates,
+            ),
+            cache_control=wire.cache_to_wire(cache),
+        )
+    except ValueError as error:
+        raise InvalidRequest([Violation("request", str(error))]) from None
+
+
+class _Connection:
+    """A channel that lives as long as its context, and the deadline of its calls.
+
+    Made inside a running event loop; connects when first used.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 300.0) -> None:
+        self._channel = open_channel(address)
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what runs and disconnect."""
+        await self._channel.close()
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+
+class Client(_Connection):
+    """A client of the orchestrator at `address` ("host:port").
+
+    Every call has a deadline of `timeout_s` seconds, unless it names its own; a call that finds
+    the server unavailable is retried a few times within a second or two.
+    """
+
+    def __init__(self, address: str = "127.0.0.1:50050", *, timeout_s: float = 300.0) -> None:
+        super().__init__(address, timeout_s=timeout_s)
+        self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
+
+    async def generate(
+        self, prompt: PromptLike, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> Generation:
+        """The best answer.
+
+        Raises:
+            SpecrejError: one of its kinds.
+        """
+        request = build_request(prompt, **options)
+        with _errors():
+            answer = await self._stub.Generate(
+                request,
+                timeout=self._deadline(timeout_s),
+                metadata=telemetry.outgoing_metadata(),
+            )
+        return wire.generation_from_wire(answer)
+
+    async def stream(
+        self, prompt: PromptLike, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Event, None]:
+        """The same, with an event at admission and after every round; `Finished` is the last.
+
+        Leaving the loop early cancels the call and frees its slots; `contextlib.aclosing` makes
+        that immediate.
+
+        Raises:
+            SpecrejError: one of its kinds.
+        """
+        request = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
+        call = self._stub.GenerateStream(
+            request, timeout=self._deadline(timeout_s), metadata=telemetry.outgoing_metadata()
+        )
+        finished = False
+        try:
+            with _errors():
+                async for message in call:
+                    event = wire.event_from_wire(message)
+                    finished = isinstance(event, Finished)
+                    yield event
+        finally:
+            call.cancel()
+        if not finished:
+            raise InternalError("the stream ended without an answer")
+
+    async def describe(self, *, timeout_s: float | None = None) -> ServiceDescription:
+        """Models, rewards, limits and defaults."""
+        with _errors():
+            answer = await self._stub.Describe(
+                orchestrator_pb2.OrchestratorServiceDescribeRequest(),
+                timeout=self._deadline(timeout_s),
+            )
+        return wire.service_from_wire(answer)
+
+
+class RewardClient(_Connection):
+    """A client of the reward service at `address` ("host:port")."""
+
+    def __init__(self, address: str = "127.0.0.1:50052", *, timeout_s: float = 60.0) -> None:
+        super().__init__(address, timeout_s=timeout_s)
+        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+
+    async def score(
+        self,
+        prompt: PromptLike,
+        responses: Sequence[str],
+        *,
+        reward: str = "",
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """One score per response, in order; higher is better. `reward` "": the service's first.
+
+        Raises:
+            SpecrejError: one of its kinds.
+        """
+        request = reward_pb2.ScoreRequest(
+            reward=reward, prompt=_prompt(prompt), responses=responses
+        )
+        with _errors():
+            answer = await self._stub.Score(request, timeout=self._deadline(timeout_s))
+        return Scores(tuple(answer.scores), answer.computed_tokens)
+
+    async def describe(self, *, timeout_s: float | None = None) -> tuple[RewardDescription, ...]:
+        """The rewards that are served; the first is the default."""
+        with _errors():
+            answer = await self._stub.Describe(
+                reward_pb2.RewardServiceDescribeRequest(), timeout=self._deadline(timeout_s)
+            )
+        return tuple(wire.reward_from_wire(reward) for reward in answer.rewards)
+
+
+def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
+    if isinstance(prompt, str):
+        prompt = Prompt.from_user(prompt)
+    elif not isinstance(prompt, Prompt):
+        prompt = Prompt(messages=tuple(prompt))
+    return wire.prompt_to_wire(prompt)
+
+
+def _rewards(
+    rewards: Mapping[str, float] | Sequence[WeightedReward],
+) -> list[orchestrator_pb2.WeightedReward]:
+    if isinstance(rewards, Mapping):
+        rewards = [WeightedReward(name, weight) for name, weight in rewards.items()]
+    return [wire.weighted_to_wire(reward) for reward in rewards]
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as failure:
+        raise from_rpc_error(failure) from failure

@@ -1,0 +1,204 @@
+"""Starts child processes, waits until they are ready, starts again what dies, stops them all.
+
+Knows no service. Children log to files, get no terminal signals (Ctrl-C is the parent's to
+translate into an orderly stop) and die with their parent, even when that is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from specrej import tether
+
+_POLL_S = 0.1
+_TAIL_LINES = 15
+_MAX_BACKOFF_S = 30.0
+# A child that lived this long is no longer failing at start: its next restart comes quickly again.
+_SETTLED_S = 60.0
+
+
+class ProcessError(Exception):
+    """A child could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run (an absolute path and its arguments), and how to tell that it is ready."""
+
+    name: str
+    arguments: tuple[str, ...]
+    is_ready: Callable[[], Awaitable[bool]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Processes:
+    """Children in their starting order; leaving the context stops them in reverse.
+
+    `grace_s` is how long each may take to end on SIGTERM before SIGKILL; a second cancellation
+    while stopping kills at once.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        log_dir: Path,
+        *,
+        start_timeout_s: float = 120.0,
+        grace_s: float = 15.0,
+    ) -> None:
+        self._programs = {program.name: program for program in programs}
+        self._running: dict[str, Process] = {}
+        self._log_dir = log_dir
+        self._start_timeout_s = start_timeout_s
+        self._grace_s = grace_s
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {name: process.pid for name, process in self._running.items()}
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start_all()
+        except BaseException:
+            await self._stop_all()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stop_all()
+
+    async def restart(self, name: str) -> None:
+        """Stop one child, if it still runs, and start it again.
+
+        Raises:
+            ProcessError: it ended, or was not ready in time.
+        """
+        await self._stop(self._running[name])
+        await self._start(self._programs[name])
+
+    async def keep_alive(
+        self, report: Callable[[str], None], *, first_delay_s: float = 1.0
+    ) -> None:
+        """Start again whatever ends, with a growing delay; returns only by cancellation."""
+        async with asyncio.TaskGroup() as group:
+            for program in self._programs.values():
+                group.create_task(self._keep_alive(program, report, first_delay_s))
+
+    async def _keep_alive(
+        self, program: Program, report: Callable[[str], None], first_delay_s: float
+    ) -> None:
+        backoff_s = first_delay_s
+        while True:
+            waiting_since = time.monotonic()
+            code = await self._running[program.name].wait()
+            if time.monotonic() - waiting_since > _SETTLED_S:
+                backoff_s = first_delay_s
+            report(f"{program.name} {_how(code)}; starting it again in {backoff_s:g} s")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            try:
+                await self._start(program)
+                report(f"{program.name} is back")
+            except ProcessError as error:
+                report(str(error))
+
+    async def _start_all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for program in self._programs.values():
+                    group.create_task(self._start(program))
+        except ExceptionGroup as failed:
+            # The first to fail is the cause; the others were cancelled or fell with it.
+            raise failed.exceptions[0] from None
+
+    async def _start(self, program: Program) -> None:
+        await self._spawn(program)
+        await self._wait_ready(program)
+
+    async def _spawn(self, program: Program) -> None:
+        log = self._log(program.name).open("ab")
+        with log:
+            self._running[program.name] = await asyncio.create_subprocess_exec(
+                *_tethered(program.arguments),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                env={**os.environ, **program.environment},
+                process_group=0,
+            )
+
+    async def _wait_ready(self, program: Program) -> None:
+        ended = asyncio.ensure_future(self._running[program.name].wait())
+        ready = asyncio.ensure_future(_poll(program.is_ready))
+        try:
+            await asyncio.wait(
+                {ended, ready}, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ended.done():
+                raise ProcessError(self._with_log(program.name, _how(ended.result())))
+            if not ready.done():
+                late = f"was not ready within {self._start_timeout_s:g} s"
+                raise ProcessError(self._with_log(program.name, late))
+            ready.result()
+        finally:
+            ended.cancel()
+            ready.cancel()
+
+    async def _stop_all(self) -> None:
+        try:
+            for name in reversed(self._programs):
+                if name in self._running:
+                    await self._stop(self._running[name])
+        finally:
+            for process in self._running.values():
+                _signal(process, signal.SIGKILL)
+            for process in self._running.values():
+                await process.wait()
+
+    async def _stop(self, process: Process) -> None:
+        _signal(process, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), self._grace_s)
+        except TimeoutError:
+            _signal(process, signal.SIGKILL)
+            await process.wait()
+
+    def _log(self, name: str) -> Path:
+        return self._log_dir / f"{name}.log"
+
+    def _with_log(self, name: str, problem: str) -> str:
+        lines = self._log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        said = "".join(f"\n  {line}" for line in lines) or " nothing"
+        return f"{name} {problem}; the end of its log:{said}"
+
+
+async def _poll(is_ready: Callable[[], Awaitable[bool]]) -> None:
+    while not await is_ready():  # noqa: ASYNC110 - another process's state has no event
+        await asyncio.sleep(_POLL_S)
+
+
+def _tethered(arguments: Sequence[str]) -> Sequence[str]:
+    if sys.platform != "linux":
+        return arguments
+    return (sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *arguments)
+
+
+def _signal(process: Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def _how(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -1,0 +1,89 @@
+"""Draws follow the distribution they should, and depend on (seed, candidate, step) alone."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from generator_service.sampling import sample, uniforms
+from specrej.contracts import Sampling
+
+CPU = torch.device("cpu")
+IDS = list(range(20_000))
+
+
+def drawn(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    tokens, _ = sample(logits.expand(len(IDS), -1), sampling, IDS, step=4)
+    return tokens
+
+
+def frequencies(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    return torch.bincount(tokens, minlength=vocabulary) / len(tokens)
+
+
+def test_frequencies_are_the_softmax() -> None:
+    """20,000 draws: a wrong temperature or an off-by-one shifts some token by far more than 2 %."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    for temperature in (0.5, 1.0, 2.0):
+        found = frequencies(drawn(logits, Sampling(temperature=temperature)), 4)
+        torch.testing.assert_close(
+            found, torch.softmax(logits[0] / temperature, 0), atol=0.02, rtol=0
+        )
+
+
+def test_top_k_and_top_p_keep_the_likeliest_only() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]]))
+    found = frequencies(drawn(logits, Sampling(top_k=2)), 5)
+    torch.testing.assert_close(
+        found, torch.tensor([0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]), atol=0.02, rtol=0
+    )
+    # 0.4 + 0.25 < 0.7 <= 0.4 + 0.25 + 0.2
+    found = frequencies(drawn(logits, Sampling(top_p=0.7)), 5)
+    torch.testing.assert_close(
+        found, torch.tensor([0, 0.4, 0, 0.25, 0.2]) / 0.85, atol=0.02, rtol=0
+    )
+    assert set(drawn(logits, Sampling(top_p=1e-9)).tolist()) == {1}
+    assert set(drawn(logits, Sampling(top_k=1)).tolist()) == {1}
+
+
+def test_a_flat_distribution_needs_the_full_sort() -> None:
+    """The likeliest 256 of 1,000 equal tokens hold 26 %: the shortcut must notice."""
+    tokens = drawn(torch.zeros(1, 1000), Sampling(top_p=0.9))
+    assert 850 <= len(set(tokens.tolist())) <= 900
+
+
+def test_greedy_and_the_smallest_temperature_take_the_best() -> None:
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1)) * 5
+    for temperature in (0.0, 0.01):
+        tokens, _ = sample(logits, Sampling(temperature=temperature), list(range(8)), 0)
+        assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_log_probabilities_are_of_the_untouched_distribution() -> None:
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
+    sampling = Sampling(temperature=0.5, top_k=3)
+    tokens, logprobs = sample(logits, sampling, list(range(8)), 0)
+    expected = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10_000), st.permutations(range(12)))
+def test_a_draw_does_not_depend_on_its_row(seed: int, step: int, order: list[int]) -> None:
+    """In place: rows move when neighbours are cut."""
+    straight = uniforms(seed, list(range(12)), step, CPU)
+    shuffled = uniforms(seed, order, step, CPU)
+    assert torch.equal(straight[order], shuffled)
+    assert bool(((straight >= 0) & (straight < 1)).all())
+
+
+def test_uniforms_are_uniform_and_differ_by_every_key() -> None:
+    values = uniforms(7, IDS, 3, CPU)
+    counts = torch.histc(values.float(), 20, 0, 1) / len(IDS)
+    torch.testing.assert_close(counts, torch.full((20,), 0.05), atol=0.008, rtol=0)
+    for other in (uniforms(8, IDS, 3, CPU), uniforms(7, IDS, 4, CPU)):
+        both = torch.stack((values, other))
+        assert abs(float(torch.corrcoef(both)[0, 1])) < 0.03
+        assert not torch.isclose(values, other, atol=1e-9).any()
+    # Neighbouring steps of neighbouring candidates must not share a stream.
+    assert not torch.isin(uniforms(7, IDS, 4, CPU), values).any()

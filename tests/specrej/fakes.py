@@ -1,0 +1,154 @@
+"""Small servers that answer with what they were given and remember what they were asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from specrej import contracts as c
+from specrej import wire
+from specrej.errors import SpecrejError
+from specrej.serving import Context, Server, Service
+from specrej.settings import ServiceSettings
+from specrej.v1 import (
+    orchestrator_pb2,
+    orchestrator_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+)
+
+
+def trace(number: int, **changes: Any) -> c.RoundTrace:
+    """A round of the request that the fake answers: 8 candidates, half of them cut."""
+    values: dict[str, Any] = {
+        "number": number,
+        "decision_token": 16 * number,
+        "ended_by": c.RoundEnd.DECISION_TOKEN,
+        "num_started": 8,
+        "num_finished": 0,
+        "num_rejected": 4,
+        "num_live": 4,
+        "best_score": 0.412,
+        "scores": (0.412, 0.1),
+        "session_slots": 1544,
+        "freed_slots": 512,
+        "capacity_slots": 4096,
+        "generated_tokens": 361,
+        "extend_ms": 1000.0,
+        "score_ms": 20.0,
+        "prune_ms": 1.0,
+    }
+    return c.RoundTrace(**{**values, **changes})
+
+
+def candidate(number: int, text: str, score: float) -> c.RankedCandidate:
+    return c.RankedCandidate(number, text, score, c.FinishReason.STOP, 12, -0.5)
+
+
+GENERATION = c.Generation(
+    candidates=(candidate(3, "the best", 0.5), candidate(1, "the next", 0.25)),
+    rounds=(trace(1), trace(2, num_started=4, num_finished=1, num_rejected=1, num_live=2)),
+    usage=c.Usage(9, 1000, 12, 70, 1024, 2500),
+    timings=c.Timings(2000.0, 1.0, 2.0, 1900.0, 50.0, 3.0, 800.0),
+    n=8,
+    request_id="r1",
+    generator_fingerprint="g",
+    reward_fingerprint="f",
+)
+EVENTS: tuple[c.Event, ...] = (
+    c.Admitted(8, 9, "r1"),
+    *(c.RoundCompleted(done, (0, 3), "so far") for done in GENERATION.rounds),
+    c.Finished(GENERATION),
+)
+SERVICE = c.ServiceDescription(
+    generator=c.GeneratorDescription(
+        "tiny", "abc", 2048, 64, 49152, 1024, "cpu float32", c.SlotGauge(4096, 12, 0)
+    ),
+    rewards=("relevance", "likelihood"),
+    cache_available=True,
+    running=1,
+    queued=0,
+    default_schedule=c.Schedule(kind="tokens", tokens=(16, 64)),
+)
+
+
+class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
+    """Raises `failures` first, one per call; hangs after the first event if told to."""
+
+    def __init__(self) -> None:
+        self.requests: list[orchestrator_pb2.GenerateRequest] = []
+        self.times_left: list[float] = []
+        self.failures: list[SpecrejError] = []
+        self.events = EVENTS
+        self.hangs = False
+        self.asked = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def Generate(  # noqa: N802 - the name of the rpc
+        self, request: orchestrator_pb2.GenerateRequest, context: Context
+    ) -> orchestrator_pb2.GenerateResponse:
+        await self._take(request, context)
+        return wire.generation_to_wire(GENERATION)
+
+    async def GenerateStream(  # type: ignore[override]  # noqa: N802 - the name of the rpc
+        self, request: orchestrator_pb2.GenerateStreamRequest, context: Context
+    ) -> None:
+        if self.hangs and not self.failures:
+            await context.write(wire.event_to_wire(self.events[0]))
+        await self._take(request.request, context)
+        for event in self.events:
+            await context.write(wire.event_to_wire(event))
+
+    async def Describe(  # noqa: N802 - the name of the rpc
+        self, request: orchestrator_pb2.OrchestratorServiceDescribeRequest, context: Context
+    ) -> orchestrator_pb2.OrchestratorServiceDescribeResponse:
+        return wire.service_to_wire(SERVICE)
+
+    async def _take(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> None:
+        self.requests.append(request)
+        self.times_left.append(context.time_remaining() or float("inf"))
+        self.asked.set()
+        if self.failures:
+            raise self.failures.pop(0)
+        if self.hangs:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+
+
+class FakeReward(reward_pb2_grpc.RewardServiceServicer):
+    """The score of a response is its length."""
+
+    def __init__(self) -> None:
+        self.requests: list[reward_pb2.ScoreRequest] = []
+
+    async def Score(  # noqa: N802 - the name of the rpc
+        self, request: reward_pb2.ScoreRequest, context: Context
+    ) -> reward_pb2.ScoreResponse:
+        self.requests.append(request)
+        scores = [float(len(response)) for response in request.responses]
+        return reward_pb2.ScoreResponse(scores=scores, computed_tokens=7)
+
+    async def Describe(  # noqa: N802 - the name of the rpc
+        self, request: reward_pb2.RewardServiceDescribeRequest, context: Context
+    ) -> reward_pb2.RewardServiceDescribeResponse:
+        described = reward_pb2.RewardDescription(name="length", fingerprint="f", description="len")
+        return reward_pb2.RewardServiceDescribeResponse(rewards=[described], max_batch=8)
+
+
+@asynccontextmanager
+async def serve(name: str, register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
+    """A real server on a free port; its address."""
+    settings = ServiceSettings(host="127.0.0.1", port=0, reflection=False)
+    server = Server(settings, [Service(name, register)])
+    await server.start()
+    await server.set_serving(True)
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop(0)
