@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 
-from generator_service.servicer import GeneratorServicer, service
+from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.toy import ToyGenerator
 from specrej import telemetry
@@ -28,7 +28,7 @@ async def _serve(settings: GeneratorSettings) -> None:
     async def warm_up() -> None:
         servicer.load(await asyncio.to_thread(_load, settings))
 
-    await Server(settings, [service(servicer)]).run(warm_up())
+    await Server(settings, [servicer.service()]).run(warm_up())
 
 
 def _load(settings: GeneratorSettings) -> Generator:

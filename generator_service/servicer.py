@@ -8,19 +8,13 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any
 
-import grpc.aio
-
 from specrej import wire
 from specrej.contracts import Generator, Session
 from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation
-from specrej.serving import Service, answer_commands
+from specrej.serving import Context, Service, answer_commands
 from specrej.v1 import generator_pb2 as pb
 from specrej.v1 import generator_pb2_grpc
 from specrej.validation import check_candidates, check_prompt, check_sampling, raise_if_any
-
-NAME = pb.DESCRIPTOR.services_by_name["GeneratorService"].full_name
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
@@ -34,6 +28,13 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     def load(self, generator: Generator) -> None:
         """From now on serve `generator`."""
         self._generator = generator
+
+    def service(self) -> Service:
+        """This servicer, for `specrej.serving.Server`."""
+        return Service(
+            pb.DESCRIPTOR.services_by_name["GeneratorService"].full_name,
+            lambda server: generator_pb2_grpc.add_GeneratorServiceServicer_to_server(self, server),
+        )
 
     # The stubs know only async generators; see specrej/serving.py for why this is a coroutine.
     async def Session(  # type: ignore[override] # noqa: N802
@@ -52,15 +53,6 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         if self._generator is None:
             raise Unavailable("the model is loading", retry_after_s=2)
         return self._generator
-
-
-def service(servicer: GeneratorServicer) -> Service:
-    """What a server needs to serve it."""
-
-    def register(server: grpc.aio.Server) -> None:
-        generator_pb2_grpc.add_GeneratorServiceServicer_to_server(servicer, server)
-
-    return Service(NAME, register)
 
 
 class _Commands:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import grpc.aio
-
 from orchestrator.service import Orchestrator
 from specrej import wire
 from specrej.contracts import Event, Finished, Schedule
@@ -27,13 +25,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._default_schedule = default_schedule
 
     def service(self) -> Service:
-        """What a server needs to serve it."""
-
-        def register(server: grpc.aio.Server) -> None:
-            orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(self, server)
-
-        name = pb.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
-        return Service(name, register)
+        """This servicer, for `specrej.serving.Server`."""
+        return Service(
+            pb.DESCRIPTOR.services_by_name["OrchestratorService"].full_name,
+            lambda server: orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(
+                self, server
+            ),
+        )
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context

@@ -61,4 +61,6 @@ def build(name: str = "llama") -> Any:
 @torch.inference_mode()
 def full_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
     """Logits [len(token_ids), vocabulary] by plain transformers, everything recomputed."""
-    return model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+    output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
+    logits: Tensor = output.logits[0].float()
+    return logits

@@ -134,6 +134,9 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
         scores = [float(len(response)) for response in request.responses]
         return reward_pb2.ScoreResponse(scores=scores, computed_tokens=7)
 
+    async def ScoreSession(self, request: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        raise NotImplementedError
+
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: reward_pb2.RewardServiceDescribeRequest, context: Context
     ) -> reward_pb2.RewardServiceDescribeResponse:

@@ -56,12 +56,9 @@ def test_every_option_reaches_its_field() -> None:
 def test_what_is_left_out_is_absent_on_the_wire() -> None:
     """Guards against the client's defaults shadowing the server's."""
     message = build_request("why?")
-    optional = [field.name for field in message.sampling.DESCRIPTOR.fields if field.has_presence]
-    assert [name for name in optional if message.sampling.HasField(name)] == []
-    for name in ("alpha", "schedule", "return_candidates"):
-        assert not message.selection.HasField(name)
-    assert not message.selection.rewards
-    assert message.selection.algorithm == message.cache_control == 0
+    assert message.sampling.ListFields() == []
+    assert message.selection.ListFields() == []
+    assert [field.name for field, _ in message.ListFields()] == ["prompt", "sampling", "selection"]
 
 
 def test_rewards_may_be_values() -> None:
@@ -204,7 +201,8 @@ async def test_every_call_has_a_deadline(address: str, orchestrator: FakeOrchest
         await client.generate("why?", timeout_s=20)
         _ = [event async for event in client.stream("why?")]
     first, second, third = orchestrator.times_left
-    assert 20 < first <= 50 and second <= 20 and 20 < third <= 50
+    # A little slack: grpc rounds deadlines up on their way.
+    assert 30 < first < 51 and second < 21 and 30 < third < 51
 
 
 async def test_leaving_a_stream_cancels_the_call(

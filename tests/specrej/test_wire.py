@@ -1,0 +1,158 @@
+"""Contract values survive the wire; unknown numbers are reported, not guessed."""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specrej import contracts as c
+from specrej import wire
+from specrej.errors import Violation
+from specrej.v1 import orchestrator_pb2
+from tests.specrej.fakes import EVENTS, GENERATION, SERVICE
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+FLOAT = st.floats(allow_nan=False)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+MESSAGES = st.lists(st.builds(c.Message, TEXT, TEXT), max_size=3).map(tuple)
+PROMPTS = st.builds(c.Prompt, MESSAGES, TEXT)
+SAMPLINGS = st.builds(
+    c.Sampling,
+    max_tokens=INT32,
+    temperature=FLOAT,
+    top_k=INT32,
+    top_p=FLOAT,
+    stop=st.lists(TEXT, max_size=3).map(tuple),
+    seed=INT64,
+    ignore_eos=st.booleans(),
+)
+SCHEDULES = st.one_of(
+    st.just(c.Schedule(kind="memory")),
+    st.builds(c.Schedule, st.just("tokens"), tokens=st.lists(INT32, max_size=4).map(tuple)),
+    st.builds(c.Schedule, st.just("geometric"), first=INT32, factor=FLOAT),
+)
+SELECTIONS = st.builds(
+    c.Selection,
+    n=INT32,
+    alpha=FLOAT,
+    schedule=SCHEDULES,
+    algorithm=st.sampled_from(c.Algorithm),
+    rewards=st.lists(st.builds(c.WeightedReward, TEXT, FLOAT), max_size=3).map(tuple),
+    return_candidates=INT32,
+)
+REQUESTS = st.builds(
+    c.GenerationRequest, PROMPTS, SAMPLINGS, SELECTIONS, TEXT, st.sampled_from(c.CacheControl)
+)
+RANKED = st.builds(
+    c.RankedCandidate, INT32, TEXT, FLOAT, st.sampled_from(c.FinishReason), INT32, FLOAT
+)
+TRACES = st.builds(
+    c.RoundTrace,
+    **dict.fromkeys(
+        ("number", "decision_token", "num_started", "num_finished") + ("num_rejected", "num_live"),
+        INT32,
+    ),
+    **dict.fromkeys(("session_slots", "freed_slots", "capacity_slots", "generated_tokens"), INT64),
+    **dict.fromkeys(("best_score", "extend_ms", "score_ms", "prune_ms"), FLOAT),
+    ended_by=st.sampled_from(c.RoundEnd),
+    scores=st.lists(FLOAT, max_size=3).map(tuple),
+)
+GENERATIONS = st.builds(
+    c.Generation,
+    candidates=st.lists(RANKED, min_size=1, max_size=3).map(tuple),
+    rounds=st.lists(TRACES, max_size=3).map(tuple),
+    usage=st.builds(c.Usage, INT32, INT64, INT32, INT64, INT64, INT64),
+    timings=st.builds(c.Timings, *[FLOAT] * 7),
+    n=INT32,
+    request_id=TEXT,
+    generator_fingerprint=TEXT,
+    reward_fingerprint=TEXT,
+    cached=st.booleans(),
+    degraded=st.booleans(),
+)
+EVENT_VALUES = st.one_of(
+    st.builds(c.Admitted, INT32, INT32, TEXT),
+    st.builds(c.RoundCompleted, TRACES, st.lists(INT32, max_size=3).map(tuple), TEXT),
+    st.builds(c.Finished, GENERATIONS),
+)
+
+M = TypeVar("M", orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateStreamResponse)
+
+
+def sent(message: M) -> M:
+    """As the other side reads it."""
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(REQUESTS)
+def test_a_request_survives(request: c.GenerationRequest) -> None:
+    """Guards against a field lost, swapped or narrowed on its way to the server."""
+    violations: list[Violation] = []
+    message = sent(wire.request_to_wire(request))
+    assert wire.request_from_wire(message, c.Schedule(kind="memory"), violations) == request
+    assert violations == []
+
+
+@given(EVENT_VALUES)
+def test_an_event_survives(event: c.Event) -> None:
+    """Guards against a field lost, swapped or narrowed on its way to the caller."""
+    assert wire.event_from_wire(sent(wire.event_to_wire(event))) == event
+
+
+def test_absent_fields_get_the_contracts_defaults() -> None:
+    """Guards against zero standing in for a default: max_tokens 0, alpha 0."""
+    request = wire.request_from_wire(orchestrator_pb2.GenerateRequest(), c.Schedule(first=9), [])
+    assert request.sampling == c.Sampling()
+    assert request.selection == c.Selection(schedule=c.Schedule(first=9))
+    assert request.cache is c.CacheControl.USE
+
+
+def test_an_explicit_zero_is_not_absent() -> None:
+    """Guards against `alpha=0` and `temperature=0` turning into the defaults."""
+    message = orchestrator_pb2.GenerateRequest()
+    message.selection.alpha = 0
+    message.sampling.temperature = 0
+    request = wire.request_from_wire(sent(message), c.Schedule(), [])
+    assert (request.selection.alpha, request.sampling.temperature) == (0, 0)
+
+
+def test_unknown_enum_numbers_are_violations() -> None:
+    """Guards against a newer client's choice being served as something else."""
+    message = orchestrator_pb2.GenerateRequest()
+    # A typed client cannot say it; a newer one can.
+    message.MergeFromString(b"\x22\x02\x20\x63\x28\x63")
+    violations: list[Violation] = []
+    wire.request_from_wire(message, c.Schedule(), violations)
+    assert [violation.field for violation in violations] == ["selection.algorithm", "cache_control"]
+
+
+def test_an_event_of_no_kind_is_refused() -> None:
+    """Guards against an empty message being taken for an event."""
+    with pytest.raises(ValueError, match="no known kind"):
+        wire.event_from_wire(orchestrator_pb2.GenerateStreamResponse())
+
+
+def test_the_service_description_survives() -> None:
+    """Guards against fields lost in `describe`."""
+    assert wire.service_from_wire(wire.service_to_wire(SERVICE)) == SERVICE
+
+
+def test_plain_json_keeps_names_and_numbers() -> None:
+    """Guards against camelCase names and 64-bit integers as strings, as protobuf's JSON has."""
+    plain = json.loads(json.dumps(wire.to_plain(wire.generation_to_wire(GENERATION))))
+    assert plain["usage"]["generated_tokens"] == 1000
+    assert plain["finish_reason"] == "FINISH_REASON_STOP"
+    assert plain["rounds"][0]["ended_by"] == "ROUND_END_DECISION_TOKEN"
+    assert [ranked["score"] for ranked in plain["candidates"]] == [0.5, 0.25]
+    assert plain["cached"] is False
+
+
+def test_plain_json_leaves_out_what_is_absent() -> None:
+    """Guards against defaults invented by the printer, of which only one kind can be set."""
+    plain = wire.to_plain(wire.event_to_wire(EVENTS[0]))
+    assert plain == {"admitted": {"request_id": "r1", "n": 8, "prompt_tokens": 9}}
