@@ -14,6 +14,9 @@ from specrej.contracts import Sampling
 # Most of the probability usually lies in far fewer tokens; a full sort is the fallback.
 _NUCLEUS_GUESS = 256
 
+# Tokens whose weights are summed up together before the one to draw is looked for.
+_BLOCK = 256
+
 
 def sample(
     logits: Tensor, sampling: Sampling, candidate_ids: list[int], step: int
@@ -63,40 +66,73 @@ def _mix(state: Tensor) -> Tensor:
 def _draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """Inverse-CDF draw from the tempered distribution cut by top_k, then top_p."""
     vocabulary = logits.shape[1]
-    # Shifted before it is divided: a small temperature must not overflow.
-    tempered = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     top_k = min(sampling.top_k or vocabulary, vocabulary)
+    if top_k == vocabulary and sampling.top_p == 1:
+        return _invert(_tempered(logits, sampling.temperature), uniform)
     if top_k < vocabulary:
-        values, tokens = tempered.topk(top_k)
-        picked = _invert(_nucleus(values.softmax(dim=-1), sampling.top_p), uniform)
-    elif sampling.top_p < 1:
-        probabilities, tokens = _top_of(tempered.softmax(dim=-1), sampling.top_p)
-        picked = _invert(_nucleus(probabilities, sampling.top_p), uniform)
+        values, tokens = logits.topk(top_k)
+        weights = _tempered(values, sampling.temperature)
+        enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
     else:
-        return _invert(tempered.softmax(dim=-1), uniform)
-    return tokens.gather(1, picked[:, None])[:, 0]
+        weights = _tempered(logits, sampling.temperature)
+        enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
+        weights, tokens = _heaviest(weights, enough)
+    if sampling.top_p < 1:
+        weights = _nucleus(weights, enough)
+    return tokens.gather(1, _invert(weights, uniform)[:, None])[:, 0]
 
 
-def _top_of(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens, descending: enough of them to hold `top_p` in every row."""
-    vocabulary = probabilities.shape[1]
-    values, tokens = probabilities.topk(min(_NUCLEUS_GUESS, vocabulary))
-    if bool((values.sum(dim=-1) < top_p).any()):
-        values, tokens = probabilities.sort(dim=-1, descending=True)
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Weights exp(logits / temperature), the largest of a row 1: nothing can overflow."""
+    weights = logits - logits.amax(dim=-1, keepdim=True)
+    if temperature != 1:
+        weights /= temperature
+    return weights.exp_()
+
+
+def _heaviest(weights: Tensor, enough: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and their tokens, descending: as many as hold `enough` [rows, 1] in every row."""
+    values, tokens = weights.topk(min(_NUCLEUS_GUESS, weights.shape[1]))
+    if bool((values.sum(dim=-1, keepdim=True) < enough).any()):
+        values, tokens = weights.sort(dim=-1, descending=True)
     return values, tokens
 
 
-def _nucleus(descending: Tensor, top_p: float) -> Tensor:
-    """Zero all but the smallest prefix whose sum reaches `top_p`; the first always stays."""
+def _nucleus(descending: Tensor, enough: Tensor) -> Tensor:
+    """Zero all but the smallest prefix that reaches `enough` [rows, 1]; the first always stays."""
     before = descending.cumsum(dim=-1) - descending
-    return descending.masked_fill(before >= top_p, 0.0) if top_p < 1 else descending
+    return descending.masked_fill(before >= enough, 0.0)
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index where the running sum of `weights` [rows, m] passes `uniform` of the total: [rows]."""
-    running = weights.cumsum(dim=-1, dtype=torch.float64)
+    """Index where the running sum of `weights` [rows, m] passes `uniform` of the total: [rows].
+
+    In two levels, blocks and then tokens, so that a whole vocabulary is read once and its running
+    sum never written.
+    """
+    sums = torch.cat([part.sum(dim=-1) for part in _blocks(weights)], dim=-1).double()
+    running = sums.cumsum(dim=-1)
     target = uniform[:, None] * running[:, -1:]
-    index = torch.searchsorted(running, target, right=True)[:, 0]
-    # Rounding may push the target onto the total: take the last index of positive weight then.
-    last = (running < running[:, -1:]).sum(dim=-1)
+    block = _pass(sums, running, target)
+    before = running.gather(1, block) - sums.gather(1, block)
+    inside = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    within = weights.gather(1, inside.clamp(max=weights.shape[1] - 1)).double()
+    within.masked_fill_(inside >= weights.shape[1], 0.0)
+    at = _pass(within, within.cumsum(dim=-1), target - before)
+    return (block * _BLOCK + at)[:, 0]
+
+
+def _blocks(weights: Tensor) -> list[Tensor]:
+    """Views [rows, blocks, _BLOCK] of the whole blocks and [rows, 1, rest] of the rest."""
+    whole = weights.shape[1] // _BLOCK * _BLOCK
+    blocks = weights[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK))
+    return [part for part in (blocks, weights[:, None, whole:]) if part.numel()]
+
+
+def _pass(weights: Tensor, running: Tensor, target: Tensor) -> Tensor:
+    """First index whose running sum is above the target, [rows, 1]; always one of weight > 0."""
+    index = torch.searchsorted(running, target, right=True)
+    # Rounding may push a target past the end: the last index of positive weight is meant then.
+    places = torch.arange(weights.shape[1], device=weights.device)
+    last = torch.where(weights > 0, places, 0).amax(dim=-1, keepdim=True)
     return torch.minimum(index, last)

@@ -342,3 +342,7 @@ def schedule_text(schedule: Schedule) -> str:
             return f"tokens:{','.join(str(token) for token in schedule.tokens)}"
         case _:
             return f"geometric:{schedule.first},{schedule.factor:g}"
+
+
+if __name__ == "__main__":
+    main()

@@ -51,13 +51,12 @@ REQUESTS = st.builds(
 RANKED = st.builds(
     c.RankedCandidate, INT32, TEXT, FLOAT, st.sampled_from(c.FinishReason), INT32, FLOAT
 )
+COUNTS = ("number", "decision_token", "num_started", "num_finished", "num_rejected", "num_live")
+SLOTS = ("session_slots", "freed_slots", "capacity_slots", "generated_tokens")
 TRACES = st.builds(
     c.RoundTrace,
-    **dict.fromkeys(
-        ("number", "decision_token", "num_started", "num_finished") + ("num_rejected", "num_live"),
-        INT32,
-    ),
-    **dict.fromkeys(("session_slots", "freed_slots", "capacity_slots", "generated_tokens"), INT64),
+    **dict.fromkeys(COUNTS, INT32),
+    **dict.fromkeys(SLOTS, INT64),
     **dict.fromkeys(("best_score", "extend_ms", "score_ms", "prune_ms"), FLOAT),
     ended_by=st.sampled_from(c.RoundEnd),
     scores=st.lists(FLOAT, max_size=3).map(tuple),

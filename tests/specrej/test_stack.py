@@ -1,0 +1,68 @@
+"""The local stack's own part: ports, programs, the embedded server. Real services are for e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+
+from specrej.processes import ProcessError, Processes
+from specrej.stack import Ports, Stack
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
+def test_free_ports_differ() -> None:
+    """Guards against two services on one port."""
+    assert len(set(astuple(Ports.free()))) == 4
+
+
+async def test_a_taken_port_is_told_before_anything_starts() -> None:
+    """Guards against a stack that talks to somebody else's server."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ProcessError, match=rf"port {port} \(reward\)"):
+            async with Stack(replace(Ports.free(), reward=port)):
+                pytest.fail("entered")
+
+
+async def test_a_service_that_cannot_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a hanging start where the model is missing; nothing is left running."""
+    monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", str(tmp_path / "missing"))
+    stack = Stack(log_dir=tmp_path / "logs", start_timeout_s=60, grace_s=5)
+    with pytest.raises(ProcessError, match="the end of its log"):
+        async with stack:
+            pytest.fail("entered")
+    assert (tmp_path / "logs" / "generator.log").exists()
+    stack.ports.check_free()
+
+
+async def test_the_embedded_server_speaks_and_keeps_nothing(tmp_path: Path) -> None:
+    """Guards against options that the embedded server refuses, and dump files left behind."""
+    stack = Stack()
+    async with Processes([stack._valkey(tmp_path)], tmp_path, start_timeout_s=20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports.redis)
+        writer.write(b"SET a 1\r\nCONFIG GET bind\r\n")
+        assert await reader.readline() == b"+OK\r\n"
+        assert b"127.0.0.1" in await reader.readuntil(b"127.0.0.1\r\n")
+        writer.close()
+        await writer.wait_closed()
+    assert names(tmp_path) == ["redis.log"]
+
+
+def test_addresses_follow_the_ports() -> None:
+    """Guards against an orchestrator that is told of other ports than its backends have."""
+    stack = Stack(Ports(1, 2, 3, 4), environment={"SPECREJ_GENERATOR_SLOTS": "9"})
+    orchestrator = stack._orchestrator().environment
+    assert orchestrator["SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS"] == stack.generator_address
+    assert orchestrator["SPECREJ_ORCHESTRATOR_REWARD_ADDRESS"] == stack.reward_address
+    assert orchestrator["SPECREJ_ORCHESTRATOR_REDIS_URL"] == stack.redis_url
+    assert stack.orchestrator_address == "127.0.0.1:1" and stack.redis_url.endswith(":4/0")
+    assert stack._generator().environment["SPECREJ_GENERATOR_SLOTS"] == "9"
