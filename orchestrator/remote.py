@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar, cast
 
+import grpc
 import grpc.aio
 
 from specrej import telemetry, wire
@@ -23,7 +24,13 @@ from specrej.contracts import (
     Sampling,
     Scores,
 )
-from specrej.errors import InternalError
+from specrej.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    SpecrejError,
+    Unavailable,
+)
 from specrej.status import from_rpc_error
 from specrej.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 
@@ -52,17 +59,33 @@ class _CommandStream(Generic[Request, Response]):
             SpecrejError: what the peer's status stands for.
         """
         self._sequence += 1
-        request = self._make(sequence=self._sequence, **command)
+        await self._send(self._make(sequence=self._sequence, **command))
+        try:
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError as failure:
+            raise _error_of(failure) from failure
+        if answer is grpc.aio.EOF:
+            raise InternalError("a backend ended its stream before it answered")
+        return cast(Response, answer)
+
+    async def _send(self, request: Request) -> None:
         try:
             # The call may be over already: reading tells why.
             with suppress(asyncio.InvalidStateError):
                 await self._call.write(request)
-            answer = await self._call.read()
         except grpc.aio.AioRpcError as failure:
-            raise from_rpc_error(failure) from failure
-        if answer is grpc.aio.EOF:
-            raise InternalError("a backend ended its stream before it answered")
-        return cast(Response, answer)
+            if failure.code() is grpc.StatusCode.INTERNAL:
+                # No peer's status: grpc's word for a stream that breaks inside a write.
+                raise Unavailable("a backend broke off") from failure
+            raise _error_of(failure) from failure
+
+
+def _error_of(failure: grpc.aio.AioRpcError) -> SpecrejError:
+    """What a backend's failure is to our caller, who neither cancelled nor ran out of time."""
+    error = from_rpc_error(failure)
+    if isinstance(error, Cancelled | DeadlineExceeded):
+        return Unavailable(f"a backend gave up: {error.message}")
+    return error
 
 
 class RemoteGenerator:
@@ -89,7 +112,9 @@ class RemoteGenerator:
             opened = (await stream.ask(open=command)).opened
             yield RemoteSession(stream, opened.n, opened.prompt_tokens)
             # Answered once the slots are free, so that they are before our caller hears of it.
-            await stream.ask(close=generator_pb2.CloseSession())
+            # A peer that has gone by now has freed them too, and costs nobody the answer.
+            with suppress(SpecrejError):
+                await stream.ask(close=generator_pb2.CloseSession())
         finally:
             call.cancel()
 
@@ -98,7 +123,7 @@ class RemoteGenerator:
         try:
             answer = await self._stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
-            raise from_rpc_error(failure) from failure
+            raise _error_of(failure) from failure
         return wire.generator_from_wire(answer)
 
 
@@ -143,7 +168,7 @@ class RemoteRewards:
         try:
             answer = await self._stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
-            raise from_rpc_error(failure) from failure
+            raise _error_of(failure) from failure
         return tuple(
             RewardDescription(reward.name, reward.fingerprint, reward.description)
             for reward in answer.rewards

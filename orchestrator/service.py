@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -33,7 +33,7 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.errors import NotFound, Unavailable, Violation
+from specrej.errors import InvalidRequest, NotFound, Unavailable, Violation
 from specrej.validation import check_request, raise_if_any
 
 T = TypeVar("T")
@@ -65,6 +65,7 @@ class _Plan:
     request: GenerationRequest
     generator_fingerprint: str
     reward_fingerprint: str
+    arrived: float  # time.perf_counter()
 
 
 class Orchestrator:
@@ -109,12 +110,12 @@ class Orchestrator:
         Raises:
             SpecrejError: whatever its caller must be told.
         """
-        began = time.perf_counter()
-        plan = await self._plan(request, violations)
+        arrived = time.perf_counter()
+        plan = await self._plan(request, violations, arrived)
         request_id = uuid.uuid4().hex
         async with aclosing(self._answer(plan, tenant)) as events:
             async for event in events:
-                yield _signed(event, request_id, (time.perf_counter() - began) * 1e3)
+                yield _signed(event, request_id, _ms_since(arrived))
 
     def _answer(self, plan: _Plan, tenant: str) -> AsyncGenerator[Event, None]:
         """From the cache, from a flight under way, or from a run of its own."""
@@ -158,17 +159,16 @@ class Orchestrator:
         """Admission, then the loop."""
         waiting = time.perf_counter()
         async with self._admission.enter():
-            queue_ms = (time.perf_counter() - waiting) * 1e3
+            queue_ms, before_run_ms = _ms_since(waiting), _ms_since(plan.arrived)
             scorer = self._scorer(plan.request.selection)
-            events = run(plan.request, self._generator, scorer)
-            async with aclosing(events):
-                async for event in events:
-                    if isinstance(event, Finished):
-                        yield Finished(_completed(event.generation, plan, queue_ms))
-                    else:
-                        yield event
+            with _public_paths():
+                async with aclosing(run(plan.request, self._generator, scorer)) as events:
+                    async for event in events:
+                        yield _completed(event, plan, queue_ms, before_run_ms)
 
-    async def _plan(self, request: GenerationRequest, violations: Sequence[Violation]) -> _Plan:
+    async def _plan(
+        self, request: GenerationRequest, violations: Sequence[Violation], arrived: float
+    ) -> _Plan:
         """The request, checked and with its defaults filled in."""
         generator = await self._described.get()
         raise_if_any(
@@ -192,6 +192,7 @@ class Orchestrator:
             replace(request, selection=chosen),
             generator.fingerprint,
             fingerprint.of_values(rewards=sorted(prints)),
+            arrived,
         )
 
     def _scorer(self, selection: Selection) -> Scorer:
@@ -234,14 +235,39 @@ def _print_of(name: str, known: dict[str, RewardDescription]) -> str:
     return known[name].fingerprint
 
 
-def _completed(generation: Generation, plan: _Plan, queue_ms: float) -> Generation:
-    """A run's answer with what only the orchestrator knows."""
-    return replace(
-        generation,
-        generator_fingerprint=plan.generator_fingerprint,
-        reward_fingerprint=plan.reward_fingerprint,
-        timings=replace(generation.timings, queue_ms=queue_ms),
+def _completed(event: Event, plan: _Plan, queue_ms: float, before_run_ms: float) -> Event:
+    """A run's answer with what only the orchestrator knows; the run's clock began with the run."""
+    if not isinstance(event, Finished):
+        return event
+    timings = event.generation.timings
+    first_round_ms = before_run_ms + timings.first_round_ms
+    return Finished(
+        replace(
+            event.generation,
+            generator_fingerprint=plan.generator_fingerprint,
+            reward_fingerprint=plan.reward_fingerprint,
+            timings=replace(timings, queue_ms=queue_ms, first_round_ms=first_round_ms),
+        )
     )
+
+
+@contextmanager
+def _public_paths() -> Iterator[None]:
+    """What a generator says of its own fields is told of the caller's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        violations = [Violation(_public_path(v.field), v.description) for v in error.violations]
+        raise InvalidRequest(violations, reason=error.reason, metadata=error.metadata) from error
+
+
+def _public_path(field: str) -> str:
+    path = field.removeprefix("open.")
+    return "selection.n" if path == "n" else path
+
+
+def _ms_since(then: float) -> float:
+    return (time.perf_counter() - then) * 1e3
 
 
 def _signed(event: Event, request_id: str, total_ms: float) -> Event:

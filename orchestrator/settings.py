@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -10,6 +11,10 @@ from pydantic_settings import SettingsConfigDict
 from specrej.contracts import Schedule
 from specrej.settings import Port, Seconds, ServiceSettings
 from specrej.validation import check_schedule
+
+Address = Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
+_SCHEDULES = ("memory", "tokens", "geometric")
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 class OrchestratorSettings(ServiceSettings):
@@ -22,8 +27,10 @@ class OrchestratorSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="SPECREJ_ORCHESTRATOR_")
 
     port: Port = Field(50050, description="port to listen on; 0 picks a free one")
-    generator_address: str = Field("127.0.0.1:50051", description="host:port of the generator")
-    reward_address: str = Field("127.0.0.1:50052", description="host:port of the reward service")
+    generator_address: Address = Field("127.0.0.1:50051", description="host:port of the generator")
+    reward_address: Address = Field(
+        "127.0.0.1:50052", description="host:port of the reward service"
+    )
     redis_url: str = Field("", description="Redis for final answers; empty: no cache")
     cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, give or take 10 %")
     cache_timeout_s: Seconds = Field(0.25, description="seconds a call waits for Redis at most")
@@ -38,9 +45,20 @@ class OrchestratorSettings(ServiceSettings):
         '{"kind": "geometric", "first": 32, "factor": 2}',
     )
 
+    @field_validator("redis_url")
+    @classmethod
+    def _url_is_of_redis(cls, url: str) -> str:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if it is none
+        if url and parts.scheme not in _REDIS_SCHEMES:
+            raise ValueError(f"must be empty, or start with {':// or '.join(_REDIS_SCHEMES)}://")
+        return url
+
     @field_validator("default_schedule")
     @classmethod
     def _schedule_is_valid(cls, schedule: Schedule) -> Schedule:
+        if schedule.kind not in _SCHEDULES:
+            raise ValueError(f"kind must be one of {', '.join(_SCHEDULES)}")
         problems = [f"{v.field} {v.description}" for v in check_schedule(schedule, "schedule")]
         if problems:
             raise ValueError("; ".join(problems))

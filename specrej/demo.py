@@ -14,7 +14,7 @@ from rich.text import Text
 
 from specrej.client import Client, Options
 from specrej.contracts import Generation, Schedule
-from specrej.errors import InternalError
+from specrej.errors import InternalError, SpecrejError
 from specrej.rounds_view import saved_text, watch
 from specrej.stack import Stack
 
@@ -34,12 +34,20 @@ async def run(prompt: str, console: Console) -> None:
     async with Stack() as stack:
         took_s = time.monotonic() - started
         console.print(f"ready in {took_s:.1f} s at {stack.orchestrator_address}\n", style="dim")
-        async with Client(stack.orchestrator_address) as client:
-            console.print(Text.assemble(("prompt  ", "dim"), prompt))
-            generation = await watch(client.stream(prompt, **OPTIONS), console)
-            show_answer(generation, console)
-            await _ask_again(client, prompt, generation, console)
+        try:
+            await _ask(stack.orchestrator_address, prompt, console)
+        except SpecrejError:
+            console.print(stack.log_tails(), style="dim", markup=False, highlight=False)
+            raise
     console.print("everything is stopped", style="dim")
+
+
+async def _ask(address: str, prompt: str, console: Console) -> None:
+    async with Client(address) as client:
+        console.print(Text.assemble(("prompt  ", "dim"), prompt))
+        generation = await watch(client.stream(prompt, **OPTIONS), console)
+        show_answer(generation, console)
+        await _ask_again(client, prompt, generation, console)
 
 
 def show_answer(generation: Generation, console: Console) -> None:

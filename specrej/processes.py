@@ -87,6 +87,11 @@ class Processes:
         await self._stop(self._running[name])
         await self._start(self._programs[name])
 
+    def log_tail(self, name: str) -> str:
+        """The last lines that a child wrote, indented."""
+        lines = self._log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join(f"  {line}" for line in lines) or "  (empty)"
+
     async def keep_alive(
         self, report: Callable[[str], None], *, first_delay_s: float = 1.0
     ) -> None:
@@ -178,9 +183,7 @@ class Processes:
         return self._log_dir / f"{name}.log"
 
     def _with_log(self, name: str, problem: str) -> str:
-        lines = self._log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        said = "".join(f"\n  {line}" for line in lines) or " nothing"
-        return f"{name} {problem}; the end of its log:{said}"
+        return f"{name} {problem}; the end of its log:\n{self.log_tail(name)}"
 
 
 async def _poll(is_ready: Callable[[], Awaitable[bool]]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
@@ -61,8 +62,19 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or not details.method.startswith(_OURS):
             return handler
         kind = _kind(handler)
-        guarded = self._guard(details.method, getattr(handler, kind))
-        return handler._replace(**{kind: guarded})
+        behavior, decode = getattr(handler, kind), _decoder(handler)
+        if handler.request_streaming:
+            return handler._replace(
+                **{kind: self._guard(details.method, behavior)}, request_deserializer=decode
+            )
+
+        # grpc would answer a message that it cannot decode with UNKNOWN and a class name.
+        async def decoding(data: bytes, context: Context) -> Any:
+            return await behavior(decode(data), context)
+
+        return handler._replace(
+            **{kind: self._guard(details.method, decoding)}, request_deserializer=None
+        )
 
     def _guard(self, method: str, behavior: Handler) -> Handler:
         async def guarded(request: Any, context: Context) -> Any:
@@ -110,6 +122,21 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
 def _kind(handler: RpcHandler) -> str:
     requests = "stream" if handler.request_streaming else "unary"
     return f"{requests}_{'stream' if handler.response_streaming else 'unary'}"
+
+
+def _decoder(handler: RpcHandler) -> Callable[[bytes], Any]:
+    """The handler's own, but a malformed message is its sender's fault."""
+
+    parse = handler.request_deserializer
+    assert parse, "generated handlers have one"
+
+    def decode(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            raise InvalidRequest([Violation("request", "must be a valid message")]) from None
+
+    return decode
 
 
 class Numbered(Protocol):

@@ -124,6 +124,11 @@ class Stack:
         """
         await self._children.restart(name)
 
+    def log_tails(self) -> str:
+        """The last lines that each process wrote."""
+        names = self._children.pids
+        return "\n".join(f"{name}:\n{self._children.log_tail(name)}" for name in names)
+
     async def keep_alive(self, report: Callable[[str], None]) -> None:
         """Start again whatever ends; returns only by cancellation."""
         await self._children.keep_alive(report)

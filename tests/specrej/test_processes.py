@@ -78,6 +78,7 @@ async def test_children_start_log_and_stop_in_reverse(tmp_path: Path) -> None:
     async with children(tmp_path, *programs) as running:
         pids = running.pids
         assert sorted(pids) == ["a", "b", "c"] and all(map(is_alive, pids.values()))
+        assert running.log_tail("a") == "  hello from a"
     assert all_dead(list(pids.values()))
     assert (tmp_path / "stopped").read_text() == "c b a "
     assert (tmp_path / "a.log").read_text() == "hello from a\n"

@@ -1,0 +1,149 @@
+"""Real processes, models and Redis-protocol server: what a user gets, and what a crash does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from specrej import Client, Generation, RoundCompleted, Schedule, Unavailable
+from specrej.client import Options
+from specrej.contracts import Algorithm, CacheControl
+from specrej.stack import Stack
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+BIN = Path(sys.executable).parent
+OPTIONS = Options(
+    n=16, max_tokens=48, schedule=Schedule(first=8), seed=3, cache=CacheControl.BYPASS
+)
+PROMPT = "Explain why leaves are green."
+
+
+async def slots_owned(client: Client) -> int:
+    return (await client.describe()).generator.slots.owned
+
+
+async def test_speculative_rejection_makes_fewer_tokens_than_best_of_n(stack: Stack) -> None:
+    """The main promise, measured and not estimated: both algorithms run, at the same N and seed."""
+    async with Client(stack.orchestrator_address) as client:
+        options = Options(n=32, max_tokens=64, seed=1, cache=CacheControl.BYPASS, ignore_eos=True)
+        speculative = await client.generate(PROMPT, **options)
+        options["algorithm"] = Algorithm.BEST_OF_N
+        best_of_n = await client.generate(PROMPT, **options)
+        assert best_of_n.usage.generated_tokens == 32 * 64
+        assert speculative.usage.generated_tokens == 32 * 16 + 16 * 16 + 8 * 32
+        assert speculative.usage.best_of_n_tokens_estimate == 32 * 64
+        assert await slots_owned(client) == 0
+    # The survivor's text is the one it has in the uncut run: what is lost is only who was cut.
+    assert speculative.best.score <= best_of_n.best.score + 1e-4
+    assert [trace.num_live for trace in speculative.rounds] == [16, 8, 0]
+
+
+async def test_the_second_equal_request_comes_from_the_cache(stack: Stack) -> None:
+    async with Client(stack.orchestrator_address) as client:
+        options = Options(n=4, max_tokens=16, seed=9)
+        first = await client.generate("Say hello.", **options)
+        second = await client.generate("Say hello.", **options)
+    assert (first.cached, second.cached) == (False, True)
+    assert second.best == first.best
+
+
+@pytest.mark.parametrize("reward", ["relevance", "likelihood"])
+async def test_rewards(stack: Stack, reward: str) -> None:
+    async with Client(stack.orchestrator_address) as client:
+        generation = await client.generate(PROMPT, **(OPTIONS | {"rewards": {reward: 1.0}}))
+    assert generation.best.text.strip()
+    if reward == "likelihood":
+        assert generation.best.score == pytest.approx(generation.best.mean_logprob)
+        assert generation.usage.reward_tokens == 0
+    else:
+        assert generation.usage.reward_tokens > 0
+
+
+async def _kill_in_round_one(stack: Stack, name: str) -> Generation | Exception:
+    """The outcome of a request during which one process is killed after the first round."""
+    last: Generation | None = None
+    async with Client(stack.orchestrator_address, timeout_s=120) as client:
+        try:
+            async with aclosing(client.stream(PROMPT, **OPTIONS)) as events:
+                async for event in events:
+                    if isinstance(event, RoundCompleted) and event.trace.number == 1:
+                        os.kill(stack.processes[name], signal.SIGKILL)
+                    last = getattr(event, "generation", None)
+        except Exception as error:
+            return error
+    assert last
+    return last
+
+
+@pytest.mark.parametrize("name", ["generator", "reward", "orchestrator"])
+async def test_a_killed_process_gives_a_clean_status_and_the_rest_recovers(
+    stack: Stack, name: str
+) -> None:
+    """Never a hang, never UNKNOWN; after a restart the next request is answered, slots at zero."""
+    async with asyncio.timeout(100):
+        outcome = await _kill_in_round_one(stack, name)
+        assert isinstance(outcome, Unavailable), outcome
+        await stack.restart(name)
+        async with Client(stack.orchestrator_address) as client:
+            assert (await client.generate(PROMPT, **OPTIONS)).best.text
+            assert await slots_owned(client) == 0
+
+
+async def test_nobody_notices_a_killed_redis(stack: Stack) -> None:
+    async with asyncio.timeout(100):
+        outcome = await _kill_in_round_one(stack, "redis")
+        assert isinstance(outcome, Generation), outcome
+        async with Client(stack.orchestrator_address) as client:
+            without = await client.generate("Say hi.", n=2, max_tokens=8)
+            assert not without.cached
+            await stack.restart("redis")
+
+
+async def _run(*arguments: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    stdout, stderr = await asyncio.wait_for(process.communicate(), 120)
+    return process.returncode or 0, stdout.decode(), stderr.decode()
+
+
+async def test_the_command_line(stack: Stack) -> None:
+    specrej, address = str(BIN / "specrej"), ("--address", stack.orchestrator_address)
+    code, out, err = await _run(
+        specrej, "generate", PROMPT, *address, "-n", "8", "--max-tokens", "32", "--json"
+    )
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["n"] == 8
+    assert answer["rounds"][0]["decision_token"] == 16
+    assert "round 1" in err
+    code, out, err = await _run(specrej, "generate", PROMPT, *address, "--alpha", "1.5")
+    assert (code, out) == (2, "")
+    assert "selection.alpha" in err
+    code, out, _ = await _run(specrej, "describe", *address, "--json")
+    assert json.loads(out)["rewards"] == ["relevance", "likelihood"]
+    code, out, _ = await _run(
+        specrej, "score", "--address", stack.reward_address, "--prompt", "How do plants eat?",
+        "Plants make food from light.", "My car is red.", "--json",
+    )  # fmt: skip
+    good, bad = json.loads(out)["scores"]
+    assert good > bad
+
+
+async def test_grpcurl_by_reflection(stack: Stack) -> None:
+    """The README's example: no schema files, default values, one answer."""
+    request = {"prompt": {"text": "Once"}, "sampling": {"max_tokens": 8}, "selection": {"n": 2}}
+    code, out, err = await _run(
+        str(BIN / "grpcurl"), "-plaintext", "-d", json.dumps(request),
+        stack.orchestrator_address, "specrej.v1.OrchestratorService/Generate",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["usage"]["answer_tokens"]

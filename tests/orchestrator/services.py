@@ -1,0 +1,309 @@
+"""The whole service in one process: three real gRPC servers on loopback ports, toys behind them.
+
+The toys can be held in any phase, and a backend can die and come back on its port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from generator_service.servicer import GeneratorServicer
+from generator_service.toy import ToyGenerator
+from orchestrator.admission import Admission
+from orchestrator.cache import Cache
+from orchestrator.remote import RemoteGenerator, RemoteRewards
+from orchestrator.service import Orchestrator
+from orchestrator.servicer import OrchestratorServicer
+from reward_service.reward import Reward
+from reward_service.servicer import RewardServicer
+from reward_service.toy import ToyReward
+from reward_service.worker import Worker
+from specrej.channel import open_channel
+from specrej.contracts import (
+    Event,
+    Finished,
+    Generation,
+    GeneratorDescription,
+    Prompt,
+    Pruned,
+    Round,
+    RoundCompleted,
+    Sampling,
+    Schedule,
+    Scores,
+    Session,
+    Timings,
+)
+from specrej.serving import Server, Service
+from specrej.settings import ServiceSettings
+from specrej.v1 import orchestrator_pb2_grpc
+from tests.serving import serving, until
+
+LEASE_S = 30.0
+BOUND_S = 10.0
+
+
+class Gate:
+    """Open at first; shut, it holds whoever comes. `held` counts those."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def passed(self) -> None:
+        self.held += 1
+        try:
+            await self._open.wait()
+        finally:
+            self.held -= 1
+
+
+class HeldGenerator:
+    """A toy generator with a gate before each verb; counts the sessions asked for."""
+
+    def __init__(self, capacity_slots: int = 100_000, *, end_every: int = 40) -> None:
+        self.toy = ToyGenerator(capacity_slots, end_every=end_every)
+        self.num_opened = 0
+        self.gates = {verb: Gate() for verb in ("open", "extend", "prune", "close")}
+
+    @asynccontextmanager
+    async def open(
+        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+    ) -> AsyncIterator[Session]:
+        self.num_opened += 1
+        await self.gates["open"].passed()
+        async with self.toy.open(prompt, n, sampling, first_round_tokens) as session:
+            yield _HeldSession(session, self.gates)
+            await self.gates["close"].passed()
+
+    async def describe(self) -> GeneratorDescription:
+        return await self.toy.describe()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no session is left, nor anybody at a gate."""
+        ledger = self.toy.ledger
+        return not (ledger.num_sessions or ledger.owned or any(g.held for g in self.gates.values()))
+
+
+class _HeldSession:
+    def __init__(self, session: Session, gates: dict[str, Gate]) -> None:
+        self._session = session
+        self._gates = gates
+        self.n = session.n
+        self.prompt_tokens = session.prompt_tokens
+
+    async def extend(self, until_tokens: int) -> Round:
+        await self._gates["extend"].passed()
+        return await self._session.extend(until_tokens)
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        await self._gates["prune"].passed()
+        return await self._session.prune(keep)
+
+
+class HeldReward(ToyReward):
+    """A toy reward that a shut gate holds in its thread; counts the batches asked for."""
+
+    def __init__(self, name: str = "toy") -> None:
+        super().__init__(name)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.held = 0
+        self.num_batches = -1  # the worker's warm-up does not count
+
+    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+        self.num_batches += 1
+        self.held += 1
+        try:
+            assert self.gate.wait(BOUND_S), "nobody opened the gate"
+        finally:
+            self.held -= 1
+        return super().score(prompt, texts)
+
+
+class Backend:
+    """A server of one service that can die and come back on its port."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._server: Server | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        server = Server(ServiceSettings(port=self.port), [self._service])
+        await server.start()
+        await server.set_serving(True)
+        self.port, self._server = server.port, server
+
+    async def kill(self) -> None:
+        """End it and every call to it, at once."""
+        if self._server:
+            await self._server.stop(0)
+            self._server = None
+
+
+@asynccontextmanager
+async def generator_backend(generator: Any) -> AsyncIterator[Backend]:
+    """A generator behind its port."""
+    servicer = GeneratorServicer(LEASE_S)
+    servicer.load(generator)
+    backend = Backend(servicer.service())
+    await backend.start()
+    yield backend
+    await backend.kill()
+
+
+@asynccontextmanager
+async def reward_backend(*rewards: Reward, max_batch: int = 1024) -> AsyncIterator[Backend]:
+    """Rewards behind their port, each in a thread of its own."""
+    async with AsyncExitStack() as stack:
+        workers = [await Worker.start(partial(_same, reward)) for reward in rewards]
+        for worker in workers:
+            stack.callback(worker.close)
+        servicer = RewardServicer(max_batch, LEASE_S)
+        servicer.serve(workers)
+        backend = Backend(servicer.service())
+        await backend.start()
+        stack.push_async_callback(backend.kill)
+        yield backend
+
+
+def _same(reward: Reward) -> Reward:
+    return reward
+
+
+@asynccontextmanager
+async def channel_to(backend: Backend) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(f"127.0.0.1:{backend.port}", retries=False) as channel:
+        yield channel
+
+
+@contextmanager
+def dead_port() -> Iterator[int]:
+    """A loopback port that refuses connections, and that nobody else can take meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@dataclass(slots=True)
+class Whole:
+    """All three services and what they hold."""
+
+    stub: Any
+    channel: grpc.aio.Channel
+    orchestrator: Orchestrator
+    admission: Admission
+    cache: Cache
+    generator: HeldGenerator
+    reward: HeldReward
+    generator_server: Backend
+    reward_server: Backend
+
+    @property
+    def is_idle(self) -> bool:
+        """The invariant after every case: nothing runs, waits, flies or owns a slot."""
+        busy = self.admission.running or self.admission.queued
+        return not busy and not self.orchestrator._flights.num_flying and self.generator.is_idle
+
+
+@asynccontextmanager
+async def whole(
+    generator: HeldGenerator | None = None,
+    *,
+    redis_url: str = "",
+    max_running: int = 8,
+    max_queued: int = 64,
+    default_deadline_s: float | None = None,
+    default_schedule: Schedule | None = None,
+    describe_every_s: float = 2.0,
+) -> AsyncIterator[Whole]:
+    """All three services, the rewards "toy" and "other", and a check that nothing is left."""
+    generator, reward = generator or HeldGenerator(), HeldReward()
+    cache, admission = Cache(redis_url), Admission(max_running, max_queued)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(cache.close)
+        generator_server = await stack.enter_async_context(generator_backend(generator))
+        reward_server = await stack.enter_async_context(reward_backend(reward, ToyReward("other")))
+        stack.callback(reward.gate.set)
+        orchestrator = Orchestrator(
+            RemoteGenerator(await stack.enter_async_context(channel_to(generator_server))),
+            RemoteRewards(await stack.enter_async_context(channel_to(reward_server))),
+            cache,
+            admission,
+            describe_every_s=describe_every_s,
+        )
+        port = OrchestratorServicer(orchestrator, default_schedule or Schedule()).service()
+        channel = await stack.enter_async_context(
+            serving(port, default_deadline_s=default_deadline_s)
+        )
+        everything = Whole(
+            stub=orchestrator_pb2_grpc.OrchestratorServiceStub(channel),
+            channel=channel,
+            orchestrator=orchestrator,
+            admission=admission,
+            cache=cache,
+            generator=generator,
+            reward=reward,
+            generator_server=generator_server,
+            reward_server=reward_server,
+        )
+        yield everything
+        await until(lambda: everything.is_idle)
+
+
+def timeless(event: Event) -> Event:
+    """An event without what two equal runs may differ in: durations and the request's id."""
+    match event:
+        case RoundCompleted(trace):
+            return replace(event, trace=replace(trace, extend_ms=0, score_ms=0, prune_ms=0))
+        case Finished(generation):
+            return Finished(timeless_answer(generation))
+        case _:
+            return replace(event, request_id="")
+
+
+def timeless_answer(generation: Generation) -> Generation:
+    """An answer without durations and ids."""
+    rounds = tuple(
+        replace(trace, extend_ms=0, score_ms=0, prune_ms=0) for trace in generation.rounds
+    )
+    return replace(generation, rounds=rounds, timings=Timings(), request_id="")
+
+
+def retry_info_s(error: grpc.aio.AioRpcError) -> float | None:
+    """The delay in the error's RetryInfo."""
+    info = error_details_pb2.RetryInfo()
+    return info.retry_delay.ToMilliseconds() / 1000 if _unpacked(error, info) else None
+
+
+def trailer(error: grpc.aio.AioRpcError, key: str) -> str | bytes | None:
+    """One of the trailers an error came with."""
+    return next((value for name, value in error.trailing_metadata() or () if name == key), None)
+
+
+def _unpacked(error: grpc.aio.AioRpcError, detail: Message) -> bool:
+    packed = trailer(error, "grpc-status-details-bin")
+    if not isinstance(packed, bytes):
+        return False
+    details = status_pb2.Status.FromString(packed).details
+    return any(found.Unpack(detail) for found in details)
