@@ -43,7 +43,7 @@ check: $(READY) ## lint, format, types, import rules, schema and stubs
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 	@$(MAKE) --no-print-directory proto-check
 
 fmt: $(READY) ## format code and schema, fix what can be fixed
@@ -52,13 +52,13 @@ fmt: $(READY) ## format code and schema, fix what can be fixed
 	@$(BIN)/buf format --write proto
 
 proto: $(READY) ## generate specrej/v1 from the schema
-	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. $(SCHEMA)
+	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(SCHEMA)
 
 proto-check: $(READY) ## lint the schema; fail if specrej/v1 is not what it generates
 	@$(BIN)/buf lint proto
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
-	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out="$$fresh" \
-		--mypy_grpc_out="$$fresh" $(SCHEMA) && \
+	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out=quiet:"$$fresh" \
+		--mypy_grpc_out=quiet:"$$fresh" $(SCHEMA) && \
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/specrej/v1" specrej/v1 || \
 	{ echo "specrej/v1 is stale: run make proto" >&2; exit 1; }
 

@@ -435,17 +435,14 @@ class Engine:
     def _prune(self, session_id: int, keep: set[int]) -> Pruned:
         session = self._idle(session_id)
         assert session.suffix
-        before = self.ledger.owned_by(session_id)
         rows = [row for row, candidate in enumerate(session.rows) if candidate.id in keep]
+        freed = (len(session.rows) - len(rows)) * session.suffix.length
         if len(rows) < len(session.rows):
-            self.ledger.give_back(
-                session_id, (session.suffix.live - len(rows)) * session.suffix.length
-            )
+            self.ledger.give_back(session_id, freed)
             session.suffix.keep(rows)
             session.rows = [session.rows[row] for row in rows]
             session.unreported = [c for c in session.unreported if c.finish or c.id in keep]
-            self._narrow(session)
-        freed = before - self.ledger.owned_by(session_id)
+        self._narrow(session)
         return Pruned(freed, self.gauge(session_id))
 
     def _narrow(self, session: _Session) -> None:

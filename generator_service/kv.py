@@ -127,7 +127,8 @@ class SuffixKV:
 
     def _copied(self, flat: Tensor, tokens_room: int) -> Tensor:
         fresh = self._shape.empty(self.live, self._shape.kv_heads, tokens_room)
-        fresh[:, :, : self.length] = self._stored(flat)
+        if self.live:  # else there is room for no token, not even in shape
+            fresh[:, :, : self.length] = self._stored(flat)
         return fresh.view(-1)
 
     def _stored(self, flat: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
 def _blocks(weights: Tensor) -> list[Tensor]:
     """Views [rows, blocks, _BLOCK] of the whole blocks and [rows, 1, rest] of the rest."""
     whole = weights.shape[1] // _BLOCK * _BLOCK
-    blocks = weights[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK))
+    blocks = torch.unflatten(weights[:, :whole], 1, (whole // _BLOCK, _BLOCK))
     return [part for part in (blocks, weights[:, None, whole:]) if part.numel()]
 
 

@@ -240,13 +240,18 @@ def _completed(event: Event, plan: _Plan, queue_ms: float, before_run_ms: float)
     if not isinstance(event, Finished):
         return event
     timings = event.generation.timings
-    first_round_ms = before_run_ms + timings.first_round_ms
+    since_arrival = replace(
+        timings,
+        total_ms=before_run_ms + timings.total_ms,
+        queue_ms=queue_ms,
+        first_round_ms=before_run_ms + timings.first_round_ms,
+    )
     return Finished(
         replace(
             event.generation,
             generator_fingerprint=plan.generator_fingerprint,
             reward_fingerprint=plan.reward_fingerprint,
-            timings=replace(timings, queue_ms=queue_ms, first_round_ms=first_round_ms),
+            timings=since_arrival,
         )
     )
 

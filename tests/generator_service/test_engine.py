@@ -151,6 +151,20 @@ def test_prune_frees_exactly_the_slots_of_the_rejected(make_engine: MakeEngine) 
     assert engine.close(session_id).result(30) == 0
 
 
+@pytest.mark.parametrize("end", ["prune", "finish"])
+def test_a_session_without_live_candidates_gives_its_room_back(
+    make_engine: MakeEngine, end: str
+) -> None:
+    """Rejecting everybody, finished answers being better, used to fail on tensors of no rows."""
+    engine = make_engine()
+    session_id = opened(engine)
+    extended(engine, session_id, 8 if end == "prune" else 24)
+    assert engine.prune(session_id, set()).result(30).slots.session == 17
+    assert engine.ledger.share_of(session_id) == 17
+    assert extended(engine, session_id, 24).ended_by is RoundEnd.ALL_FINISHED
+    engine.close(session_id).result(30)
+
+
 def test_rounds_end_when_slots_are_full_and_go_on_after_a_cut(make_engine: MakeEngine) -> None:
     """The paper's own trigger: a capacity for a quarter of N * max_tokens is enough."""
     engine = make_engine(capacity=17 + 8 * 6)

@@ -168,8 +168,10 @@ async def generator_backend(generator: Any) -> AsyncIterator[Backend]:
     servicer.load(generator)
     backend = Backend(servicer.service())
     await backend.start()
-    yield backend
-    await backend.kill()
+    try:
+        yield backend
+    finally:
+        await backend.kill()
 
 
 @asynccontextmanager

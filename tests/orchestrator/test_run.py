@@ -223,7 +223,7 @@ async def test_leaving_early_frees_the_slots() -> None:
 
 async def test_weighted_rewards_add_up() -> None:
     plain = await answer(request(alpha=0.0), ToyGenerator(), LikelihoodScorer())
-    parts = [(LikelihoodScorer(), 2.0), (FixedScorer(), -0.5)]
+    parts: list[tuple[Scorer, float]] = [(LikelihoodScorer(), 2.0), (FixedScorer(), -0.5)]
     mixed = await answer(request(alpha=0.0), ToyGenerator(), WeightedScorer(parts))
     likelihoods = {c.id: c.score for c in plain.candidates}
     for candidate in mixed.candidates:
