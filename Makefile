@@ -23,7 +23,7 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test check fmt proto proto-check models bench clean
+.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,8 +64,11 @@ proto-check: $(READY) ## lint the schema; fail if specrej/v1 is not what it gene
 
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
-bench: $(READY) models ## measure decoding
+bench: $(READY) models ## decode throughput against transformers generate
 	@$(BIN)/python -m benchmarks.decode
+
+bench-rejection: $(READY) models ## tokens and time of Speculative Rejection against Best-of-N
+	@$(BIN)/python -m benchmarks.rejection
 
 clean: ## remove caches and build output; .venv and .models stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from benchmarks.machine import describe_machine
 from generator_service.engine import Engine, OpenCommand
 from generator_service.model import CausalLM
 from specrej.contracts import Sampling
@@ -120,18 +119,9 @@ def _report(arguments: argparse.Namespace, speeds: dict[str, list[float]]) -> No
         "prompt_tokens": arguments.prompt,
         "new_tokens": arguments.new,
         "threads": arguments.threads,
-        "machine": f"{_processor()}, {platform.system()}",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **describe_machine(),
     }
     print(json.dumps(result))
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

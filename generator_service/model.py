@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from generator_service import attention
+from generator_service import attention, linear
 from generator_service.attention import Segment
 from generator_service.kv import KVShape
 
@@ -30,7 +30,8 @@ class CausalLM:
             ValueError: its layers do not all keep plain keys and values.
         """
         model.set_attn_implementation(attention.NAME)
-        self._model = model.eval()
+        self._model = model.eval().requires_grad_(False)
+        linear.pack(self._model)
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ()) - {
             "full_attention",

@@ -31,18 +31,22 @@ from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.channel import open_channel
 from specrej.contracts import (
+    Candidate,
     Event,
     Finished,
+    FinishReason,
     Generation,
     GeneratorDescription,
     Prompt,
     Pruned,
     Round,
     RoundCompleted,
+    RoundEnd,
     Sampling,
     Schedule,
     Scores,
     Session,
+    SlotGauge,
     Timings,
 )
 from specrej.serving import Server, Service
@@ -118,6 +122,47 @@ class _HeldSession:
     async def prune(self, keep: Collection[int]) -> Pruned:
         await self._gates["prune"].passed()
         return await self._session.prune(keep)
+
+
+class LongWinded(HeldGenerator):
+    """A generator whose candidates say `characters` characters, two bytes each, in one round."""
+
+    def __init__(self, characters: int, finish: FinishReason | None = None) -> None:
+        super().__init__()
+        self.num_closed = 0
+        self._characters = characters
+        self._finish = finish
+
+    @asynccontextmanager
+    async def open(
+        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+    ) -> AsyncIterator[Session]:
+        self.num_opened += 1
+        yield LongWindedSession(n, self._characters, self._finish)
+        self.num_closed += 1
+
+
+class LongWindedSession:
+    """Says the same in every round, and holds no slots."""
+
+    prompt_tokens = 1
+
+    def __init__(self, n: int, characters: int, finish: FinishReason | None) -> None:
+        self.n = n
+        self._characters = characters
+        self._finish = finish
+
+    async def extend(self, until_tokens: int) -> Round:
+        texts = (f"{number} ".ljust(self._characters, "é") for number in range(self.n))
+        candidates = tuple(
+            Candidate(number, text, 2000, -0.5, self._finish, tuple(range(2000)))
+            for number, text in enumerate(texts)
+        )
+        ended_by = RoundEnd.ALL_FINISHED if self._finish else RoundEnd.DECISION_TOKEN
+        return Round(candidates, ended_by, 2000, SlotGauge(1, 0, 0))
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        return Pruned(len(keep), SlotGauge(1, 0, 0))
 
 
 class HeldReward(ToyReward):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -29,10 +29,7 @@ from specrej.contracts import (
     Finished,
     GenerationRequest,
     Generator,
-    GeneratorDescription,
     Prompt,
-    Pruned,
-    Round,
     RoundCompleted,
     RoundEnd,
     Sampling,
@@ -40,7 +37,6 @@ from specrej.contracts import (
     Scorer,
     Selection,
     Session,
-    SlotGauge,
 )
 from specrej.errors import (
     Cancelled,
@@ -63,6 +59,8 @@ from tests.orchestrator.services import (
     Backend,
     HeldGenerator,
     HeldReward,
+    LongWinded,
+    LongWindedSession,
     channel_to,
     dead_port,
     generator_backend,
@@ -184,41 +182,6 @@ async def test_descriptions_arrive_whole() -> None:
         assert names == ["toy", "other"]
 
 
-class LongWinded:
-    """A generator of `n` candidates whose texts are `characters` long."""
-
-    def __init__(self, characters: int) -> None:
-        self._characters = characters
-
-    @asynccontextmanager
-    async def open(
-        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
-    ) -> AsyncIterator[Session]:
-        yield _LongWindedSession(n, self._characters)
-
-    async def describe(self) -> GeneratorDescription:
-        return GeneratorDescription("long", "f", 4096, 1024, 8, 1, "none", SlotGauge(1, 0, 0))
-
-
-class _LongWindedSession:
-    prompt_tokens = 1
-
-    def __init__(self, n: int, characters: int) -> None:
-        self.n = n
-        self._characters = characters
-
-    async def extend(self, until_tokens: int) -> Round:
-        texts = (f"{number} ".ljust(self._characters, "é") for number in range(self.n))
-        candidates = tuple(
-            Candidate(number, text, 2000, -0.5, None, tuple(range(2000)))
-            for number, text in enumerate(texts)
-        )
-        return Round(candidates, RoundEnd.DECISION_TOKEN, 2000, SlotGauge(1, 0, 0))
-
-    async def prune(self, keep: Collection[int]) -> Pruned:
-        return Pruned(len(keep), SlotGauge(1, 0, 0))
-
-
 async def test_a_large_prefix_batch_passes() -> None:
     """Guards against gRPC's default limit of 4 MiB: 1,024 candidates of 6 KiB each, both ways."""
     long_winded = LongWinded(4096)
@@ -231,7 +194,7 @@ async def test_a_large_prefix_batch_passes() -> None:
     ):
         ended = await session.extend(8)
         assert sum(len(candidate.text.encode()) for candidate in ended.candidates) > 6 << 20
-        assert ended == await _LongWindedSession(1024, 4096).extend(8)
+        assert ended == await LongWindedSession(1024, 4096, None).extend(8)
         scores = await judge.score(ended.candidates)
         assert (await session.prune(range(1024))).freed_slots == 1024
     assert len(scores.values) == 1024
