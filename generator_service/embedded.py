@@ -26,10 +26,14 @@ def prepare(directory: Path) -> None:
         return
     print(f"preparing the embedded generator in {directory} (about half a minute, once)")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
-        _convert(_package_directory(), Path(scratch))
-        shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(scratch, directory)
+    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
+    try:
+        _convert(_package_directory(), scratch)
+        scratch.chmod(0o755)  # mkdtemp keeps others out
+        shutil.rmtree(directory, ignore_errors=True)  # what an interrupted older version left
+        scratch.replace(directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _package_directory() -> Path:
@@ -42,7 +46,9 @@ def _package_directory() -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     packed = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS)
     config = packed.config
     if hasattr(config, "quantization_config"):

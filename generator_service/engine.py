@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -169,7 +170,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; open sessions fail with Unavailable."""
+        """End the thread; what is open, waits or comes later fails with Unavailable."""
         self._commands.put(self._stop)
         self._thread.join()
 
@@ -179,34 +180,22 @@ class Engine:
         The future raises InvalidRequest (it can never fit) or Overloaded (too many wait).
         """
         session = _Session(next(self._ids), command, Future())
-        self._commands.put(lambda: self._attempt(session.opened, lambda: self._open(session)))
-        return session.id, session.opened
+        return session.id, self._send(session.opened, lambda: self._open(session))
 
     def extend(self, session_id: int, until_tokens: int) -> Future[PrefixBatch]:
         """Grow all live candidates to `until_tokens` new tokens (at most max_tokens)."""
         future: Future[PrefixBatch] = Future()
-        self._commands.put(
-            lambda: self._attempt(future, lambda: self._extend(session_id, until_tokens, future))
-        )
-        return future
+        return self._send(future, lambda: self._extend(session_id, until_tokens, future))
 
     def prune(self, session_id: int, keep: Collection[int]) -> Future[Pruned]:
         """Free the slots of every live candidate not in `keep`; other ids in it are ignored."""
         future: Future[Pruned] = Future()
-        self._commands.put(
-            lambda: self._attempt(
-                future, lambda: future.set_result(self._prune(session_id, set(keep)))
-            )
-        )
-        return future
+        return self._send(future, lambda: _resolve(future, self._prune(session_id, set(keep))))
 
     def close(self, session_id: int) -> Future[int]:
         """Free all that a session holds, waiting or running; slots freed, 0 if it is gone."""
         future: Future[int] = Future()
-        self._commands.put(
-            lambda: self._attempt(future, lambda: future.set_result(self._close(session_id)))
-        )
-        return future
+        return self._send(future, lambda: _resolve(future, self._close(session_id)))
 
     def gauge(self, session_id: int = 0) -> SlotGauge:
         """Slots now (session 0: of no session)."""
@@ -225,18 +214,30 @@ class Engine:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._execute_commands()
-            self._admit_waiting()
-            if work := self._pick():
-                self._step(work)
+            try:
+                self._turn()
+            except Exception:
+                # A bug. Sessions in an unknown state are worth less than those still to come.
+                log.exception("the engine starts over, without its sessions")
+                self._end_all(InternalError("the generator had to start over"))
+
+    def _turn(self) -> None:
+        self._execute_commands()
+        self._admit_waiting()
+        if work := self._pick():
+            self._step(work)
 
     def _execute_commands(self) -> None:
         """Everything that was sent; blocks only when there is nothing else to do."""
         if not self._has_work():
             self.ledger.check_integrity()
             self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
+        self._drain()
+
+    def _drain(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
 
     def _has_work(self) -> bool:
         return any(s.growing or not s.is_prefilled for s in self._sessions.values())
@@ -368,12 +369,16 @@ class Engine:
 
     # Commands, executed by the thread
 
+    def _send(self, future: Future[T], command: Callable[[], None]) -> Future[T]:
+        self._commands.put(lambda: self._attempt(future, command))
+        if self._stopping:
+            self._drain()  # the thread may have looked for the last time
+        return future
+
     def _attempt(self, future: Future[T], command: Callable[[], None]) -> None:
         """A command's failure is its sender's, never the thread's."""
         try:
             command()
-        except InvalidStateError:
-            pass  # its sender has gone
         except SpecrejError as error:
             _refuse(future, error)
         except Exception:
@@ -381,6 +386,8 @@ class Engine:
             _refuse(future, InternalError("the generator's command failed"))
 
     def _open(self, session: _Session) -> None:
+        if self._stopping:
+            raise _gone()
         floor = self._floor(session, max(1, session.command.n))
         if floor > self.ledger.capacity:
             raise InvalidRequest(
@@ -483,10 +490,12 @@ class Engine:
 
     def _stop(self) -> None:
         self._stopping = True
-        gone = Unavailable("the generator is shutting down")
+        self._end_all(_gone())
+
+    def _end_all(self, error: SpecrejError) -> None:
         for session in [*self._waiting, *self._sessions.values()]:
-            _refuse(session.opened, gone)
-            self._fail(session, gone)
+            _refuse(session.opened, error)
+            self._fail(session, error)
 
 
 def _report(candidate: _Candidate) -> Prefix:
@@ -497,12 +506,16 @@ def _report(candidate: _Candidate) -> Prefix:
     )
 
 
+def _gone() -> Unavailable:
+    return Unavailable("the generator is shutting down")
+
+
 def _resolve(future: Future[T], value: T) -> None:
-    """Hand over a result unless its sender has gone."""
-    if not future.done():
+    """Hand over a result, unless its sender has gone: at any moment, from another thread."""
+    with suppress(InvalidStateError):
         future.set_result(value)
 
 
 def _refuse(future: Future[T], error: SpecrejError) -> None:
-    if not future.done():
+    with suppress(InvalidStateError):
         future.set_exception(error)

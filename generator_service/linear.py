@@ -1,9 +1,9 @@
 """Linear layers that are fast with few rows on a CPU. Knows tensors only.
 
-A decode step multiplies 1 to a few hundred rows by each weight. With plain weights, float32 products
-of 3 to 63 rows run at a fraction of the processor's speed; with weights packed for oneDNN ahead of
-time they do not (benchmarks/README.md has figures). Plain weights stay, for one or two rows are
-faster with them: on a CPU, memory for weights doubles.
+A decode step multiplies 1 to a few hundred rows by each weight. With plain weights, float32
+products of 3 to 63 rows run at a fraction of the processor's speed; with weights packed for oneDNN
+ahead of time they do not (`python -m benchmarks.linear`). Plain weights stay, as one or two rows
+are faster with them: on a CPU, the memory for weights doubles.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
@@ -294,6 +295,22 @@ def test_a_failing_step_ends_its_sessions_but_not_the_engine() -> None:
     engine.stop()
 
 
+def test_a_bug_between_steps_does_not_end_the_thread(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead engine thread would leave every caller waiting for ever."""
+    engine = make_engine()
+    session_id = opened(engine)
+    monkeypatch.setattr(engine, "_make_room", lambda session: 1 // 0)
+    with pytest.raises(InternalError):
+        engine.extend(session_id, 24).result(30)
+    monkeypatch.undo()
+    assert engine.ledger.owned == 0
+    again = opened(engine)
+    assert extended(engine, again, 24).num_tokens == 24
+    engine.close(again).result(30)
+
+
 def test_stopping_fails_what_is_open(make_engine: MakeEngine) -> None:
     engine = make_engine(capacity=17 + 2 * 4000)
     session_id = opened(engine, 2, Sampling(max_tokens=4000, ignore_eos=True), first=4000)
@@ -303,6 +320,55 @@ def test_stopping_fails_what_is_open(make_engine: MakeEngine) -> None:
     for future in (growing, waiting):
         with pytest.raises(Unavailable):
             future.result(30)
+
+
+def test_a_stopped_engine_answers(make_engine: MakeEngine) -> None:
+    """A command that nobody will ever execute would hang its sender."""
+    engine = make_engine()
+    session_id = opened(engine)
+    engine.stop()
+    _, refused = engine.open(OpenCommand(PROMPT, 2, ENDLESS, 8))
+    with pytest.raises(Unavailable):
+        refused.result(30)
+    with pytest.raises(SessionExpired):
+        engine.extend(session_id, 8).result(30)
+    assert engine.close(session_id).result(30) == 0
+
+
+def test_a_sender_that_has_gone_does_not_end_the_engine(make_engine: MakeEngine) -> None:
+    """Cancelling a future races with its result; the loser used to be the engine's thread."""
+    engine = make_engine()
+    for _ in range(200):
+        session_id, future = engine.open(OpenCommand(PROMPT[:2], 1, ENDLESS, 1))
+        future.cancel()
+        engine.extend(session_id, 1).cancel()
+        engine.close(session_id).cancel()
+    session_id = opened(engine)
+    assert extended(engine, session_id, 8).num_tokens == 8
+    engine.close(session_id).result(30)
+
+
+class _GoneBetween(Future[PrefixBatch]):
+    """A future whose sender cancels between any check of its state and its result."""
+
+    def set_result(self, result: PrefixBatch) -> None:
+        self.cancel()
+        super().set_result(result)
+
+
+def test_a_result_that_comes_just_too_late(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same race, made certain."""
+    engine = make_engine()
+    session_id = opened(engine)
+    monkeypatch.setattr("generator_service.engine.Future", _GoneBetween)
+    growing = engine.extend(session_id, 8)
+    monkeypatch.undo()
+    with pytest.raises(CancelledError):
+        growing.result(30)
+    assert extended(engine, session_id, 16).num_tokens == 16
+    engine.close(session_id).result(30)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
