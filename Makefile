@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two stamps, so that an edited pyproject.toml does not install every package again.
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
-GENERATOR := .models/generator/model.safetensors
+GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
 RELEVANCE := .models/relevance/model.safetensors
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iproto \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \

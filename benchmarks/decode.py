@@ -44,7 +44,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path(".models/generator"))
+    parser.add_argument("--model", type=Path, default=Path(".models/SmolLM2-135M-Instruct"))
     parser.add_argument("--n", type=int, default=64, help="candidates")
     parser.add_argument("--prompt", type=int, default=40, help="prompt tokens")
     parser.add_argument("--new", type=int, default=64, help="new tokens per candidate")

@@ -21,7 +21,7 @@ class GeneratorSettings(ServiceSettings):
 
     port: Port = Field(50051, description="port to listen on; 0 picks a free one")
     model: str = Field(
-        ".models/generator",
+        ".models/SmolLM2-135M-Instruct",
         description="directory of a transformers causal language model, or 'toy', the test double",
     )
     device: str = Field(

@@ -7,7 +7,6 @@ is set there reaches the services too. Used by `specrej up`, `specrej demo` and 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from specrej.channel import open_channel
 from specrej.processes import ProcessError, Processes, Program
 
 HOST = "127.0.0.1"
-GENERATOR_MODEL = ".models/generator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +132,7 @@ class Stack:
         await self._children.keep_alive(report)
 
     def _generator(self) -> Program:
-        environment = {
-            "SPECREJ_GENERATOR_PORT": str(self.ports.generator),
-            "SPECREJ_GENERATOR_MODEL": os.environ.get("SPECREJ_GENERATOR_MODEL", GENERATOR_MODEL),
-        }
+        environment = {"SPECREJ_GENERATOR_PORT": str(self.ports.generator)}
         return self._service("generator", "generator_service", self.generator_address, environment)
 
     def _reward(self) -> Program:

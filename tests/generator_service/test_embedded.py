@@ -15,7 +15,7 @@ from generator_service.text import Text
 from specrej.contracts import Prompt, Sampling
 from tests.generator_service import tiny
 
-DIRECTORY = Path(".models/generator")
+DIRECTORY = Path(".models/SmolLM2-135M-Instruct")
 PROMPT = Prompt.from_user("Name three uses of a brick.")
 
 

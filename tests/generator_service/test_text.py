@@ -11,7 +11,7 @@ from generator_service.text import Text
 from specrej.contracts import Message, Prompt
 from specrej.errors import InvalidRequest
 
-DIRECTORY = Path(".models/generator")
+DIRECTORY = Path(".models/SmolLM2-135M-Instruct")
 END = 2  # <|im_end|>
 
 
