@@ -49,9 +49,9 @@ from specrej.contracts import (
     SlotGauge,
     Timings,
 )
-from specrej.serving import Server, Service
+from specrej.serving import Context, Server, Service
 from specrej.settings import ServiceSettings
-from specrej.v1 import orchestrator_pb2_grpc
+from specrej.v1 import orchestrator_pb2_grpc, reward_pb2
 from tests.serving import serving, until
 
 LEASE_S = 30.0
@@ -206,6 +206,34 @@ class Backend:
             self._server = None
 
 
+class CountedRewards(RewardServicer):
+    """Knows how many scoring sessions are open."""
+
+    num_sessions = 0
+
+    async def ScoreSession(  # type: ignore[override] # noqa: N802
+        self, _requests: AsyncIterator[reward_pb2.ScoreSessionRequest], context: Context
+    ) -> None:
+        self.num_sessions += 1
+        try:
+            await super().ScoreSession(_requests, context)
+        finally:
+            self.num_sessions -= 1
+
+
+class RewardBackend(Backend):
+    """A reward service that can die and come back."""
+
+    def __init__(self, servicer: CountedRewards) -> None:
+        super().__init__(servicer.service())
+        self._servicer = servicer
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no scoring session is left."""
+        return not self._servicer.num_sessions
+
+
 @asynccontextmanager
 async def generator_backend(generator: Any) -> AsyncIterator[Backend]:
     """A generator behind its port."""
@@ -220,15 +248,15 @@ async def generator_backend(generator: Any) -> AsyncIterator[Backend]:
 
 
 @asynccontextmanager
-async def reward_backend(*rewards: Reward, max_batch: int = 1024) -> AsyncIterator[Backend]:
+async def reward_backend(*rewards: Reward) -> AsyncIterator[RewardBackend]:
     """Rewards behind their port, each in a thread of its own."""
     async with AsyncExitStack() as stack:
         workers = [await Worker.start(partial(_same, reward)) for reward in rewards]
         for worker in workers:
             stack.callback(worker.close)
-        servicer = RewardServicer(max_batch, LEASE_S)
+        servicer = CountedRewards(max_batch=1024, lease_s=LEASE_S)
         servicer.serve(workers)
-        backend = Backend(servicer.service())
+        backend = RewardBackend(servicer)
         await backend.start()
         stack.push_async_callback(backend.kill)
         yield backend
@@ -264,13 +292,14 @@ class Whole:
     generator: HeldGenerator
     reward: HeldReward
     generator_server: Backend
-    reward_server: Backend
+    reward_server: RewardBackend
 
     @property
     def is_idle(self) -> bool:
-        """The invariant after every case: nothing runs, waits, flies or owns a slot."""
+        """The invariant after every case: nothing runs, waits, flies, is scored or owns a slot."""
         busy = self.admission.running or self.admission.queued
-        return not busy and not self.orchestrator._flights.num_flying and self.generator.is_idle
+        flying = self.orchestrator._flights.num_flying
+        return not (busy or flying) and self.generator.is_idle and self.reward_server.is_idle
 
 
 @asynccontextmanager

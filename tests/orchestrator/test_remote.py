@@ -61,6 +61,7 @@ from tests.orchestrator.services import (
     HeldReward,
     LongWinded,
     LongWindedSession,
+    RewardBackend,
     channel_to,
     dead_port,
     generator_backend,
@@ -91,7 +92,7 @@ class Remotes:
         self,
         generator: HeldGenerator,
         reward: HeldReward,
-        servers: tuple[Backend, Backend],
+        servers: tuple[Backend, RewardBackend],
         clients: tuple[RemoteGenerator, RemoteRewards],
     ) -> None:
         self.held = generator
@@ -104,7 +105,7 @@ class Remotes:
         return self.rewards.scorer("toy")
 
     async def idle(self) -> None:
-        await until(lambda: self.held.is_idle)
+        await until(lambda: self.held.is_idle and self.reward_server.is_idle)
         self.held.toy.ledger.check_integrity()
 
 

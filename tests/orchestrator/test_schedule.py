@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.schedule import next_decision_token
 from specrej.contracts import Schedule
-import itertools
 
 
 def _all(schedule: Schedule, max_tokens: int) -> list[int]:
