@@ -19,7 +19,10 @@ def main() -> None:
     """Serve until told to stop."""
     settings = load(GeneratorSettings)
     telemetry.configure("generator", settings.otlp_endpoint, settings.log_level)
-    asyncio.run(_serve(settings))
+    try:
+        asyncio.run(_serve(settings))
+    except OSError as error:
+        raise SystemExit(f"generator: {error}") from error
 
 
 async def _serve(settings: GeneratorSettings) -> None:
@@ -28,7 +31,7 @@ async def _serve(settings: GeneratorSettings) -> None:
     async def warm_up() -> None:
         servicer.load(await asyncio.to_thread(_load, settings))
 
-    await Server(settings, [servicer.service()]).run(warm_up())
+    await Server(settings, [servicer.service()]).run(warm_up)
 
 
 def _load(settings: GeneratorSettings) -> Generator:

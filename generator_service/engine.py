@@ -404,7 +404,13 @@ class Engine:
         while self._waiting and self.ledger.can_admit(
             self._floor(self._waiting[0], max(1, self._waiting[0].command.n))
         ):
-            self._admit(self._waiting.popleft())
+            session = self._waiting.popleft()
+            try:
+                self._admit(session)
+            except Exception:
+                log.exception("cannot admit a session")
+                self._close(session.id)
+                _refuse(session.opened, InternalError("the generator cannot hold the session"))
 
     def _admit(self, session: _Session) -> None:
         session.n = session.command.n or self._choose_n(session)

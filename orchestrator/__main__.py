@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from orchestrator.admission import Admission
 from orchestrator.cache import Cache
@@ -26,7 +27,10 @@ def main() -> None:
     """Serve until told to stop."""
     settings = load(OrchestratorSettings)
     telemetry.configure("orchestrator", settings.otlp_endpoint, settings.log_level)
-    asyncio.run(_serve(settings))
+    try:
+        asyncio.run(_serve(settings))
+    except OSError as error:
+        raise SystemExit(f"orchestrator: {error}") from error
 
 
 async def _serve(settings: OrchestratorSettings) -> None:
@@ -42,11 +46,12 @@ async def _serve(settings: OrchestratorSettings) -> None:
             RemoteRewards(reward_channel),
             cache,
             Admission(settings.max_running, settings.max_queued),
+            default_schedule=settings.default_schedule,
         )
-        servicer = OrchestratorServicer(orchestrator, settings.default_schedule)
+        servicer = OrchestratorServicer(orchestrator)
         server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
         try:
-            await server.run(_backends_ready(orchestrator))
+            await server.run(partial(_backends_ready, orchestrator))
         finally:
             await cache.close()
 

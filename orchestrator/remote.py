@@ -68,6 +68,19 @@ class _CommandStream(Generic[Request, Response]):
             raise InternalError("a backend ended its stream before it answered")
         return cast(Response, answer)
 
+    async def finish(self) -> None:
+        """Half-close and wait for the peer's end of the stream.
+
+        Raises:
+            SpecrejError: what the peer's status stands for.
+        """
+        try:
+            with suppress(asyncio.InvalidStateError):
+                await self._call.done_writing()
+            await self._call.read()
+        except grpc.aio.AioRpcError as failure:
+            raise _error_of(failure) from failure
+
     async def _send(self, request: Request) -> None:
         try:
             # The call may be over already: reading tells why.
@@ -115,6 +128,7 @@ class RemoteGenerator:
             # A peer that has gone by now has freed them too, and costs nobody the answer.
             with suppress(SpecrejError):
                 await stream.ask(close=generator_pb2.CloseSession())
+                await stream.finish()
         finally:
             call.cancel()
 
@@ -192,6 +206,8 @@ class RemoteScorer:
             command = reward_pb2.OpenScoring(reward=self._name, prompt=wire.prompt_to_wire(prompt))
             await stream.ask(open=command)
             yield RemoteScoringSession(stream)
+            with suppress(SpecrejError):
+                await stream.finish()
         finally:
             call.cancel()
 

@@ -35,6 +35,7 @@ from specrej.contracts import (
     Timings,
     Usage,
 )
+from specrej.errors import InternalError
 
 
 async def run(
@@ -144,7 +145,13 @@ class _Board:
         self.live = set(range(self.n))
 
     def take(self, ended: Round) -> None:
-        """What a round made."""
+        """What a round made.
+
+        Raises:
+            InternalError: the generator lost a candidate; without it the loop might never end.
+        """
+        if lost := self.live - {candidate.id for candidate in ended.candidates}:
+            raise InternalError(f"the generator lost {len(lost)} candidates")
         self.num_started = len(self.live)
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
         self.latest.update((candidate.id, candidate) for candidate in ended.candidates)

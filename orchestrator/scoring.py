@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession
-from specrej.errors import InvalidRequest, RewardInvalid, Violation
+from specrej.errors import RewardInvalid
 
 LIKELIHOOD = "likelihood"
 
@@ -50,21 +50,10 @@ class _WeightedSession:
         parts = await asyncio.gather(*(checked(each, candidates) for each, _ in self._sessions))
         weights = [weight for _, weight in self._sessions]
         totals = tuple(
-            _weighted_sum(weights, values)
+            sum(weight * value for weight, value in zip(weights, values, strict=True))
             for values in zip(*(part.values for part in parts), strict=True)
         )
         return Scores(totals, sum(part.computed_tokens for part in parts))
-
-
-def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
-    """Raises InvalidRequest if it overflows: the values are finite, so the weights are to blame."""
-    try:
-        total = math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
-    except (OverflowError, ValueError):  # on the way, or infinities of both signs
-        total = math.inf
-    if not math.isfinite(total):
-        raise InvalidRequest([Violation("selection.rewards", "weights are too large to add up")])
-    return total
 
 
 async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> Scores:

@@ -27,10 +27,11 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Generator,
-    GeneratorDescription,
     RewardDescription,
+    Schedule,
     Scorer,
     Selection,
+    ServiceDescription,
     WeightedReward,
 )
 from specrej.errors import InvalidRequest, NotFound, Unavailable, Violation
@@ -45,17 +46,6 @@ class Rewards(Protocol):
     def scorer(self, name: str) -> Scorer: ...
 
     async def describe(self) -> Sequence[RewardDescription]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What the orchestrator says of itself; the first reward is the default."""
-
-    generator: GeneratorDescription
-    rewards: tuple[str, ...]
-    cache_available: bool
-    running: int
-    queued: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +68,14 @@ class Orchestrator:
         cache: Cache,
         admission: Admission,
         *,
+        default_schedule: Schedule | None = None,
         describe_every_s: float = 2.0,
     ) -> None:
-        """Backends are asked to describe themselves at most every `describe_every_s` seconds."""
+        """Backends are asked to describe themselves at most every `describe_every_s` seconds.
+
+        `default_schedule` is for requests that name none; whoever unpacks them fills it in.
+        """
+        self.default_schedule = default_schedule or Schedule()
         self._generator = generator
         self._rewards = rewards
         self._cache = cache
@@ -89,15 +84,16 @@ class Orchestrator:
         self._described = _Recent(generator.describe, describe_every_s)
         self._described_rewards = _Recent(rewards.describe, describe_every_s)
 
-    async def describe(self) -> Description:
+    async def describe(self) -> ServiceDescription:
         """Models, rewards and load, as of now."""
         rewards = await self._described_rewards.get()
-        return Description(
+        return ServiceDescription(
             generator=await self._generator.describe(),
             rewards=(*(reward.name for reward in rewards), LIKELIHOOD),
             cache_available=await self._cache.available(),
             running=self._admission.running,
             queued=self._admission.queued,
+            default_schedule=self.default_schedule,
         )
 
     async def generate(

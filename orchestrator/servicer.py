@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from orchestrator.service import Orchestrator
 from specrej import wire
-from specrej.contracts import Event, Finished, Schedule
+from specrej.contracts import Event, Finished
 from specrej.errors import InternalError, Violation
 from specrej.serving import Context, Service
 from specrej.v1 import orchestrator_pb2 as pb
@@ -20,9 +20,8 @@ TENANT_METADATA = "specrej-tenant"
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """`specrej.v1.OrchestratorService`."""
 
-    def __init__(self, orchestrator: Orchestrator, default_schedule: Schedule) -> None:
+    def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
-        self._default_schedule = default_schedule
 
     def service(self) -> Service:
         """This servicer, for `specrej.serving.Server`."""
@@ -53,19 +52,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Describe(  # noqa: N802
         self, request: pb.OrchestratorServiceDescribeRequest, context: Context
     ) -> pb.OrchestratorServiceDescribeResponse:
-        description = await self._orchestrator.describe()
-        return pb.OrchestratorServiceDescribeResponse(
-            generator=wire.generator_to_wire(description.generator),
-            rewards=description.rewards,
-            cache_available=description.cache_available,
-            running=description.running,
-            queued=description.queued,
-            default_schedule=wire.schedule_to_wire(self._default_schedule),
-        )
+        return wire.service_to_wire(await self._orchestrator.describe())
 
     def _events(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
         violations: list[Violation] = []
-        request = wire.request_from_wire(message, self._default_schedule, violations)
+        request = wire.request_from_wire(message, self._orchestrator.default_schedule, violations)
         return self._orchestrator.generate(request, tenant=_tenant(context), violations=violations)
 
 

@@ -40,7 +40,7 @@ async def serve(settings: RewardSettings) -> None:
         servicer.serve(workers)
 
     try:
-        await server.run(warm_up())
+        await server.run(warm_up)
     finally:
         for worker in workers:
             worker.close()

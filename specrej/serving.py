@@ -234,7 +234,7 @@ class Server:
         """Listen, NOT_SERVING until `set_serving`.
 
         Raises:
-            RuntimeError: the address cannot be bound.
+            OSError: the address cannot be bound.
         """
         await self.set_serving(False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -250,7 +250,11 @@ class Server:
                 ),
                 self._server,
             )
-        self.port = self._server.add_insecure_port(f"{self._settings.host}:{self._settings.port}")
+        address = f"{self._settings.host}:{self._settings.port}"
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}") from error
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
@@ -265,13 +269,13 @@ class Server:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.grace_s if grace_s is None else grace_s)
 
-    async def run(self, warm_up: Awaitable[None]) -> None:
+    async def run(self, warm_up: Callable[[], Awaitable[None]]) -> None:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once."""
         signals = _Signals()
         await self.start()
         log.info("listening on %s:%d", self._settings.host, self.port)
         try:
-            warming = asyncio.ensure_future(warm_up)
+            warming = asyncio.ensure_future(warm_up())
             stopping = asyncio.ensure_future(signals.first.wait())
             await asyncio.wait({warming, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():

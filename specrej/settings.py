@@ -55,4 +55,5 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
 def _describe(settings: type[ServiceSettings], problem: Any) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     variable = f"{settings.model_config.get('env_prefix', '')}{name}".upper()
-    return f"bad setting {name} ({variable}): {problem['msg']}, got {problem['input']!r}"
+    # Not the value itself: it may hold a password.
+    return f"bad setting {name} ({variable}): {problem['msg']}"

@@ -5,7 +5,6 @@ Works on the contract's values, not on messages; limits come from the caller.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from specrej.contracts import GenerationRequest, Prompt, Sampling, Schedule, Selection
@@ -16,7 +15,11 @@ MAX_PROMPT_CHARACTERS = 1_000_000
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DECISION_TOKENS = 1024
+# Closer to 1, the next decision token would be found only after very many steps.
+MIN_FACTOR = 1.01
+MAX_FACTOR = 16.0
 MAX_REWARDS = 8
+MAX_WEIGHT = 1e6
 MAX_RETURN_CANDIDATES = 64
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**63 - 1
@@ -92,8 +95,9 @@ def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
     if schedule.kind == "geometric":
         if not 1 <= schedule.first <= MAX_INT32:
             yield _out_of(f"{path}.geometric.first", schedule.first, "1 or more")
-        if not 1 < schedule.factor <= 16:
-            yield _out_of(f"{path}.geometric.factor", schedule.factor, "(1, 16]")
+        if not MIN_FACTOR <= schedule.factor <= MAX_FACTOR:
+            accepted = f"{MIN_FACTOR} .. {MAX_FACTOR}"
+            yield _out_of(f"{path}.geometric.factor", schedule.factor, accepted)
 
 
 def check_selection(
@@ -113,8 +117,9 @@ def check_selection(
     for index, reward in enumerate(selection.rewards):
         if not reward.name:
             yield Violation(f"{path}.rewards[{index}].name", "must not be empty")
-        if not math.isfinite(reward.weight) or reward.weight == 0:
-            yield _out_of(f"{path}.rewards[{index}].weight", reward.weight, "finite and not 0")
+        if not 0 < abs(reward.weight) <= MAX_WEIGHT:
+            accepted = f"-{MAX_WEIGHT:g} .. {MAX_WEIGHT:g} and not 0"
+            yield _out_of(f"{path}.rewards[{index}].weight", reward.weight, accepted)
 
 
 def check_request(

@@ -163,7 +163,7 @@ class GeometricSchedule(_message.Message):
     first: _builtins.int
     """The first decision token; 1 or more; default 16."""
     factor: _builtins.float
-    """Their ratio; (1, 16]; default 2."""
+    """Their ratio; 1.01 .. 16; default 2."""
     def __init__(
         self,
         *,
@@ -196,7 +196,7 @@ class WeightedReward(_message.Message):
     name: _builtins.str
     """"likelihood" (the generator's own mean log-likelihood), or a name the reward service describes."""
     weight: _builtins.float
-    """Its weight; finite, not 0; default 1."""
+    """Its weight; -1000000 .. 1000000, not 0; default 1."""
     def __init__(
         self,
         *,

@@ -295,6 +295,26 @@ def test_a_failing_step_ends_its_sessions_but_not_the_engine() -> None:
     engine.stop()
 
 
+def test_a_session_that_cannot_be_held_leaves_the_others_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that runs out at admission: the slots come back and the caller is told."""
+    engine = make_engine()
+    session_id = opened(engine)
+
+    def exhausted(shape: object, rows: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("generator_service.engine.SuffixKV", exhausted)
+    _, refused = engine.open(OpenCommand(PROMPT, 2, ENDLESS, 8))
+    with pytest.raises(InternalError):
+        refused.result(30)
+    monkeypatch.undo()
+    assert engine.ledger.num_sessions == 1
+    assert extended(engine, session_id, 24).num_tokens == 24
+    engine.close(session_id).result(30)
+
+
 def test_a_bug_between_steps_does_not_end_the_thread(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -326,9 +326,10 @@ async def whole(
             RemoteRewards(await stack.enter_async_context(channel_to(reward_server))),
             cache,
             admission,
+            default_schedule=default_schedule,
             describe_every_s=describe_every_s,
         )
-        port = OrchestratorServicer(orchestrator, default_schedule or Schedule()).service()
+        port = OrchestratorServicer(orchestrator).service()
         channel = await stack.enter_async_context(
             serving(port, default_deadline_s=default_deadline_s)
         )

@@ -6,12 +6,13 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator_service.toy import ToyGenerator
+from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.run import run
 from orchestrator.scoring import LikelihoodScorer, WeightedScorer
 from specrej.contracts import (
@@ -24,6 +25,7 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Prompt,
+    Round,
     RoundCompleted,
     RoundEnd,
     Sampling,
@@ -33,7 +35,7 @@ from specrej.contracts import (
     ScoringSession,
     Selection,
 )
-from specrej.errors import RewardInvalid
+from specrej.errors import InternalError, RewardInvalid
 
 PROMPT = Prompt.from_user("four words of prompt")
 SCHEDULES = st.one_of(
@@ -208,6 +210,26 @@ async def test_rubbish_scores_are_refused(values: list[float]) -> None:
     with pytest.raises(RewardInvalid):
         await answer(request(), generator, FixedScorer(values))
     assert generator.ledger.owned == 0
+
+
+async def test_a_generator_that_loses_candidates_is_found_out() -> None:
+    """The loop waits until nobody is live: a candidate never heard of again would be for ever."""
+
+    class Losing(ToyGenerator):
+        @asynccontextmanager
+        async def open(self, *arguments: Any) -> AsyncIterator[ToySession]:
+            async with super().open(*arguments) as session:
+                extend = session.extend
+
+                async def lossy(until_tokens: int) -> Round:
+                    whole = await extend(until_tokens)
+                    return replace(whole, candidates=whole.candidates[1:])
+
+                session.extend = lossy  # type: ignore[method-assign]
+                yield session
+
+    with pytest.raises(InternalError, match="lost"):
+        await answer(request(), Losing(), FixedScorer())
 
 
 async def test_leaving_early_frees_the_slots() -> None:

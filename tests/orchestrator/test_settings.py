@@ -51,7 +51,7 @@ BAD: list[tuple[str, str, tuple[str, ...], str]] = [
     ("orchestrator", "default_schedule", ("soon",), "default_schedule"),
     ("orchestrator", "default_schedule", ('{"kind": "soon"}',), "memory, tokens, geometric"),
     ("orchestrator", "default_schedule", ('{"first": 0}',), "1 or more"),
-    ("orchestrator", "default_schedule", ('{"factor": 1}', '{"factor": 17}'), "(1, 16]"),
+    ("orchestrator", "default_schedule", ('{"factor": 1}', '{"factor": 17}'), "1.01 .. 16"),
     ("orchestrator", "default_schedule", ('{"kind": "tokens", "tokens": [8, 8]}',), "ascending"),
     ("orchestrator", "default_schedule", ('{"kind": "tokens"}',), "1 .. 1024"),
     ("orchestrator", "default_schedule", ('{"frist": 8}',), "Unexpected"),
