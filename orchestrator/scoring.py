@@ -50,7 +50,8 @@ class _WeightedSession:
         parts = await asyncio.gather(*(checked(each, candidates) for each, _ in self._sessions))
         weights = [weight for _, weight in self._sessions]
         totals = tuple(
-            sum(weight * value for weight, value in zip(weights, values, strict=True))
+            # Exactly rounded, so that the order of the rewards does not matter.
+            math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
             for values in zip(*(part.values for part in parts), strict=True)
         )
         return Scores(totals, sum(part.computed_tokens for part in parts))

@@ -15,7 +15,7 @@ from generator_service.toy import ToyGenerator
 from orchestrator import remote
 from orchestrator.remote import RemoteGenerator, RemoteRewards
 from orchestrator.run import run
-from orchestrator.scoring import LikelihoodScorer, WeightedScorer, checked
+from orchestrator.scoring import LikelihoodScorer, WeightedScorer
 from orchestrator.service import _Recent
 from reward_service.local import LocalScorer
 from reward_service.servicer import RewardServicer
@@ -24,7 +24,6 @@ from reward_service.worker import Worker
 from specrej.channel import open_channel
 from specrej.contracts import (
     Algorithm,
-    Candidate,
     Event,
     Finished,
     GenerationRequest,
@@ -499,14 +498,3 @@ async def test_rubbish_that_the_reward_service_finds_itself(values: list[float])
             await events_of(REQUEST, far.generator, RemoteRewards(channel).scorer("fixed"))
         assert raised.value.reason == "REWARD_INVALID"
         await far.idle()
-
-
-@pytest.mark.parametrize("weights", [(1.7e308, 1.7e308), (1.7e308, -1.7e308)])
-async def test_weights_that_overflow_are_the_callers_fault(weights: tuple[float, float]) -> None:
-    """Guards against INTERNAL for a bad field; infinities of both signs do not even add up."""
-    candidates = [Candidate(0, "a", 1, logprob=-3.0)]
-    parts = [(LikelihoodScorer(), weight) for weight in weights]
-    async with WeightedScorer(parts).open(PROMPT) as judge:
-        with pytest.raises(InvalidRequest) as raised:
-            await checked(judge, candidates)
-    assert [violation.field for violation in raised.value.violations] == ["selection.rewards"]
