@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
-from specrej import Client, Generation, Schedule
+from specrej import Client, FinishReason, Generation, Schedule
 from specrej.client import Options
 from specrej.contracts import Algorithm, CacheControl
 from specrej.stack import Stack
@@ -83,7 +83,7 @@ def _report(
     slots_after: list[int],
 ) -> None:
     table = Table(title=f"N={arguments.n}, {arguments.new} new tokens, alpha {arguments.alpha}")
-    for heading in ("algorithm", "tokens", "seconds", "scoring share", "reward (mean)"):
+    for heading in ("algorithm", "tokens", "seconds", "scoring share", "reward (mean)", "complete"):
         table.add_column(heading)
     rows = {}
     for name, generations in answers.items():
@@ -94,6 +94,8 @@ def _report(
                 sum(each.timings.score_ms for each in generations) / sum(seconds[name]) / 1e3, 4
             ),
             "reward": round(statistics.mean(each.best.score for each in generations), 4),
+            # A complete answer goes before a truncated one, whatever their rewards.
+            "complete": sum(each.best.finish is FinishReason.STOP for each in generations),
         }
         table.add_row(name, *(str(value) for value in row.values()))
     Console(width=100).print(table)
