@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
@@ -38,7 +37,9 @@ def _load(settings: GeneratorSettings) -> Generator:
     if settings.model == "toy":
         return ToyGenerator(settings.kv_slots or 100_000)
     if not (settings.model_directory / "config.json").is_file():
-        sys.exit(f"no model in {settings.model} (SPECREJ_GENERATOR_MODEL): run make models")
+        raise FileNotFoundError(
+            f"no model in {settings.model} (SPECREJ_GENERATOR_MODEL): run make models"
+        )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Here, so that --help and a bad setting answer at once.
     from generator_service.loading import load_generator
