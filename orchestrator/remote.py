@@ -183,10 +183,7 @@ class RemoteRewards:
             answer = await self._stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
             raise _error_of(failure) from failure
-        return tuple(
-            RewardDescription(reward.name, reward.fingerprint, reward.description)
-            for reward in answer.rewards
-        )
+        return tuple(map(wire.reward_from_wire, answer.rewards))
 
 
 class RemoteScorer:

@@ -183,6 +183,7 @@ class Orchestrator:
             chosen = replace(chosen, rewards=(WeightedReward(next(iter(known))),))
         if chosen.algorithm is Algorithm.BEST_OF_N:
             chosen = replace(chosen, alpha=0.0)
+        raise_if_any(list(_check_batches(chosen, known)))
         prints = [[r.name, r.weight, _print_of(r.name, known)] for r in chosen.rewards]
         return _Plan(
             replace(request, selection=chosen),
@@ -221,6 +222,17 @@ class _Recent(Generic[T]):
                     raise
             self._asked = time.monotonic()
         return self._value
+
+
+def _check_batches(
+    selection: Selection, known: dict[str, RewardDescription]
+) -> Iterator[Violation]:
+    """Every reward must take all candidates at once: better found out before the first round."""
+    for index, reward in enumerate(selection.rewards):
+        limit = known[reward.name].max_batch if reward.name in known else selection.n
+        if selection.n > limit:
+            description = f"{reward.name} takes at most {limit} candidates, n is {selection.n}"
+            yield Violation(f"selection.rewards[{index}]", description)
 
 
 def _print_of(name: str, known: dict[str, RewardDescription]) -> str:

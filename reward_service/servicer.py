@@ -62,11 +62,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         described = [worker.description for worker in self._workers.values()]
         rewards = [
             pb.RewardDescription(
-                name=reward.name, fingerprint=reward.fingerprint, description=reward.description
+                name=reward.name,
+                fingerprint=reward.fingerprint,
+                description=reward.description,
+                max_batch=self._max_batch,
             )
             for reward in described
         ]
-        return pb.RewardServiceDescribeResponse(rewards=rewards, max_batch=self._max_batch)
+        return pb.RewardServiceDescribeResponse(rewards=rewards)
 
     def check_loaded(self) -> None:
         """Raises Unavailable while the rewards are being loaded."""

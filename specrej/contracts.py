@@ -138,11 +138,15 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class RewardDescription:
-    """One reward: its name, a digest of weights and settings, and what it measures."""
+    """One reward: its name, a digest of weights and settings, and what it measures.
+
+    `max_batch` is the most candidates it takes at once.
+    """
 
     name: str
     fingerprint: str
     description: str
+    max_batch: int = 1024
 
 
 class Session(Protocol):

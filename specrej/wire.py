@@ -474,7 +474,12 @@ def service_from_wire(
 
 
 def reward_from_wire(message: reward_pb2.RewardDescription) -> c.RewardDescription:
-    return c.RewardDescription(message.name, message.fingerprint, message.description)
+    return c.RewardDescription(
+        name=message.name,
+        fingerprint=message.fingerprint,
+        description=message.description,
+        max_batch=message.max_batch,
+    )
 
 
 # Any message, for people and scripts

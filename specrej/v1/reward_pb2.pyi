@@ -328,9 +328,6 @@ class RewardServiceDescribeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REWARDS_FIELD_NUMBER: _builtins.int
-    MAX_BATCH_FIELD_NUMBER: _builtins.int
-    max_batch: _builtins.int
-    """Most responses or candidates per batch."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardDescription]:
         """Every reward that is served; the first is the default."""
@@ -339,11 +336,10 @@ class RewardServiceDescribeResponse(_message.Message):
         self,
         *,
         rewards: _abc.Iterable[Global___RewardDescription] | None = ...,
-        max_batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch", b"max_batch", "rewards", b"rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,22 +354,26 @@ class RewardDescription(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to ask for."""
     fingerprint: _builtins.str
     """Digest of its weights and settings."""
     description: _builtins.str
     """What it measures, in a sentence."""
+    max_batch: _builtins.int
+    """Most responses or candidates per batch."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         description: _builtins.str = ...,
+        max_batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "fingerprint", b"fingerprint", "max_batch", b"max_batch", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

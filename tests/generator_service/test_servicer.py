@@ -186,7 +186,7 @@ async def test_slots_are_free_however_the_stream_ends(port: Port, end: str) -> N
 
 async def test_a_silent_peer_loses_its_session() -> None:
     """An idle lease: the peer hangs without closing."""
-    servicer, generator = GeneratorServicer(lease_s=0.05), ToyGenerator()
+    servicer, generator = GeneratorServicer(lease_s=0.5), ToyGenerator()
     servicer.load(generator)
     async with serving(servicer.service()) as channel:
         call = generator_pb2_grpc.GeneratorServiceStub(channel).Session()

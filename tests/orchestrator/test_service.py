@@ -20,8 +20,22 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from generator_service.toy import ToyGenerator
+from orchestrator.admission import Admission
+from orchestrator.cache import Cache
+from orchestrator.service import Orchestrator
 from specrej import wire
-from specrej.contracts import FinishReason, Generation, Schedule
+from specrej.contracts import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Prompt,
+    RewardDescription,
+    Schedule,
+    Scorer,
+    Selection,
+)
+from specrej.errors import InvalidRequest
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.services import (
@@ -635,6 +649,23 @@ async def test_candidates_that_can_never_fit() -> None:
         assert error.code() is Code.INVALID_ARGUMENT
         assert list(violations_of(error)) == ["selection.n"]
         assert reason_of(error) == "SLOTS_EXCEEDED"
+
+
+async def test_more_candidates_than_a_reward_takes() -> None:
+    """Used to fail after the whole first round, with a path of the internal port."""
+
+    class SmallRewards:
+        def scorer(self, name: str) -> Scorer:
+            raise AssertionError("must not be asked")
+
+        async def describe(self) -> list[RewardDescription]:
+            return [RewardDescription("small", "f", "takes few", max_batch=4)]
+
+    orchestrator = Orchestrator(ToyGenerator(), SmallRewards(), Cache(""), Admission(1, 0))
+    request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=5))
+    with pytest.raises(InvalidRequest) as caught:
+        _ = [event async for event in orchestrator.generate(request, tenant="")]
+    assert [violation.field for violation in caught.value.violations] == ["selection.rewards[0]"]
 
 
 async def test_weights_too_large_to_add_up(service: Whole) -> None:

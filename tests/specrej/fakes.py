@@ -140,8 +140,10 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: reward_pb2.RewardServiceDescribeRequest, context: Context
     ) -> reward_pb2.RewardServiceDescribeResponse:
-        described = reward_pb2.RewardDescription(name="length", fingerprint="f", description="len")
-        return reward_pb2.RewardServiceDescribeResponse(rewards=[described], max_batch=8)
+        described = reward_pb2.RewardDescription(
+            name="length", fingerprint="f", description="len", max_batch=8
+        )
+        return reward_pb2.RewardServiceDescribeResponse(rewards=[described])
 
 
 @asynccontextmanager

@@ -246,7 +246,7 @@ async def test_score_keeps_the_order(reward_address: str, reward: FakeReward) ->
 async def test_rewards_are_described(reward_address: str) -> None:
     """Guards against fields lost between the wire and the value."""
     async with RewardClient(reward_address) as client:
-        assert await client.describe() == (c.RewardDescription("length", "f", "len"),)
+        assert await client.describe() == (c.RewardDescription("length", "f", "len", max_batch=8),)
 
 
 def test_every_public_name_resolves() -> None:
