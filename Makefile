@@ -23,7 +23,7 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection clean
+.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection loadtest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ bench: $(READY) models ## decode throughput against transformers generate
 
 bench-rejection: $(READY) models ## tokens and time of Speculative Rejection against Best-of-N
 	@$(BIN)/python -m benchmarks.rejection
+
+loadtest: $(READY) ## a minute of load on what make up serves: make loadtest ARGS="--users 8 --n 32"
+	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \
+		--users 4 --spawn-rate 4 --run-time 60s $(ARGS)
 
 clean: ## remove caches and build output; .venv and .models stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
