@@ -39,7 +39,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--request-timeout", type=float, default=120, help="deadline in seconds")
 
 
-events.init_command_line_parser.add_listener(_add_options)
+events.init_command_line_parser.add_listener(_add_options)  # type: ignore[no-untyped-call]
 
 
 class StreamingUser(User):
