@@ -30,7 +30,8 @@ class SlotLedger:
     @property
     def owned(self) -> int:
         """Slots that hold tokens, of all sessions."""
-        return sum(holding.owned for holding in self._holdings.values())
+        # A copy, made in one go: other threads read gauges while the engine keeps the books.
+        return sum(holding.owned for holding in tuple(self._holdings.values()))
 
     @property
     def unshared(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -91,6 +94,27 @@ def test_a_lone_session_gets_all_it_wants_and_shares_when_others_wait() -> None:
     assert ledger.share_of(1) == 50
     ledger.admit(2, floor=50, want=90, num_waiting=0)
     assert ledger.unshared == 0
+
+
+def test_the_gauge_may_be_read_while_sessions_come_and_go() -> None:
+    """Describe reads it on the event loop while the engine writes: it used to raise at times."""
+    ledger, done = SlotLedger(10**6), threading.Event()
+
+    def churn() -> None:
+        for number in range(20_000):
+            ledger.admit(number, 1, 1, 0)
+            if number >= 20:
+                ledger.close(number - 20)
+        done.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threading.Thread(target=churn).start()
+        while not done.is_set():
+            assert ledger.owned == 0
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_capacity_must_be_positive() -> None:
