@@ -41,7 +41,7 @@ class GeneratorSettings(ServiceSettings):
     max_waiting: int = Field(64, ge=0, description="sessions that may wait for slots")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens read in one step")
     # Scoring lies between two commands; a dead peer is found sooner, by keepalive.
-    lease_s: Seconds = Field(120, description="seconds a silent peer keeps its session")
+    lease_s: Seconds = Field(300, description="seconds a silent peer keeps its session")
 
     @property
     def model_directory(self) -> Path:

@@ -69,8 +69,10 @@ class RewardSettings(ServiceSettings):
     queue_limit: Annotated[int, Field(ge=0, le=65536)] = Field(
         64, description="most calls that wait, per reward"
     )
+    # Whole rounds of the generator lie between two batches, all of Best-of-N before the first:
+    # longer than the orchestrator's default deadline. A dead peer is found sooner, by keepalive.
     lease_s: Seconds = Field(
-        60, description="seconds a session's peer may be silent before it loses the session"
+        900, description="seconds a session's peer may be silent before it loses the session"
     )
     deadline_s: Seconds = Field(
         3600, description="seconds a call may take whose client set no deadline"
