@@ -18,8 +18,10 @@ from specrej.errors import InternalError, SpecrejError
 from specrej.rounds_view import saved_text, watch
 from specrej.stack import Stack
 
-PROMPT = "Explain to a child why the sky is blue, in three sentences."
-OPTIONS = Options(n=32, max_tokens=128, alpha=0.5, schedule=Schedule(first=16), seed=1)
+PROMPT = "Give three tips for staying focused while studying."
+OPTIONS = Options(
+    n=32, max_tokens=256, temperature=0.7, alpha=0.5, schedule=Schedule(first=16), seed=1
+)
 
 
 async def run(prompt: str, console: Console) -> None:
