@@ -297,7 +297,8 @@ class Engine:
         """A chunk is stored; after the last one all candidates draw their first token from it."""
         session.prefilled += segment.num_rows
         if session.is_prefilled:
-            self._append(session, logits.expand(session.n, -1))
+            if session.rows:  # a prune may have come before
+                self._append(session, logits.expand(len(session.rows), -1))
             self._end_round_if_over(session)
 
     def _grow(self, session: _Session, logits: Tensor) -> None:

@@ -63,11 +63,6 @@ class SuffixKV:
         self._keys: list[Tensor] = list(empty)
         self._values: list[Tensor] = list(empty)
 
-    @property
-    def stored(self) -> int:
-        """Slots that hold tokens."""
-        return self.live * self.length
-
     def keys(self, layer: int) -> Tensor:
         """[rows, kv_heads, tokens_room, d]; the first `live` rows and `length` tokens are set."""
         return self._view(self._keys[layer], self.tokens_room)

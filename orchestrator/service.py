@@ -106,12 +106,11 @@ class Orchestrator:
         Raises:
             SpecrejError: whatever its caller must be told.
         """
-        arrived = time.perf_counter()
-        plan = await self._plan(request, violations, arrived)
+        plan = await self._plan(request, violations, time.perf_counter())
         request_id = uuid.uuid4().hex
         async with aclosing(self._answer(plan, tenant)) as events:
             async for event in events:
-                yield _signed(event, request_id, _ms_since(arrived))
+                yield _signed(event, request_id)
 
     def _answer(self, plan: _Plan, tenant: str) -> AsyncGenerator[Event, None]:
         """From the cache, from a flight under way, or from a run of its own."""
@@ -283,15 +282,12 @@ def _ms_since(then: float) -> float:
     return (time.perf_counter() - then) * 1e3
 
 
-def _signed(event: Event, request_id: str, total_ms: float) -> Event:
-    """An event with its request's id; a fresh answer also with its whole time."""
+def _signed(event: Event, request_id: str) -> Event:
+    """An event with its request's id."""
     match event:
         case Admitted():
             return replace(event, request_id=request_id)
         case Finished(generation):
-            timings = generation.timings
-            if not generation.cached:
-                timings = replace(timings, total_ms=total_ms)
-            return Finished(replace(generation, request_id=request_id, timings=timings))
+            return Finished(replace(generation, request_id=request_id))
         case _:
             return event

@@ -256,6 +256,20 @@ def test_n_zero_fills_the_free_slots(make_engine: MakeEngine) -> None:
     engine.close(session_id).result(30)
 
 
+@pytest.mark.parametrize("keep", [{1, 4}, set()])
+def test_a_prune_while_the_prompt_is_being_read(make_engine: MakeEngine, keep: set[int]) -> None:
+    """Open, prune, extend: first tokens were drawn for all N rows, not for those still there."""
+    engine = make_engine(prefill_chunk=1)
+    prompt = PROMPT * 10  # many steps: the prune comes long before the last one
+    session_id, future = engine.open(OpenCommand(prompt, 6, ENDLESS, 8))
+    future.result(30)
+    assert engine.prune(session_id, keep).result(30).freed_slots == 0
+    batch = extended(engine, session_id, 8)
+    assert {prefix.id for prefix in batch.prefixes} == keep
+    assert all(len(prefix.token_ids) == 8 for prefix in batch.prefixes)
+    engine.close(session_id).result(30)
+
+
 def test_commands_out_of_order(make_engine: MakeEngine) -> None:
     engine = make_engine()
     session_id = opened(engine, 2, Sampling(max_tokens=200, ignore_eos=True))
