@@ -31,7 +31,7 @@ from specrej.errors import (
     SpecrejError,
     Unavailable,
 )
-from specrej.status import from_rpc_error
+from specrej.status import DETAILS_TRAILER, from_rpc_error
 from specrej.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 
 Request = TypeVar("Request")
@@ -98,6 +98,11 @@ def _error_of(failure: grpc.aio.AioRpcError) -> SpecrejError:
     error = from_rpc_error(failure)
     if isinstance(error, Cancelled | DeadlineExceeded):
         return Unavailable(f"a backend gave up: {error.message}")
+    if isinstance(error, Unavailable) and DETAILS_TRAILER not in dict(
+        failure.trailing_metadata() or ()
+    ):
+        # grpc's own words, not the backend's: they hold internal addresses.
+        return Unavailable("a backend cannot be reached")
     return error
 
 

@@ -262,6 +262,15 @@ async def held_in(phase: str, far: Remotes) -> asyncio.Task[list[Event]]:
 # A backend that is not there
 
 
+async def test_no_internal_address_reaches_a_caller() -> None:
+    """grpc's own text of a failed connection names the backend's host and port."""
+    with dead_port() as port:
+        async with open_channel(f"127.0.0.1:{port}", retries=False) as channel:
+            with pytest.raises(Unavailable) as raised:
+                await events_of(REQUEST, RemoteGenerator(channel), LikelihoodScorer())
+    assert raised.value.message == "a backend cannot be reached"
+
+
 async def test_nobody_listens() -> None:
     """Guards against waiting for a connection that is refused."""
     with dead_port() as port:
