@@ -19,23 +19,34 @@ NAME = "specrej"
 
 @dataclass(frozen=True, slots=True)
 class PrefillSegment:
-    """Some consecutive tokens of a prompt, from position `start`; all earlier ones are stored."""
+    """Some consecutive tokens of a prompt, from position `start`; all earlier ones are stored.
 
-    prompt: PromptKV
+    They belong to the last of `pieces`, from its token `offset` on. `stored`: their keys and values
+    are there already, and only what comes out of the last layer is wanted.
+    """
+
+    pieces: tuple[PromptKV, ...]
     start: int
+    offset: int
     num_rows: int
+    stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSegment:
-    """The newest token of each live candidate of a session."""
+    """The newest token of each live candidate of a session; `pieces` are its prompt."""
 
-    prompt: PromptKV
+    pieces: tuple[PromptKV, ...]
     suffix: SuffixKV
 
     @property
     def num_rows(self) -> int:
         return self.suffix.live
+
+    @property
+    def position(self) -> int:
+        """Where the rows' tokens stand."""
+        return sum(piece.num_tokens for piece in self.pieces) + self.suffix.length
 
 
 Segment = PrefillSegment | DecodeSegment
@@ -86,7 +97,8 @@ def attend(
         strict=True,
     ):
         if isinstance(segment, PrefillSegment):
-            segment.prompt.write(layer, segment.start, k, v)
+            if not segment.stored:
+                segment.pieces[-1].write(layer, segment.offset, k, v)
             outputs.append(_prefill(segment, layer, q, scaled))
         else:
             segment.suffix.write(layer, k.transpose(0, 1), v.transpose(0, 1))
@@ -101,9 +113,10 @@ def _prefill(segment: PrefillSegment, layer: int, query: Tensor, scaled: Scaling
     query [heads, chunk, d]; returns [chunk, heads, d].
     """
     heads, chunk, dim = query.shape
-    end = segment.start + chunk
-    keys = segment.prompt.keys[layer][:, :end]
-    values = segment.prompt.values[layer][:, :end]
+    end, last = segment.start + chunk, segment.offset + chunk
+    *earlier, own = segment.pieces
+    keys = _joined([piece.keys[layer] for piece in earlier], own.keys[layer][:, :last])
+    values = _joined([piece.values[layer] for piece in earlier], own.values[layer][:, :last])
     kv_heads = keys.shape[0]
     grouped = query.reshape(kv_heads, -1, dim)  # [kv_heads, group * chunk, d]
     scores = _capped(torch.bmm(grouped, keys.transpose(1, 2)), scaled)
@@ -111,6 +124,10 @@ def _prefill(segment: PrefillSegment, layer: int, query: Tensor, scaled: Scaling
     scores.masked_fill_(_hidden(segment.start, chunk, scaled.window, query.device), -torch.inf)
     weights = _softmax(scores).view(kv_heads, -1, end)
     return torch.bmm(weights, values).view(heads, chunk, dim).transpose(0, 1)
+
+
+def _joined(earlier: list[Tensor], own: Tensor) -> Tensor:
+    return torch.cat((*earlier, own), dim=1) if earlier else own
 
 
 def _hidden(start: int, chunk: int, window: int | None, device: torch.device) -> Tensor:
@@ -127,39 +144,36 @@ def _decode(segment: DecodeSegment, layer: int, query: Tensor, scaled: Scaling) 
     Scores of both parts stand side by side under one softmax, so that the split is exact. All rows
     are at one position, so a sliding window only shortens both parts.
     """
-    prompt, suffix = segment.prompt, segment.suffix
+    suffix = segment.suffix
     live, heads, dim = query.shape
     length = suffix.length + 1
-    first = 0 if scaled.window is None else max(0, prompt.num_tokens + length - scaled.window)
-    own_first = max(0, first - prompt.num_tokens)
-    shared_keys = prompt.keys[layer][:, first:]  # [kv_heads, shared, d]
-    shared_values = prompt.values[layer][:, first:]
+    first = 0 if scaled.window is None else max(0, segment.position + 1 - scaled.window)
+    parts = []
+    for piece in segment.pieces:
+        if first < piece.num_tokens:
+            parts.append((piece.keys[layer][:, first:], piece.values[layer][:, first:]))
+        first = max(0, first - piece.num_tokens)
     # Only the tokens that are set: beyond them lies uninitialised memory.
-    own_keys = suffix.keys(layer)[:live, :, own_first:length].flatten(
-        0, 1
-    )  # [live*kv_heads, own, d]
-    own_values = suffix.values(layer)[:live, :, own_first:length].flatten(0, 1)
-    kv_heads, shared = shared_keys.shape[:2]
+    own_keys = suffix.keys(layer)[:live, :, first:length].flatten(0, 1)  # [live*kv_heads, own, d]
+    own_values = suffix.values(layer)[:live, :, first:length].flatten(0, 1)
+    kv_heads = own_keys.shape[0] // live
     group = heads // kv_heads
 
-    # The shared part is one dense product per head for all rows together.
+    # The shared parts are one dense product per head for all rows together.
     by_head = query.view(live, kv_heads, group, dim).transpose(0, 1)
     by_head = by_head.reshape(kv_heads, live * group, dim)
-    shared_scores = torch.bmm(by_head, shared_keys.transpose(1, 2))
-    own_scores = torch.bmm(query.reshape(live * kv_heads, group, dim), own_keys.transpose(1, 2))
-    scores = torch.cat(
-        (
-            shared_scores.view(kv_heads, live, group, shared).transpose(0, 1),
-            own_scores.view(live, kv_heads, group, length - own_first),
-        ),
-        dim=-1,
-    )
-    weights = _softmax(_capped(scores, scaled))  # [live, kv_heads, group, shared + own]
-    shared_weights = weights[..., :shared].transpose(0, 1).reshape(kv_heads, live * group, shared)
-    own_weights = weights[..., shared:].flatten(0, 1)  # [live * kv_heads, group, own]
-    output = torch.bmm(own_weights, own_values).view(live, kv_heads, group, dim)
-    shared_output = torch.bmm(shared_weights, shared_values)  # [kv_heads, live * group, d]
-    output += shared_output.view(kv_heads, live, group, dim).transpose(0, 1)
+    by_row = query.reshape(live * kv_heads, group, dim)
+    scores = [
+        torch.bmm(by_head, keys.transpose(1, 2)).view(kv_heads, live, group, -1).transpose(0, 1)
+        for keys, _ in parts
+    ]
+    scores.append(torch.bmm(by_row, own_keys.transpose(1, 2)).view(live, kv_heads, group, -1))
+    weights = _softmax(_capped(torch.cat(scores, dim=-1), scaled))
+    *shared_weights, own_weights = torch.split(weights, [part.shape[-1] for part in scores], dim=-1)
+    output = torch.bmm(own_weights.flatten(0, 1), own_values).view(live, kv_heads, group, dim)
+    for (_, values), part in zip(parts, shared_weights, strict=True):
+        by_head = part.transpose(0, 1).reshape(kv_heads, live * group, -1)
+        output += torch.bmm(by_head, values).view(kv_heads, live, group, dim).transpose(0, 1)
     return output.view(live, heads, dim)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from generator_service.attention import DecodeSegment, PrefillSegment, Segment
 from generator_service.kv import KVShape, PromptKV, SuffixKV
+from generator_service.prefixes import Piece, PrefixTree
 from generator_service.sampling import sample
 from generator_service.slots import SlotLedger
 from specrej.contracts import FinishReason, Pruned, RoundEnd, Sampling, SlotGauge
@@ -62,6 +63,7 @@ class OpenCommand:
     sampling: Sampling
     first_round_tokens: int
     stops: Callable[[Sequence[int]], bool] | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,18 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A candidate's tokens at a decision token; `num_new` of them are of this round."""
+    """A candidate's tokens at a decision token; the last of them, `new_logprobs`, of this round."""
 
     id: int
     token_ids: tuple[int, ...]
-    num_new: int
+    new_logprobs: tuple[float, ...]
     logprob: float
     finish: FinishReason | None
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of this round."""
+        return len(self.new_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class PrefixBatch:
 class _Candidate:
     id: int
     token_ids: list[int] = field(default_factory=list)
-    reported: int = 0
+    new_logprobs: list[float] = field(default_factory=list)  # since the last report
     logprob: float = 0.0
     finish: FinishReason | None = None
 
@@ -110,9 +117,10 @@ class _Session:
     command: OpenCommand
     opened: Future[Opened]
     n: int = 0
-    prompt: PromptKV | None = None
+    prompt: Piece[PromptKV] | None = None  # the last piece of its chain
     suffix: SuffixKV | None = None
-    prefilled: int = 0
+    has_begun: bool = False  # the first tokens are drawn
+    last_step: int = 0
     rows: list[_Candidate] = field(default_factory=list)
     unreported: list[_Candidate] = field(default_factory=list)  # live when the round began
     num_tokens: int = 0  # tokens of every live candidate
@@ -128,15 +136,22 @@ class _Session:
         return self.command.sampling.max_tokens
 
     @property
-    def is_prefilled(self) -> bool:
-        return self.prefilled == self.prompt_tokens
+    def is_reading(self) -> bool:
+        """Whether the next step it takes part in reads its prompt."""
+        return not self.has_begun
+
+    def unread(self) -> Piece[PromptKV]:
+        """The first piece of the prompt that is not computed; the last one if all are."""
+        assert self.prompt
+        chain = self.prompt.chain()
+        return next((piece for piece in chain if not piece.is_computed), self.prompt)
 
     def slots_for(self, rows: int, tokens: int) -> int:
-        """Slots for the prompt and `rows` candidates of `tokens` tokens.
+        """Slots for `rows` candidates of `tokens` tokens, without the prompt.
 
         A candidate's newest token is not stored until the next step reads it.
         """
-        return self.prompt_tokens + rows * max(0, tokens - 1)
+        return rows * max(0, tokens - 1)
 
 
 class Engine:
@@ -150,10 +165,22 @@ class Engine:
         max_waiting: int = 64,
         auto_candidates: int = 64,
         prefill_chunk: int = 256,
+        max_rows: int = 1024,
+        prefix_cache_slots: int = 0,
     ) -> None:
-        """`auto_candidates` bounds N where it is left to the engine; chunks are in tokens."""
+        """`auto_candidates` bounds N where it is left to the engine.
+
+        A step takes at most `prefill_chunk` prompt tokens and the rows of `max_rows` candidates
+        (or of one session, if it has more). Prompts that no session uses any more stay in up to
+        `prefix_cache_slots` slots.
+        """
         self._model = model
         self.ledger = SlotLedger(capacity_slots)
+        self._prefixes: PrefixTree[PromptKV] = PrefixTree(
+            self.ledger, lambda tokens: PromptKV(model.shape, tokens), prefix_cache_slots
+        )
+        self._max_rows = max_rows
+        self._num_steps = 0
         self._max_waiting = max_waiting
         self._auto_candidates = auto_candidates
         self._prefill_chunk = prefill_chunk
@@ -199,8 +226,10 @@ class Engine:
 
     def gauge(self, session_id: int = 0) -> SlotGauge:
         """Slots now (session 0: of no session)."""
-        ledger = self.ledger
-        return SlotGauge(ledger.capacity, ledger.owned, ledger.owned_by(session_id))
+        ledger, session = self.ledger, self._sessions.get(session_id)
+        prompt = session.prompt_tokens if session else 0
+        own = prompt + ledger.owned_by(session_id)
+        return SlotGauge(ledger.capacity, ledger.owned, own, ledger.cached)
 
     @property
     def num_sessions(self) -> int:
@@ -209,6 +238,19 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if books, prompts and tensors disagree; while the engine idles."""
+        self.ledger.check_integrity()
+        self._prefixes.check_integrity()
+        slot_bytes = self._model.shape.slot_bytes
+        for piece in self._prefixes.pieces():
+            assert piece.store.num_bytes == len(piece.tokens) * slot_bytes
+        for session in self._sessions.values():
+            assert session.suffix
+            owned, share = self.ledger.owned_by(session.id), self.ledger.share_of(session.id)
+            assert owned == session.suffix.live * session.suffix.length
+            assert session.suffix.num_bytes <= share * slot_bytes
 
     # The thread
 
@@ -230,7 +272,10 @@ class Engine:
     def _execute_commands(self) -> None:
         """Everything that was sent; blocks only when there is nothing else to do."""
         if not self._has_work():
-            self.ledger.check_integrity()
+            if self._sessions:
+                self.ledger.check_integrity()
+            else:
+                self.check_integrity()
             self._commands.get()()
         self._drain()
 
@@ -240,24 +285,40 @@ class Engine:
                 self._commands.get_nowait()()
 
     def _has_work(self) -> bool:
-        return any(s.growing or not s.is_prefilled for s in self._sessions.values())
+        return any(s.growing or s.is_reading for s in self._sessions.values())
 
     def _pick(self) -> list[tuple[_Session, Segment]]:
-        """All sessions that can grow by a token, and one chunk of the oldest unread prompt."""
+        """Sessions that can grow by a token, longest waiting first, and prompts to be read."""
         work: list[tuple[_Session, Segment]] = []
-        for session in list(self._sessions.values()):
-            if session.growing and session.is_prefilled and self._make_room(session):
-                assert session.prompt and session.suffix
-                work.append((session, DecodeSegment(session.prompt, session.suffix)))
-        unread = next((s for s in self._sessions.values() if not s.is_prefilled), None)
-        if unread:
-            assert unread.prompt
-            chunk = min(self._prefill_chunk, unread.prompt_tokens - unread.prefilled)
-            work.append((unread, PrefillSegment(unread.prompt, unread.prefilled, chunk)))
+        rows = 0
+        growing = [s for s in self._sessions.values() if s.growing and not s.is_reading]
+        for session in sorted(growing, key=lambda session: session.last_step):
+            if work and rows + len(session.rows) > self._max_rows:
+                continue
+            if self._make_room(session):
+                assert session.suffix
+                work.append((session, DecodeSegment(_stores(session.prompt), session.suffix)))
+                rows += len(session.rows)
+        return work + self._pick_unread()
+
+    def _pick_unread(self) -> list[tuple[_Session, Segment]]:
+        """Chunks of the oldest unread prompts; what two have in common is read by one of them."""
+        work: list[tuple[_Session, Segment]] = []
+        room = self._prefill_chunk
+        being_read: set[Piece[PromptKV]] = set()
+        for session in self._sessions.values():
+            if session.is_reading and room:
+                piece = session.unread()
+                if piece not in being_read:
+                    being_read.add(piece)
+                    segment = _chunk(piece, room)
+                    work.append((session, segment))
+                    room -= segment.num_rows
         return work
 
     def _step(self, work: list[tuple[_Session, Segment]]) -> None:
         """One forward pass; a failure ends the sessions in it, never the thread."""
+        self._num_steps += 1
         try:
             logits = self._forward(work)
             for (session, segment), rows in zip(work, logits, strict=True):
@@ -286,8 +347,7 @@ class Engine:
             else:
                 last += range(len(token_ids), len(token_ids) + segment.num_rows)
                 token_ids += [candidate.token_ids[-1] for candidate in session.rows]
-                position = session.prompt_tokens + segment.suffix.length
-                positions += [position] * segment.num_rows
+                positions += [segment.position] * segment.num_rows
         segments = [segment for _, segment in work]
         logits = self._model.forward(token_ids, positions, segments, last)
         rows = [1 if isinstance(s, PrefillSegment) else s.num_rows for s in segments]
@@ -295,8 +355,10 @@ class Engine:
 
     def _read_chunk(self, session: _Session, segment: PrefillSegment, logits: Tensor) -> None:
         """A chunk is stored; after the last one all candidates draw their first token from it."""
-        session.prefilled += segment.num_rows
-        if session.is_prefilled:
+        if not segment.stored:
+            session.unread().computed += segment.num_rows
+        if segment.start + segment.num_rows == session.prompt_tokens:
+            session.has_begun = True
             if session.rows:  # a prune may have come before
                 self._append(session, logits.expand(len(session.rows), -1))
             self._end_round_if_over(session)
@@ -304,6 +366,7 @@ class Engine:
     def _grow(self, session: _Session, logits: Tensor) -> None:
         """The rows' newest tokens are stored; append the next ones."""
         assert session.suffix
+        session.last_step = self._num_steps
         session.suffix.advance()
         self.ledger.take(session.id, session.suffix.live)
         self._append(session, logits)
@@ -312,12 +375,15 @@ class Engine:
     def _append(self, session: _Session, logits: Tensor) -> None:
         """Draw each live candidate's next token; drop those that it finishes."""
         ids = [candidate.id for candidate in session.rows]
-        tokens, logprobs = sample(logits, session.command.sampling, ids, session.num_tokens)
+        sampling, step = session.command.sampling, session.num_tokens
+        forbidden = self._model.eos_ids if step < sampling.min_tokens else ()
+        tokens, logprobs = sample(logits, sampling, ids, step, forbidden)
         session.num_tokens += 1
         for candidate, token, logprob in zip(
             session.rows, tokens.tolist(), logprobs.tolist(), strict=True
         ):
             candidate.token_ids.append(token)
+            candidate.new_logprobs.append(logprob)
             candidate.logprob += logprob
             candidate.finish = self._finish_of(session, candidate)
         for row in reversed(range(len(session.rows))):
@@ -328,7 +394,7 @@ class Engine:
         sampling, stops = session.command.sampling, session.command.stops
         if not sampling.ignore_eos and candidate.token_ids[-1] in self._model.eos_ids:
             return FinishReason.STOP
-        if stops and stops(candidate.token_ids):
+        if stops and session.num_tokens >= sampling.min_tokens and stops(candidate.token_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if session.num_tokens >= sampling.max_tokens else None
 
@@ -348,7 +414,7 @@ class Engine:
             self._end_round(session, RoundEnd.SLOTS_FULL)
             return False
         if suffix.length == suffix.tokens_room:
-            share = self.ledger.share_of(session.id) - session.prompt_tokens
+            share = self.ledger.share_of(session.id)
             suffix.reserve(min(session.until - 1, share // suffix.live))
         return True
 
@@ -389,12 +455,12 @@ class Engine:
     def _open(self, session: _Session) -> None:
         if self._stopping:
             raise _gone()
-        floor = self._floor(session, max(1, session.command.n))
-        if floor > self.ledger.capacity:
+        needed = session.prompt_tokens + self._floor(session, max(1, session.command.n))
+        if needed > self.ledger.capacity:
             raise InvalidRequest(
-                [Violation("n", f"needs {floor} KV slots, capacity is {self.ledger.capacity}")],
+                [Violation("n", f"needs {needed} KV slots, capacity is {self.ledger.capacity}")],
                 reason="SLOTS_EXCEEDED",
-                metadata={"needed": str(floor), "capacity": str(self.ledger.capacity)},
+                metadata={"needed": str(needed), "capacity": str(self.ledger.capacity)},
             )
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} sessions wait for slots already")
@@ -402,9 +468,7 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         """First come, first served: nobody overtakes, so nobody starves."""
-        while self._waiting and self.ledger.can_admit(
-            self._floor(self._waiting[0], max(1, self._waiting[0].command.n))
-        ):
+        while self._waiting and self._fits(self._waiting[0]):
             session = self._waiting.popleft()
             try:
                 self._admit(session)
@@ -414,17 +478,23 @@ class Engine:
                 _refuse(session.opened, InternalError("the generator cannot hold the session"))
 
     def _admit(self, session: _Session) -> None:
-        session.n = session.command.n or self._choose_n(session)
+        command = session.command
+        session.n = command.n or self._choose_n(session)
+        session.prompt = self._prefixes.acquire(command.cache_salt, command.prompt_ids)
+        self._sessions[session.id] = session  # from here on, closing it frees all it has
         floor = self._floor(session, session.n)
         want = session.slots_for(session.n, session.max_tokens)
         self.ledger.admit(session.id, floor, want, len(self._waiting))
-        self.ledger.take(session.id, session.prompt_tokens)
-        session.prompt = PromptKV(self._model.shape, session.prompt_tokens)
+        self._prefixes.make_room()
         session.suffix = SuffixKV(self._model.shape, session.n)
         session.rows = [_Candidate(number) for number in range(session.n)]
         session.unreported = list(session.rows)
-        self._sessions[session.id] = session
         _resolve(session.opened, Opened(session.n, self.gauge(session.id)))
+
+    def _fits(self, session: _Session) -> bool:
+        """Whether a waiting session can have its prompt and the least useful share now."""
+        missing = self._prefixes.missing(session.command.cache_salt, session.command.prompt_ids)
+        return self.ledger.can_admit(missing + self._floor(session, max(1, session.command.n)))
 
     def _floor(self, session: _Session, n: int) -> int:
         """The least useful share: a first round for all, or the whole answer for one."""
@@ -434,7 +504,8 @@ class Engine:
     def _choose_n(self, session: _Session) -> int:
         """As many candidates as the free slots take to the end of the first round."""
         first = min(session.command.first_round_tokens, session.max_tokens)
-        room = self.ledger.unshared - session.prompt_tokens
+        missing = self._prefixes.missing(session.command.cache_salt, session.command.prompt_ids)
+        room = self.ledger.unshared - missing
         return max(1, min(self._auto_candidates, room // max(1, first - 1)))
 
     def _extend(self, session_id: int, until: int, growing: Future[PrefixBatch]) -> None:
@@ -442,8 +513,9 @@ class Engine:
         session.until = min(until, session.max_tokens)
         want = session.slots_for(len(session.rows), session.max_tokens)
         self.ledger.widen(session.id, want, len(self._waiting))
+        self._prefixes.make_room()
         session.growing = growing
-        if session.is_prefilled:
+        if not session.is_reading:
             self._end_round_if_over(session)
 
     def _prune(self, session_id: int, keep: set[int]) -> Pruned:
@@ -470,16 +542,22 @@ class Engine:
             session.slots_for(live, min(ahead, session.max_tokens)),
         )
         self.ledger.narrow(session.id, floor, want, len(self._waiting))
-        session.suffix.shrink(self.ledger.share_of(session.id) - session.prompt_tokens)
+        session.suffix.shrink(self.ledger.share_of(session.id))
 
     def _close(self, session_id: int) -> int:
         waiting = next((s for s in self._waiting if s.id == session_id), None)
         if waiting:
             self._waiting.remove(waiting)
         session = self._sessions.pop(session_id, None)
-        if session and session.growing:
+        if session is None:
+            return 0
+        if session.growing:
             session.growing.cancel()
-        return self.ledger.close(session_id)
+        before = self.ledger.owned
+        self.ledger.close(session_id)
+        if session.prompt:
+            self._prefixes.release(session.prompt)
+        return before - self.ledger.owned
 
     def _idle(self, session_id: int) -> _Session:
         session = self._sessions.get(session_id)
@@ -505,11 +583,26 @@ class Engine:
             self._fail(session, error)
 
 
+def _stores(leaf: Piece[PromptKV] | None) -> tuple[PromptKV, ...]:
+    return tuple(piece.store for piece in leaf.chain()) if leaf else ()
+
+
+def _chunk(piece: Piece[PromptKV], room: int) -> PrefillSegment:
+    """The next tokens of a piece to compute, at most `room`; its last token once more if none."""
+    stored = piece.is_computed
+    offset = len(piece.tokens) - 1 if stored else piece.computed
+    count = min(room, len(piece.tokens) - offset)
+    return PrefillSegment(_stores(piece), piece.start + offset, offset, count, stored)
+
+
 def _report(candidate: _Candidate) -> Prefix:
-    num_new = len(candidate.token_ids) - candidate.reported
-    candidate.reported = len(candidate.token_ids)
+    new_logprobs, candidate.new_logprobs = tuple(candidate.new_logprobs), []
     return Prefix(
-        candidate.id, tuple(candidate.token_ids), num_new, candidate.logprob, candidate.finish
+        candidate.id,
+        tuple(candidate.token_ids),
+        new_logprobs,
+        candidate.logprob,
+        candidate.finish,
     )
 
 

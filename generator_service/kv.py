@@ -34,18 +34,40 @@ class KVShape:
 
 
 class PromptKV:
-    """Keys and values of a prompt, shared by its candidates: per layer [kv_heads, tokens, d]."""
+    """Keys and values of some prompt tokens, shared by candidates and sessions.
+
+    Per layer [kv_heads, tokens, d].
+    """
 
     def __init__(self, shape: KVShape, num_tokens: int) -> None:
+        self._shape = shape
         self.num_tokens = num_tokens
         self.keys = [shape.empty(shape.kv_heads, num_tokens) for _ in range(shape.layers)]
         self.values = [shape.empty(shape.kv_heads, num_tokens) for _ in range(shape.layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        """What is really allocated."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store a chunk, each [kv_heads, chunk, d], at positions start ..."""
         end = start + keys.shape[1]
         self.keys[layer][:, start:end] = keys
         self.values[layer][:, start:end] = values
+
+    def split(self, at: int) -> tuple[PromptKV, PromptKV]:
+        """The first `at` tokens and the rest, copied layer by layer; gives up this store."""
+        front, rest = PromptKV(self._shape, 0), PromptKV(self._shape, 0)
+        front.num_tokens, rest.num_tokens = at, self.num_tokens - at
+        for store, fronts, rests in (
+            (self.keys, front.keys, rest.keys),
+            (self.values, front.values, rest.values),
+        ):
+            for layer, whole in enumerate(store):
+                fronts[layer], rests[layer] = whole[:, :at].clone(), whole[:, at:].clone()
+                store[layer] = fronts[layer]  # the whole is not needed any more
+        return front, rest
 
 
 class SuffixKV:
@@ -62,6 +84,11 @@ class SuffixKV:
         empty = [torch.empty(0, dtype=shape.dtype, device=shape.device)] * shape.layers
         self._keys: list[Tensor] = list(empty)
         self._values: list[Tensor] = list(empty)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is really allocated."""
+        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
 
     def keys(self, layer: int) -> Tensor:
         """[rows, kv_heads, tokens_room, d]; the first `live` rows and `length` tokens are set."""

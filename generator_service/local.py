@@ -47,12 +47,13 @@ class LocalSession:
         session_id: int,
         n: int,
         prompt_tokens: int,
-        stop: Collection[str],
+        sampling: Sampling,
     ) -> None:
         self._engine = engine
         self._text = text
         self._id = session_id
-        self._stop = tuple(stop)
+        self._stop = sampling.stop
+        self._logprobs = sampling.logprobs
         self.n = n
         self.prompt_tokens = prompt_tokens
 
@@ -75,6 +76,7 @@ class LocalSession:
             logprob=prefix.logprob,
             finish=prefix.finish,
             new_token_ids=prefix.token_ids[len(prefix.token_ids) - prefix.num_new :],
+            new_logprobs=prefix.new_logprobs if self._logprobs else (),
         )
 
 
@@ -88,19 +90,27 @@ class LocalGenerator:
 
     @asynccontextmanager
     async def open(
-        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: Sampling,
+        first_round_tokens: int,
+        cache_salt: str = "",
     ) -> AsyncIterator[LocalSession]:
         prompt_ids = await asyncio.to_thread(self._text.encode, prompt)
         self._check_context(len(prompt_ids), sampling.max_tokens)
         command = OpenCommand(
-            prompt_ids, n, sampling, first_round_tokens, self._text.stops(sampling.stop)
+            prompt_ids,
+            n,
+            sampling,
+            first_round_tokens,
+            self._text.stops(sampling.stop),
+            cache_salt,
         )
         session_id, opened = self._engine.open(command)
         try:
             n = (await asyncio.wrap_future(opened)).n
-            yield LocalSession(
-                self._engine, self._text, session_id, n, len(prompt_ids), sampling.stop
-            )
+            yield LocalSession(self._engine, self._text, session_id, n, len(prompt_ids), sampling)
         finally:
             await asyncio.wrap_future(self._engine.close(session_id))
 

@@ -6,6 +6,8 @@ prune go on exactly as they would have.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -19,17 +21,26 @@ _BLOCK = 256
 
 
 def sample(
-    logits: Tensor, sampling: Sampling, candidate_ids: list[int], step: int
+    logits: Tensor,
+    sampling: Sampling,
+    candidate_ids: list[int],
+    step: int,
+    forbidden: Collection[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Next tokens [rows] and their log-probabilities [rows] under the untouched distribution.
 
-    logits: float32 [rows, vocabulary]; step: 0 for a candidate's first token.
+    logits: float32 [rows, vocabulary]; step: 0 for a candidate's first token; `forbidden` tokens
+    are not drawn.
     """
+    allowed = logits
+    if forbidden:
+        index = torch.tensor(sorted(forbidden), device=logits.device)
+        allowed = logits.index_fill(1, index, -torch.inf)
     if sampling.temperature == 0:
-        tokens = logits.argmax(dim=-1)
+        tokens = allowed.argmax(dim=-1)
     else:
         uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
-        tokens = _draw(logits, sampling, uniform)
+        tokens = _draw(allowed, sampling, uniform)
     chosen = logits.gather(1, tokens[:, None])[:, 0]
     return tokens, chosen - torch.logsumexp(logits, dim=-1)
 

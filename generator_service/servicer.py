@@ -5,16 +5,19 @@ Validates every field for itself, whoever calls. Works with any `Generator`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 from specrej import wire
-from specrej.contracts import Generator, Session
+from specrej.contracts import Generator, GeneratorDescription, Prompt, Sampling, Session
 from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation
 from specrej.serving import Context, Service, answer_commands
 from specrej.v1 import generator_pb2 as pb
 from specrej.v1 import generator_pb2_grpc
 from specrej.validation import check_candidates, check_prompt, check_sampling, raise_if_any
+
+MAX_CACHE_SALT_CHARACTERS = 128
 
 
 class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
@@ -84,16 +87,10 @@ class _Commands:
         description = await self._generator.describe()
         prompt = wire.prompt_from_wire(command.prompt)
         sampling = wire.sampling_from_wire(command.sampling)
-        violations = [
-            *check_prompt(prompt, "open.prompt"),
-            *check_candidates(command.n, description.max_candidates, "open.n"),
-            *check_sampling(sampling, command.n, description.context_tokens, "open.sampling"),
-        ]
-        if command.first_round_tokens < 1:
-            violations.append(Violation("open.first_round_tokens", "must be 1 or more"))
-        raise_if_any(violations)
+        raise_if_any(list(_check_open(command, prompt, sampling, description)))
+        first_round, salt = command.first_round_tokens, command.cache_salt
         session = await self._resources.enter_async_context(
-            self._generator.open(prompt, command.n, sampling, command.first_round_tokens)
+            self._generator.open(prompt, command.n, sampling, first_round, salt)
         )
         self._session, self._max_tokens = session, sampling.max_tokens
         slots = wire.gauge_to_wire((await self._generator.describe()).slots)
@@ -124,6 +121,19 @@ class _Commands:
         if self._session is None:
             raise OutOfOrder("the session is closed" if self._closed else "open comes first")
         return self._session
+
+
+def _check_open(
+    command: pb.OpenSession, prompt: Prompt, sampling: Sampling, description: GeneratorDescription
+) -> Iterator[Violation]:
+    yield from check_prompt(prompt, "open.prompt")
+    yield from check_candidates(command.n, description.max_candidates, "open.n")
+    yield from check_sampling(sampling, command.n, description.context_tokens, "open.sampling")
+    if command.first_round_tokens < 1:
+        yield Violation("open.first_round_tokens", "must be 1 or more")
+    if len(command.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
+        accepted = f"must have at most {MAX_CACHE_SALT_CHARACTERS} characters"
+        yield Violation("open.cache_salt", accepted)
 
 
 def _stale() -> pb.SessionResponse:

@@ -1,8 +1,10 @@
 """Who owns how many KV slots: integers only, no tensors, no scheduling.
 
 A slot is room for one token's keys and values across all layers. Each session *owns* the slots
-that hold its tokens and may own at most its *share*. Shares never add up to more than the
-capacity, so a session that stays within its share can never run the machine out of memory.
+that hold its candidates' tokens and may own at most its *share*. Prompts, which sessions may have
+in common, are *held* while a session uses them and *cached* afterwards. Prompts held and shares
+never add up to more than the capacity, and what is cached gives way to them, so a session that
+stays within its share can never run the machine out of memory.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ class SlotLedger:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 slot, is {capacity}")
         self.capacity = capacity
+        self.held = 0  # prompt tokens that sessions use, each counted once
+        self.cached = 0  # prompt tokens that no session uses any more
         self._holdings: dict[int, Holding] = {}
 
     @property
     def owned(self) -> int:
-        """Slots that hold tokens, of all sessions."""
+        """Slots that hold tokens of any session."""
         # A copy, made in one go: other threads read gauges while the engine keeps the books.
-        return sum(holding.owned for holding in tuple(self._holdings.values()))
+        return self.held + sum(holding.owned for holding in tuple(self._holdings.values()))
 
     @property
     def unshared(self) -> int:
-        """Slots promised to nobody."""
-        return self.capacity - sum(holding.share for holding in self._holdings.values())
+        """Slots promised to nobody, those of cached prompts among them."""
+        return self.capacity - self.held - sum(h.share for h in self._holdings.values())
 
     @property
     def num_sessions(self) -> int:
@@ -97,11 +101,30 @@ class SlotLedger:
         holding = self._holdings.pop(session_id, None)
         return holding.owned if holding else 0
 
+    def hold(self, count: int) -> None:
+        """A session's prompt takes `count` more slots."""
+        self.held += count
+
+    def reuse(self, count: int) -> None:
+        """A session uses cached slots."""
+        self.cached -= count
+        self.held += count
+
+    def retire(self, count: int) -> None:
+        """The last session that used these prompt slots is gone; they stay cached."""
+        self.held -= count
+        self.cached += count
+
+    def forget(self, count: int) -> None:
+        """Cached slots are free."""
+        self.cached -= count
+
     def check_integrity(self) -> None:
         """Raises AssertionError if the books do not balance."""
         for session_id, holding in self._holdings.items():
             assert 0 <= holding.owned <= holding.share, (session_id, holding)
-        assert 0 <= self.unshared <= self.capacity, self._holdings
+        assert self.held >= 0
+        assert 0 <= self.cached <= self.unshared <= self.capacity, (self, self._holdings)
 
     def _fair(self, num_sessions: int) -> int:
-        return self.capacity // num_sessions
+        return (self.capacity - self.held) // num_sessions

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from generator_service.slots import SlotLedger
 from specrej.contracts import (
@@ -32,8 +32,9 @@ _WORDS = ("amber", "birch", "cloud", "delta", "ember", "fjord", "grove", "heath"
 @dataclass(slots=True)
 class _Toy:
     id: int
-    tokens: list[int]
-    logprob: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    logprob: float = 0.0  # their sum
     finish: FinishReason | None = None
     reported: int = 0
 
@@ -54,7 +55,7 @@ class ToySession:
         self._id = session_id
         self._sampling = sampling
         self._end_every = end_every
-        self._live = [_Toy(number, []) for number in range(n)]
+        self._live = [_Toy(number) for number in range(n)]
         self._unreported = list(self._live)
         self._num_tokens = 0
         self.n = n
@@ -88,11 +89,7 @@ class ToySession:
     def _step(self) -> None:
         self._ledger.take(self._id, len(self._live))
         for toy in self._live:
-            draw = self._hash(toy.id, self._num_tokens)
-            toy.tokens.append(draw % len(_WORDS))
-            toy.logprob -= (draw % 1000) / 500
-            ends = not self._sampling.ignore_eos and draw // 1000 % self._end_every == 0
-            toy.finish = FinishReason.STOP if ends else None
+            self._draw(toy)
         self._num_tokens += 1
         for toy in self._live:
             if toy.finish is None and self._num_tokens == self._sampling.max_tokens:
@@ -101,10 +98,26 @@ class ToySession:
         self._ledger.give_back(self._id, finished * self._num_tokens)
         self._live = [toy for toy in self._live if toy.finish is None]
 
+    def _draw(self, toy: _Toy) -> None:
+        draw = self._hash(toy.id, self._num_tokens)
+        toy.tokens.append(draw % len(_WORDS))
+        toy.logprobs.append(-(draw % 1000) / 500)
+        toy.logprob += toy.logprobs[-1]
+        may_end = not self._sampling.ignore_eos and self._num_tokens >= self._sampling.min_tokens
+        if may_end and draw // 1000 % self._end_every == 0:
+            toy.finish = FinishReason.STOP
+
     def _report(self, toy: _Toy) -> Candidate:
-        new, toy.reported = tuple(toy.tokens[toy.reported :]), len(toy.tokens)
-        text = " ".join(_WORDS[token] for token in toy.tokens)
-        return Candidate(toy.id, text, len(toy.tokens), toy.logprob, toy.finish, new)
+        new, toy.reported = slice(toy.reported, None), len(toy.tokens)
+        return Candidate(
+            id=toy.id,
+            text=" ".join(_WORDS[token] for token in toy.tokens),
+            num_tokens=len(toy.tokens),
+            logprob=toy.logprob,
+            finish=toy.finish,
+            new_token_ids=tuple(toy.tokens[new]),
+            new_logprobs=tuple(toy.logprobs[new]) if self._sampling.logprobs else (),
+        )
 
     def _hash(self, candidate_id: int, step: int) -> int:
         key = f"{self._sampling.seed}/{candidate_id}/{step}".encode()
@@ -125,7 +138,12 @@ class ToyGenerator:
 
     @asynccontextmanager
     async def open(
-        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: Sampling,
+        first_round_tokens: int,
+        cache_salt: str = "",
     ) -> AsyncIterator[ToySession]:
         session_id, words = next(self._ids), _num_words(prompt)
         n = n or 8

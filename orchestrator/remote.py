@@ -114,7 +114,12 @@ class RemoteGenerator:
 
     @asynccontextmanager
     async def open(
-        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: Sampling,
+        first_round_tokens: int,
+        cache_salt: str = "",
     ) -> AsyncIterator[RemoteSession]:
         call = self._stub.Session(metadata=telemetry.outgoing_metadata())
         stream = _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse](
@@ -126,6 +131,7 @@ class RemoteGenerator:
                 n=n,
                 sampling=wire.sampling_to_wire(sampling),
                 first_round_tokens=first_round_tokens,
+                cache_salt=cache_salt,
             )
             opened = (await stream.ask(open=command)).opened
             yield RemoteSession(stream, opened.n, opened.prompt_tokens)

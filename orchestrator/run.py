@@ -7,6 +7,7 @@ Knows no wire, no cache, no admission.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,21 +40,22 @@ from specrej.errors import InternalError
 
 
 async def run(
-    request: GenerationRequest, generator: Generator, scorer: Scorer
+    request: GenerationRequest, generator: Generator, scorer: Scorer, cache_salt: str = ""
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, the last one `Finished`; ids and fingerprints are the caller's.
 
+    The generator shares prompt prefixes only between runs with equal salts.
     Close the iterator (`contextlib.aclosing`): its sessions live as long as it does.
     """
     began = time.perf_counter()
     sampling, selection = request.sampling, request.selection
     async with (
         generator.open(
-            request.prompt, selection.n, sampling, first_round_tokens(request)
+            request.prompt, selection.n, sampling, first_round_tokens(request), cache_salt
         ) as session,
         scorer.open(request.prompt) as judge,
     ):
-        board = _Board(n=session.n, prompt_tokens=session.prompt_tokens)
+        board = _Board(session.n, session.prompt_tokens, keeps_tokens=sampling.logprobs)
         open_ms = _ms_since(began)
         yield Admitted(session.n, session.prompt_tokens)
         while board.live:
@@ -131,10 +133,13 @@ class _Board:
 
     n: int
     prompt_tokens: int
+    keeps_tokens: bool = False  # whether the answers show their tokens and logprobs
     live: set[int] = field(default_factory=set)
     ranked: dict[int, float] = field(default_factory=dict)
     latest: dict[int, Candidate] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
+    token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds: list[RoundTrace] = field(default_factory=list)
     num_tokens: int = 0
     num_started: int = 0
@@ -156,6 +161,8 @@ class _Board:
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
         self.latest.update((candidate.id, candidate) for candidate in ended.candidates)
         self.live -= {c.id for c in ended.candidates if c.finish is not None}
+        if self.keeps_tokens:
+            self._add_tokens(ended.candidates)
 
     def score(
         self, candidates: Sequence[Candidate], values: Sequence[float], computed_tokens: int
@@ -226,6 +233,12 @@ class _Board:
             n=self.n,
         )
 
+    def _add_tokens(self, candidates: Sequence[Candidate]) -> None:
+        # A round tells of its own tokens only.
+        for candidate in candidates:
+            self.token_ids[candidate.id] += candidate.new_token_ids
+            self.logprobs[candidate.id] += candidate.new_logprobs
+
     def _ended_by(self, finish: FinishReason) -> list[int]:
         """Ids of the candidates that ended so, best first."""
         ended = {c.id: self.scores[c.id] for c in self.latest.values() if c.finish is finish}
@@ -246,6 +259,8 @@ class _Board:
             finish=candidate.finish,
             num_tokens=candidate.num_tokens,
             mean_logprob=candidate.mean_logprob,
+            token_ids=tuple(self.token_ids[number]),
+            logprobs=tuple(self.logprobs[number]),
         )
 
     def _usage(self, answer_tokens: int) -> Usage:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.admission import Admission
-from orchestrator.cache import Cache, cache_key
+from orchestrator.cache import Cache, cache_key, tenant_digest
 from orchestrator.flight import Flights
 from orchestrator.run import run
 from orchestrator.scoring import LIKELIHOOD, LikelihoodScorer, WeightedScorer
@@ -53,6 +53,7 @@ class _Plan:
     """A request that can be served: canonical, with what will make its answer."""
 
     request: GenerationRequest
+    tenant: str  # others share neither its answers nor its prompt prefixes
     generator_fingerprint: str
     reward_fingerprint: str
     arrived: float  # time.perf_counter()
@@ -106,17 +107,17 @@ class Orchestrator:
         Raises:
             SpecrejError: whatever its caller must be told.
         """
-        plan = await self._plan(request, violations, time.perf_counter())
+        plan = await self._plan(request, tenant, violations, time.perf_counter())
         request_id = uuid.uuid4().hex
-        async with aclosing(self._answer(plan, tenant)) as events:
+        async with aclosing(self._answer(plan)) as events:
             async for event in events:
                 yield _signed(event, request_id)
 
-    def _answer(self, plan: _Plan, tenant: str) -> AsyncGenerator[Event, None]:
+    def _answer(self, plan: _Plan) -> AsyncGenerator[Event, None]:
         """From the cache, from a flight under way, or from a run of its own."""
         key = cache_key(
             plan.request,
-            tenant=tenant,
+            tenant=plan.tenant,
             generator_fingerprint=plan.generator_fingerprint,
             reward_fingerprint=plan.reward_fingerprint,
         )
@@ -155,14 +156,18 @@ class Orchestrator:
         waiting = time.perf_counter()
         async with self._admission.enter():
             queue_ms, before_run_ms = _ms_since(waiting), _ms_since(plan.arrived)
-            scorer = self._scorer(plan.request.selection)
+            scorer, salt = self._scorer(plan.request.selection), tenant_digest(plan.tenant)
             with _public_paths():
-                async with aclosing(run(plan.request, self._generator, scorer)) as events:
+                async with aclosing(run(plan.request, self._generator, scorer, salt)) as events:
                     async for event in events:
                         yield _completed(event, plan, queue_ms, before_run_ms)
 
     async def _plan(
-        self, request: GenerationRequest, violations: Sequence[Violation], arrived: float
+        self,
+        request: GenerationRequest,
+        tenant: str,
+        violations: Sequence[Violation],
+        arrived: float,
     ) -> _Plan:
         """The request, checked and with its defaults filled in."""
         generator = await self._described.get()
@@ -186,6 +191,7 @@ class Orchestrator:
         prints = [[r.name, r.weight, _print_of(r.name, known)] for r in chosen.rewards]
         return _Plan(
             replace(request, selection=chosen),
+            tenant,
             generator.fingerprint,
             fingerprint.of_values(rewards=sorted(prints)),
             arrived,

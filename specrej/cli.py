@@ -123,6 +123,10 @@ _TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest with 
 _Stop = Annotated[list[str] | None, typer.Option(help="Text that ends a candidate; repeatable.")]
 _Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.")]
 _IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")]
+_MinTokens = Annotated[int | None, typer.Option(help="No candidate ends before so many tokens.")]
+_Logprobs = Annotated[
+    bool, typer.Option("--logprobs", help="Token ids and log-probabilities, shown with --json.")
+]
 _Cache = Annotated[CacheControl | None, typer.Option(help="What the cache may do.")]
 _Returned = Annotated[int | None, typer.Option(help="How many of the best to return.")]
 
@@ -144,6 +148,8 @@ def generate(
     stop: _Stop = None,
     seed: _Seed = None,
     ignore_eos: _IgnoreEos = False,
+    min_tokens: _MinTokens = None,
+    logprobs: _Logprobs = False,
     cache: _Cache = None,
     return_candidates: _Returned = None,
     timeout: _Timeout = 300.0,
@@ -163,6 +169,8 @@ def generate(
         "stop": stop,
         "seed": seed,
         "ignore_eos": ignore_eos or None,
+        "min_tokens": min_tokens,
+        "logprobs": logprobs or None,
         "cache": cache,
         "return_candidates": return_candidates,
     }
@@ -321,7 +329,7 @@ def _description_table(description: ServiceDescription) -> Table:
         "fingerprint": generator.fingerprint,
         "context": f"{generator.context_tokens:,} tokens",
         "candidates": f"at most {generator.max_candidates:,}",
-        "slots": f"{slots.owned:,} of {slots.capacity:,} owned",
+        "slots": f"{slots.owned:,} of {slots.capacity:,} owned, {slots.cached:,} cached",
         "rewards": ", ".join(description.rewards),
         "schedule": schedule_text(description.default_schedule),
         "cache": "available" if description.cache_available else "not available",

@@ -61,6 +61,8 @@ class Options(TypedDict, total=False):
     stop: Sequence[str]
     seed: int
     ignore_eos: bool
+    min_tokens: int
+    logprobs: bool  # report token ids and log-probabilities of the returned candidates
     # And
     model: str
     cache: CacheControl
@@ -82,6 +84,8 @@ def build_request(
     stop: Sequence[str] = (),
     seed: int | None = None,
     ignore_eos: bool = False,
+    min_tokens: int | None = None,
+    logprobs: bool = False,
     model: str = "",
     cache: CacheControl | None = None,
 ) -> orchestrator_pb2.GenerateRequest:
@@ -102,6 +106,8 @@ def build_request(
                 stop=stop,
                 seed=seed,
                 ignore_eos=ignore_eos,
+                min_tokens=min_tokens,
+                logprobs=logprobs,
             ),
             selection=orchestrator_pb2.Selection(
                 n=n,

@@ -45,6 +45,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: bool = False
 
 
 class FinishReason(Enum):
@@ -68,6 +70,7 @@ class Candidate:
 
     `text` is decoded whole; `logprob` is the sum over its `num_tokens` tokens of their
     log-probability under the model at temperature 1, nothing cut off. `finish` is None while live.
+    `new_logprobs` are those of `new_token_ids`, where the sampling asks for them.
     """
 
     id: int
@@ -76,6 +79,7 @@ class Candidate:
     logprob: float
     finish: FinishReason | None = None
     new_token_ids: tuple[int, ...] = ()
+    new_logprobs: tuple[float, ...] = ()
 
     @property
     def mean_logprob(self) -> float:
@@ -84,11 +88,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SlotGauge:
-    """Slots at one moment: all, holding tokens of any session, holding this session's tokens."""
+    """Slots at one moment: all, holding tokens of any session, holding this session's tokens.
+
+    `cached` slots hold prompt prefixes that no session uses now; they are given up when needed.
+    """
 
     capacity: int
     owned: int
     session: int
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +182,17 @@ class Generator(Protocol):
     """Makes tokens and owns slots."""
 
     def open(
-        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: Sampling,
+        first_round_tokens: int,
+        cache_salt: str = "",
     ) -> AbstractAsyncContextManager[Session]:
         """A session of `n` candidates (0: as many as fit); leaving the context frees its slots.
 
-        Waits until prompt and `n * first_round_tokens` fit a share of the slots.
+        Waits until prompt and `n * first_round_tokens` fit a share of the slots. Sessions with
+        equal salts may share the KV of equal leading prompt tokens, others never do.
 
         Raises:
             InvalidRequest: it can never fit.
@@ -276,6 +290,8 @@ class RankedCandidate:
     finish: FinishReason
     num_tokens: int
     mean_logprob: float
+    token_ids: tuple[int, ...] = ()  # with their logprobs, where the sampling asks for them
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,7 @@ def check_sampling(
     sampling: Sampling, n: int, context_tokens: int, path: str = "sampling"
 ) -> Iterator[Violation]:
     """Every field of Sampling; `n` because greedy candidates would all be the same."""
-    if not 1 <= sampling.max_tokens <= context_tokens:
-        yield _out_of(f"{path}.max_tokens", sampling.max_tokens, f"1 .. {context_tokens}")
+    yield from _check_lengths(sampling, context_tokens, path)
     if sampling.temperature != 0 and not 0.01 <= sampling.temperature <= 2:
         yield _out_of(f"{path}.temperature", sampling.temperature, "0 or 0.01 .. 2")
     if sampling.temperature == 0 and n != 1:
@@ -75,6 +74,15 @@ def check_sampling(
             yield Violation(
                 f"{path}.stop[{index}]", f"must have 1 .. {MAX_STOP_CHARACTERS} characters"
             )
+
+
+def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterator[Violation]:
+    longest = sampling.max_tokens
+    if not 1 <= longest <= context_tokens:
+        yield _out_of(f"{path}.max_tokens", longest, f"1 .. {context_tokens}")
+    # A negative max_tokens alone does not make the default of 0 wrong as well.
+    if not 0 <= sampling.min_tokens <= max(longest, 0):
+        yield _out_of(f"{path}.min_tokens", sampling.min_tokens, f"0 .. max_tokens ({longest})")
 
 
 def check_candidates(n: int, max_candidates: int, path: str) -> Iterator[Violation]:

@@ -81,6 +81,8 @@ def sampling_to_wire(sampling: c.Sampling) -> common_pb2.Sampling:
         stop=sampling.stop,
         seed=sampling.seed,
         ignore_eos=sampling.ignore_eos,
+        min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
     )
 
 
@@ -95,6 +97,8 @@ def sampling_from_wire(message: common_pb2.Sampling) -> c.Sampling:
         stop=tuple(message.stop),
         seed=message.seed,
         ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
+        logprobs=message.logprobs,
     )
 
 
@@ -102,11 +106,13 @@ def sampling_from_wire(message: common_pb2.Sampling) -> c.Sampling:
 
 
 def gauge_to_wire(gauge: c.SlotGauge) -> common_pb2.SlotGauge:
-    return common_pb2.SlotGauge(capacity=gauge.capacity, owned=gauge.owned, session=gauge.session)
+    return common_pb2.SlotGauge(
+        capacity=gauge.capacity, owned=gauge.owned, session=gauge.session, cached=gauge.cached
+    )
 
 
 def gauge_from_wire(message: common_pb2.SlotGauge) -> c.SlotGauge:
-    return c.SlotGauge(message.capacity, message.owned, message.session)
+    return c.SlotGauge(message.capacity, message.owned, message.session, message.cached)
 
 
 def round_to_wire(ended: c.Round) -> generator_pb2.PrefixBatch:
@@ -119,6 +125,7 @@ def round_to_wire(ended: c.Round) -> generator_pb2.PrefixBatch:
             cumulative_logprob=candidate.logprob,
             mean_logprob=candidate.mean_logprob,
             finish_reason=_FINISH[candidate.finish],
+            new_logprobs=candidate.new_logprobs,
         )
         for candidate in ended.candidates
     ]
@@ -139,6 +146,7 @@ def round_from_wire(message: generator_pb2.PrefixBatch) -> c.Round:
             logprob=prefix.cumulative_logprob,
             finish=_back(_FINISH, prefix.finish_reason),
             new_token_ids=tuple(prefix.new_token_ids),
+            new_logprobs=tuple(prefix.new_logprobs),
         )
         for prefix in message.prefixes
     )
@@ -336,6 +344,8 @@ def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateRes
                 finish_reason=_FINISH[ranked.finish],
                 num_tokens=ranked.num_tokens,
                 mean_logprob=ranked.mean_logprob,
+                token_ids=ranked.token_ids,
+                logprobs=ranked.logprobs,
             )
             for ranked in generation.candidates
         ],
@@ -377,6 +387,8 @@ def generation_from_wire(message: orchestrator_pb2.GenerateResponse) -> c.Genera
                 finish=_back(_ENDED, ranked.finish_reason),
                 num_tokens=ranked.num_tokens,
                 mean_logprob=ranked.mean_logprob,
+                token_ids=tuple(ranked.token_ids),
+                logprobs=tuple(ranked.logprobs),
             )
             for ranked in message.candidates
         ),

@@ -162,12 +162,15 @@ class OpenSession(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     FIRST_ROUND_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots take) .. the generator's limit."""
     first_round_tokens: _builtins.int
     """Tokens every candidate must be able to reach before the first cut; 1 .. max_tokens.
     The session waits until that much room is free.
     """
+    cache_salt: _builtins.str
+    """Prompt prefixes are shared only between sessions with equal salts; up to 128 characters."""
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """What to answer."""
@@ -183,10 +186,11 @@ class OpenSession(_message.Message):
         n: _builtins.int = ...,
         sampling: _common_pb2.Sampling | None = ...,
         first_round_tokens: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,6 +342,7 @@ class Prefix(_message.Message):
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     MEAN_LOGPROB_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    NEW_LOGPROBS_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """The candidate."""
     text: _builtins.str
@@ -354,6 +359,12 @@ class Prefix(_message.Message):
     def new_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens made in this round."""
 
+    @_builtins.property
+    def new_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probabilities of new_token_ids, in their order; 0 or less each; empty unless the sampling
+        asks for them.
+        """
+
     def __init__(
         self,
         *,
@@ -364,10 +375,11 @@ class Prefix(_message.Message):
         cumulative_logprob: _builtins.float = ...,
         mean_logprob: _builtins.float = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        new_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "mean_logprob", b"mean_logprob", "new_token_ids", b"new_token_ids", "num_tokens", b"num_tokens", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "mean_logprob", b"mean_logprob", "new_logprobs", b"new_logprobs", "new_token_ids", b"new_token_ids", "num_tokens", b"num_tokens", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -400,6 +400,8 @@ class RankedCandidate(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     MEAN_LOGPROB_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """Its number."""
     text: _builtins.str
@@ -412,6 +414,14 @@ class RankedCandidate(_message.Message):
     """Its tokens."""
     mean_logprob: _builtins.float
     """Mean log-probability of its tokens under the model."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All its tokens, one that ended it included; empty unless the sampling asks for logprobs."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log-probabilities, in the same order; 0 or less each; empty unless asked for."""
+
     def __init__(
         self,
         *,
@@ -421,10 +431,12 @@ class RankedCandidate(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         num_tokens: _builtins.int = ...,
         mean_logprob: _builtins.float = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "score", b"score", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "score", b"score", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

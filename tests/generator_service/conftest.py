@@ -27,5 +27,5 @@ def make_engine() -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.stop()
-        engine.ledger.check_integrity()
+        engine.check_integrity()
         assert engine.ledger.owned == 0

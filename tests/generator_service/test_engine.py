@@ -161,7 +161,7 @@ def test_a_session_without_live_candidates_gives_its_room_back(
     session_id = opened(engine)
     extended(engine, session_id, 8 if end == "prune" else 24)
     assert engine.prune(session_id, set()).result(30).slots.session == 17
-    assert engine.ledger.share_of(session_id) == 17
+    assert engine.ledger.share_of(session_id) == 0
     assert extended(engine, session_id, 24).ended_by is RoundEnd.ALL_FINISHED
     engine.close(session_id).result(30)
 

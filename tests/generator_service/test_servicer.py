@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ import grpc.aio
 import pytest
 
 from generator_service.servicer import GeneratorServicer
-from generator_service.toy import ToyGenerator
+from generator_service.toy import ToyGenerator, ToySession
 from specrej.v1 import common_pb2, generator_pb2_grpc
 from specrej.v1 import generator_pb2 as pb
 from tests.serving import failure_of, reason_of, serving, until, violations_of
@@ -67,6 +68,43 @@ async def test_a_session_from_open_to_close(port: Port) -> None:
     assert port.ledger.owned == 0
     await call.done_writing()
     assert await call.code() == grpc.StatusCode.OK
+
+
+async def test_a_session_with_logprobs_and_the_longest_salt(port: Port) -> None:
+    """Guards against fields dropped on either way, and a limit in bytes instead of characters."""
+    wanted = pb.OpenSession()
+    wanted.CopyFrom(OPEN)
+    wanted.sampling.logprobs, wanted.cache_salt = True, "é" * 128
+    call = port.stub.Session()
+    await ask(call, 1, open=wanted)
+    for sequence, until_tokens in ((2, 8), (3, 20)):
+        extend = pb.ExtendSession(until_tokens=until_tokens)
+        batch = (await ask(call, sequence, extend=extend)).prefix_batch
+        for prefix in batch.prefixes:
+            assert len(prefix.new_logprobs) == len(prefix.new_token_ids)
+    call.cancel()
+
+
+async def test_the_salt_reaches_the_generator() -> None:
+    """Guards against prompt prefixes shared by all because the port dropped the salt."""
+    salts = []
+
+    class Salted(ToyGenerator):
+        @asynccontextmanager
+        async def open(self, *arguments: Any) -> AsyncIterator[ToySession]:
+            salts.append(arguments[-1])
+            async with super().open(*arguments) as session:
+                yield session
+
+    servicer, wanted = GeneratorServicer(lease_s=5), pb.OpenSession()
+    servicer.load(Salted())
+    wanted.CopyFrom(OPEN)
+    wanted.cache_salt = "pepper"
+    async with serving(servicer.service()) as channel:
+        call = generator_pb2_grpc.GeneratorServiceStub(channel).Session()
+        await ask(call, 1, open=wanted)
+        await ask(call, 2, close=pb.CloseSession())
+    assert salts == ["pepper"]
 
 
 async def test_repeated_and_old_numbers_change_nothing(port: Port) -> None:
@@ -128,9 +166,16 @@ async def test_every_bad_field_of_open_at_once(port: Port) -> None:
         prompt=common_pb2.Prompt(text="  "),
         n=5000,
         sampling=common_pb2.Sampling(
-            max_tokens=0, temperature=float("nan"), top_k=-2, top_p=0, seed=-1, stop=["", "a" * 300]
+            max_tokens=0,
+            temperature=float("nan"),
+            top_k=-2,
+            top_p=0,
+            seed=-1,
+            stop=["", "a" * 300],
+            min_tokens=-1,
         ),
         first_round_tokens=0,
+        cache_salt="x" * 129,
     )
     error = await failure_of(ask(port.stub.Session(), 1, open=bad))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -144,7 +189,9 @@ async def test_every_bad_field_of_open_at_once(port: Port) -> None:
         "open.sampling.seed",
         "open.sampling.stop[0]",
         "open.sampling.stop[1]",
+        "open.sampling.min_tokens",
         "open.first_round_tokens",
+        "open.cache_salt",
     }
     assert port.ledger.num_sessions == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from generator_service.toy import ToyGenerator
-from specrej.contracts import Prompt, Sampling
+from specrej.contracts import FinishReason, Prompt, Sampling
 from specrej.errors import InvalidRequest, Overloaded
 
 PROMPT = Prompt.from_user("one two three")
@@ -18,6 +18,38 @@ async def test_it_accounts_for_slots_and_frees_them() -> None:
         assert (await session.prune({1, 2})).freed_slots == 2 * 8
         assert [c.id for c in (await session.extend(20)).candidates] == [1, 2]
     assert generator.ledger.owned == 0
+
+
+async def test_nothing_ends_before_min_tokens() -> None:
+    """Guards against tests of min_tokens that pass on a toy that ignores it."""
+    sampling = Sampling(max_tokens=20, min_tokens=7)
+    async with ToyGenerator(end_every=1).open(PROMPT, 4, sampling, 8, "salt") as session:
+        assert all(c.finish is None for c in (await session.extend(7)).candidates)
+        assert [c.num_tokens for c in (await session.extend(20)).candidates] == [8] * 4
+
+
+async def test_min_tokens_may_be_max_tokens() -> None:
+    """Guards against a candidate that may never end, not even at max_tokens."""
+    sampling = Sampling(max_tokens=7, min_tokens=7)
+    async with ToyGenerator(end_every=1).open(PROMPT, 4, sampling, 7) as session:
+        ended = await session.extend(7)
+    assert {c.finish for c in ended.candidates} == {FinishReason.LENGTH}
+
+
+async def test_logprobs_are_those_of_the_rounds_own_tokens() -> None:
+    """Guards against logprobs told twice, and a sum that says something else than its parts."""
+    generator, sampling = ToyGenerator(end_every=10**9), Sampling(max_tokens=20, logprobs=True)
+    async with generator.open(PROMPT, 2, sampling, 8) as session:
+        rounds = [await session.extend(until) for until in (8, 20)]
+    for first, second in zip(*(ended.candidates for ended in rounds), strict=True):
+        assert (len(first.new_logprobs), len(second.new_logprobs)) == (8, 12)
+        assert sum(first.new_logprobs + second.new_logprobs) == pytest.approx(second.logprob)
+
+
+async def test_no_logprobs_unless_asked_for() -> None:
+    """Guards against a toy more talkative than the engine it stands in for."""
+    async with ToyGenerator().open(PROMPT, 2, Sampling(max_tokens=20), 8) as session:
+        assert not any(c.new_logprobs for c in (await session.extend(8)).candidates)
 
 
 async def test_it_refuses_what_does_not_fit() -> None:

@@ -86,15 +86,22 @@ class HeldGenerator:
     def __init__(self, capacity_slots: int = 100_000, *, end_every: int = 40) -> None:
         self.toy = ToyGenerator(capacity_slots, end_every=end_every)
         self.num_opened = 0
+        self.salts: list[str] = []
         self.gates = {verb: Gate() for verb in ("open", "extend", "prune", "close")}
 
     @asynccontextmanager
     async def open(
-        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: Sampling,
+        first_round_tokens: int,
+        cache_salt: str = "",
     ) -> AsyncIterator[Session]:
         self.num_opened += 1
+        self.salts.append(cache_salt)
         await self.gates["open"].passed()
-        async with self.toy.open(prompt, n, sampling, first_round_tokens) as session:
+        async with self.toy.open(prompt, n, sampling, first_round_tokens, cache_salt) as session:
             yield _HeldSession(session, self.gates)
             await self.gates["close"].passed()
 
@@ -135,7 +142,12 @@ class LongWinded(HeldGenerator):
 
     @asynccontextmanager
     async def open(
-        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: Sampling,
+        first_round_tokens: int,
+        cache_salt: str = "",
     ) -> AsyncIterator[Session]:
         self.num_opened += 1
         yield LongWindedSession(n, self._characters, self._finish)

@@ -56,7 +56,16 @@ MAX_BYTES = 1 << 20
 
 def generation(text: str = "an answer", score: float = 0.5) -> Generation:
     """An answer with everything in it."""
-    best = RankedCandidate(3, text, score, FinishReason.STOP, 5, -0.25)
+    best = RankedCandidate(
+        3,
+        text,
+        score,
+        FinishReason.STOP,
+        3,
+        -0.25,
+        token_ids=(7, 0, 2),
+        logprobs=(-0.5, 0.0, -0.25),
+    )
     trace = RoundTrace(
         1, 16, RoundEnd.SLOTS_FULL, 4, 1, 2, 1, score, (score, 0.1), 90, 32, 512, 64, 1.5, 0.5, 0.1
     )
@@ -109,6 +118,8 @@ _OTHERS = [
             {"seed": 2**53},
             {"seed": 2**53 + 1},
             {"ignore_eos": True},
+            {"min_tokens": 1},
+            {"logprobs": True},
         )
     ),
     *(
@@ -209,7 +220,7 @@ def test_composed_and_decomposed_text_stay_apart() -> None:
 def test_a_key_says_nothing_and_has_one_shape(tenant: str, prompt: str, fingerprint: str) -> None:
     """Guards against prompts or tenants readable in Redis, and separators smuggled into a part."""
     key = key_of(request(prompt), tenant, generator=fingerprint)
-    assert re.fullmatch(r"specrej:v1:[0-9a-f]{32}:[^:]*:w:a1:[0-9a-f]{64}", key)
+    assert re.fullmatch(r"specrej:v2:[0-9a-f]{32}:[^:]*:w:a1:[0-9a-f]{64}", key)
     # Rid of its random text a key is the same but for the digests.
     assert key.isascii() and " " not in key
 
@@ -249,10 +260,13 @@ def test_a_value_comes_back_as_it_was(text: str) -> None:
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@given(text=st.text(), score=_FLOATS)
-def test_any_finite_answer_survives(text: str, score: float) -> None:
-    """Guards against scores rounded, or texts altered, by a trip through JSON."""
+@given(text=st.text(), score=_FLOATS, logprobs=st.lists(_FLOATS, max_size=5))
+def test_any_finite_answer_survives(text: str, score: float, logprobs: list[float]) -> None:
+    """Guards against numbers rounded, texts altered or tokens lost by a trip through JSON."""
     made = generation(text, score)
+    ids = tuple(range(len(logprobs)))
+    best = replace(made.best, token_ids=ids, logprobs=tuple(logprobs))
+    made = replace(made, candidates=(best,))
     assert unpack("k", pack("k", made, MAX_BYTES), MAX_BYTES) == made
 
 
@@ -299,8 +313,8 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     "change",
     [
         lambda e: e.update(key="other"),
-        lambda e: e.update(version=2),
-        lambda e: e.update(version="1"),
+        lambda e: e.update(version=1),
+        lambda e: e.update(version="2"),
         lambda e: e.update(more=1),
         lambda e: e.pop("generation"),
         lambda e: e["generation"].update(candidates=[]),
@@ -310,6 +324,8 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
         lambda e: e["generation"]["candidates"][0].update(score=float("inf")),
         lambda e: e["generation"]["candidates"][0].update(score=None),
         lambda e: e["generation"]["candidates"][0].update(finish="other"),
+        lambda e: e["generation"]["candidates"][0].update(token_ids=["7"]),
+        lambda e: e["generation"]["candidates"][0].update(logprobs=[float("-inf")]),
         lambda e: e["generation"]["rounds"][0].update(scores=[float("-inf")]),
     ],
 )

@@ -7,6 +7,7 @@ import math
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,6 +144,7 @@ async def remote_generator(generator: Any) -> AsyncIterator[RemoteGenerator]:
         (100_000, 40, request(algorithm=Algorithm.BEST_OF_N)),
         (100_000, 5, request(n=0)),
         (100_000, 10**9, request(n=1, max_tokens=1)),
+        (100_000, 4, replace(REQUEST, sampling=Sampling(60, min_tokens=20, logprobs=True))),
     ],
 )
 async def test_the_same_events_as_local(
@@ -172,6 +174,15 @@ async def test_weighted_remote_rewards_are_asked_side_by_side() -> None:
     scores = {ranked.id: ranked.score for ranked in plain[-1].generation.candidates}
     for ranked in mixed[-1].generation.candidates:
         assert ranked.score == math.fsum((2.0 * scores[ranked.id], -0.5 * scores[ranked.id]))
+
+
+async def test_what_a_session_is_opened_with_arrives() -> None:
+    """Guards against sessions that share prompt prefixes because their salts were dropped."""
+    async with remotes() as far:
+        for salt in ("", "a" * 128):
+            async with far.generator.open(PROMPT, 4, Sampling(), 8, salt):
+                pass
+        assert far.held.salts == ["", "a" * 128]
 
 
 async def test_descriptions_arrive_whole() -> None:
@@ -394,7 +405,12 @@ class Refusing(HeldGenerator):
 
     @asynccontextmanager
     async def open(
-        self, prompt: Prompt, n: int, sampling: Sampling, first_round_tokens: int
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: Sampling,
+        first_round_tokens: int,
+        cache_salt: str = "",
     ) -> AsyncIterator[Session]:
         raise self._error
         yield

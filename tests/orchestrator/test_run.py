@@ -243,6 +243,41 @@ async def test_leaving_early_frees_the_slots() -> None:
     assert generator.ledger.owned == 0
 
 
+async def test_logprobs_add_up_over_all_rounds() -> None:
+    """Guards against an answer that tells of its last round's tokens only, or of a neighbour's."""
+    wanted = request(schedule=Schedule(first=4))
+    wanted = replace(wanted, sampling=replace(wanted.sampling, logprobs=True))
+    generation = await answer(wanted, ToyGenerator(end_every=20), FixedScorer())
+    assert len(generation.rounds) > 2, "the case this test is about did not occur"
+    assert len({candidate.token_ids for candidate in generation.candidates}) > 1
+    for candidate in generation.candidates:
+        assert len(candidate.token_ids) == len(candidate.logprobs) == candidate.num_tokens
+        total = candidate.mean_logprob * candidate.num_tokens
+        assert sum(candidate.logprobs) == pytest.approx(total)
+
+
+async def test_no_logprobs_unless_asked_for() -> None:
+    """Guards against every answer carrying, and the cache storing, what nobody asked for."""
+    generation = await answer(request(), ToyGenerator(), FixedScorer())
+    assert not any(c.token_ids or c.logprobs for c in generation.candidates)
+
+
+async def test_the_salt_reaches_the_generator() -> None:
+    """Guards against prompt prefixes shared by all because the salt was dropped on the way."""
+    seen = []
+
+    class Salted(ToyGenerator):
+        @asynccontextmanager
+        async def open(self, *arguments: Any) -> AsyncIterator[ToySession]:
+            seen.append(arguments[-1])
+            async with super().open(*arguments) as session:
+                yield session
+
+    async with aclosing(run(request(), Salted(), FixedScorer(), "pepper")) as events:
+        assert [event async for event in events]
+    assert seen == ["pepper"]
+
+
 async def test_weighted_rewards_add_up() -> None:
     plain = await answer(request(alpha=0.0), ToyGenerator(), LikelihoodScorer())
     parts: list[tuple[Scorer, float]] = [(LikelihoodScorer(), 2.0), (FixedScorer(), -0.5)]

@@ -341,6 +341,8 @@ async def test_what_is_the_same_request(cached_service: Whole) -> None:
         seeded(8),
         ask(sampling={"max_tokens": 41}),
         ask(sampling={"stop": ["x"]}),
+        ask(sampling={"min_tokens": 1}),
+        ask(sampling={"logprobs": True}),
         ask(selection={"n": 13}),
         ask(selection={"alpha": 0.25}),
         ask(selection={"return_candidates": 2}),
@@ -372,6 +374,44 @@ async def test_tenants_share_nothing(cached_service: Whole) -> None:
     await until(lambda: gate.held == 2)
     gate.open()
     assert not any(reply.cached for reply in await asyncio.gather(*both))
+
+
+async def test_tenants_have_salts_of_their_own(service: Whole) -> None:
+    """Guards against prompt prefixes shared across tenants, whose timing tells what others ask."""
+    tenants = ("", "acme", "acme", "Acme", "umbrella")
+    for tenant in tenants:
+        await answer(service, ask(cache_control=pb.CACHE_CONTROL_BYPASS), tenant=tenant)
+    salts = service.generator.salts
+    assert salts[1] == salts[2]
+    assert len(set(salts)) == len(set(tenants))
+
+
+async def test_a_salt_is_not_the_tenants_name(service: Whole) -> None:
+    """Guards against a customer's name in the generator's memory, traces or logs."""
+    tenants = ("acme", "0123456789abcdef" * 2, "a" * 400)  # one has a digest's own looks
+    for tenant in tenants:
+        await answer(service, ask(), tenant=tenant)
+    for tenant, salt in zip(tenants, service.generator.salts, strict=True):
+        assert re.fullmatch("[0-9a-f]{32}", salt)
+        assert tenant not in salt and salt not in tenant
+
+
+async def test_tokens_and_logprobs_come_from_the_cache_too(cached_service: Whole) -> None:
+    """Guards against a cached answer that lacks what its request asked for."""
+    message = ask(sampling={"logprobs": True}, selection={"return_candidates": 3})
+    made, cached = [await answer(cached_service, message) for _ in range(2)]
+    assert cached.cached
+    assert list(cached.candidates) == list(made.candidates)
+    assert all(len(c.logprobs) == len(c.token_ids) == c.num_tokens for c in cached.candidates)
+    assert not (await answer(cached_service, ask())).candidates[0].logprobs
+
+
+async def test_nothing_ends_before_min_tokens(service: Whole) -> None:
+    """Guards against a min_tokens that is taken and dropped on its way to the generator."""
+    message = ask(selection={"return_candidates": 64, "algorithm": pb.ALGORITHM_BEST_OF_N})
+    assert min(c.num_tokens for c in (await answer(service, message)).candidates) < 30
+    message.sampling.min_tokens = 30
+    assert min(c.num_tokens for c in (await answer(service, message)).candidates) >= 30
 
 
 async def test_bypass_neither_reads_nor_writes(cached_service: Whole) -> None:
@@ -535,6 +575,7 @@ BAD: list[tuple[pb.GenerateRequest, list[str]]] = [
     *((ask(sampling={"top_p": p}), ["sampling.top_p"]) for p in (0, -1, 2, NAN)),
     (ask(sampling={"top_k": -2}), ["sampling.top_k"]),
     *((ask(sampling={"max_tokens": m}), ["sampling.max_tokens"]) for m in (0, -1, 4097, INT32_MAX)),
+    *((ask(sampling={"min_tokens": m}), ["sampling.min_tokens"]) for m in (-1, 41, INT32_MAX)),
     (ask(sampling={"seed": -1}), ["sampling.seed"]),
     (ask(sampling={"stop": ["x", ""]}), ["sampling.stop[1]"]),
     (ask(sampling={"stop": ["x" * 257]}), ["sampling.stop[0]"]),
@@ -613,6 +654,7 @@ async def test_all_bad_fields_at_once(service: Whole) -> None:
         ask(sampling={"temperature": 2, "top_p": 1e-9, "top_k": INT32_MAX}),
         ask(sampling={"seed": 2**63 - 1, "stop": ["x" * 256] * 16}),
         ask(selection={"n": 1}, sampling={"max_tokens": 4096}),
+        ask(sampling={"max_tokens": 5, "min_tokens": 5, "logprobs": True}),
         ask(selection={"alpha": 0.999999}),
         ask(selection={"alpha": 5e-324, "return_candidates": 64}),
         ask(selection=tokens(*range(1, 1025))),
@@ -741,6 +783,8 @@ _SAMPLINGS: dict[str, st.SearchStrategy[Any]] = {
     "stop": st.lists(_TEXT, max_size=18),
     "seed": st.integers(-(2**63), 2**63 - 1),
     "ignore_eos": st.booleans(),
+    "min_tokens": _INT32,
+    "logprobs": st.booleans(),
 }
 _SCHEDULES = st.one_of(
     st.builds(pb.Schedule),

@@ -46,13 +46,14 @@ def trace(number: int, **changes: Any) -> c.RoundTrace:
 
 
 def candidate(number: int, text: str, score: float) -> c.RankedCandidate:
-    return c.RankedCandidate(number, text, score, c.FinishReason.STOP, 12, -0.5)
+    tokens, logprobs = (3, 1, 2), (-0.5, -0.25, -0.75)
+    return c.RankedCandidate(number, text, score, c.FinishReason.STOP, 3, -0.5, tokens, logprobs)
 
 
 GENERATION = c.Generation(
     candidates=(candidate(3, "the best", 0.5), candidate(1, "the next", 0.25)),
     rounds=(trace(1), trace(2, num_started=4, num_finished=1, num_rejected=1, num_live=2)),
-    usage=c.Usage(9, 1000, 12, 70, 1024, 2500),
+    usage=c.Usage(9, 1000, 3, 70, 1024, 2500),
     timings=c.Timings(2000.0, 1.0, 2.0, 1900.0, 50.0, 3.0, 800.0),
     n=8,
     request_id="r1",
@@ -66,7 +67,7 @@ EVENTS: tuple[c.Event, ...] = (
 )
 SERVICE = c.ServiceDescription(
     generator=c.GeneratorDescription(
-        "tiny", "abc", 2048, 64, 49152, 1024, "cpu float32", c.SlotGauge(4096, 12, 0)
+        "tiny", "abc", 2048, 64, 49152, 1024, "cpu float32", c.SlotGauge(4096, 12, 0, 1024)
     ),
     rewards=("relevance", "likelihood"),
     cache_available=True,

@@ -72,8 +72,8 @@ async def test_every_flag_reaches_the_server(address: str, orchestrator: FakeOrc
     flags = (
         "--system Be brief. -n 8 --alpha 0.25 --schedule tokens:8,32 --algorithm best-of-n"
         " --reward relevance --reward likelihood=0.5 --max-tokens 64 --temperature 0.7 --top-k 50"
-        " --top-p 0.9 --stop END --stop FIN --seed 7 --ignore-eos --cache refresh"
-        " --return-candidates 2"
+        " --top-p 0.9 --stop END --stop FIN --seed 7 --ignore-eos --min-tokens 5"
+        " --logprobs --cache refresh --return-candidates 2"
     )
     arguments = [word.replace("Be", "Be brief.") for word in flags.split() if word != "brief."]
     outcome = await run("generate", "why?", "--address", address, *arguments)
@@ -95,6 +95,8 @@ async def test_every_flag_reaches_the_server(address: str, orchestrator: FakeOrc
             stop=["END", "FIN"],
             seed=7,
             ignore_eos=True,
+            min_tokens=5,
+            logprobs=True,
             cache=c.CacheControl.REFRESH,
             return_candidates=2,
         )
@@ -108,6 +110,8 @@ async def test_json_is_one_object(address: str) -> None:
     assert json.loads(outcome.out) == json.loads(
         json.dumps(wire.to_plain(wire.generation_to_wire(GENERATION)))
     )
+    best = json.loads(outcome.out)["candidates"][0]
+    assert (best["token_ids"], best["logprobs"]) == ([3, 1, 2], [-0.5, -0.25, -0.75])
 
 
 VIOLATIONS = [
@@ -176,6 +180,7 @@ async def test_describe(address: str) -> None:
         run("describe", "--address", address), run("describe", "--address", address, "--json")
     )
     assert "tiny (cpu float32)" in text.out and "tokens:16,64" in text.out
+    assert "12 of 4,096 owned, 1,024 cached" in text.out
     assert json.loads(plain.out) == wire.to_plain(wire.service_to_wire(SERVICE))
 
 

@@ -28,12 +28,14 @@ OPTIONS = Options(
     stop=["\n\n"],
     seed=7,
     ignore_eos=True,
+    min_tokens=5,
+    logprobs=True,
     model="tiny",
     cache=c.CacheControl.REFRESH,
 )
 REQUEST = c.GenerationRequest(
     prompt=c.Prompt.from_user("why?"),
-    sampling=c.Sampling(64, 0.7, 50, 0.9, ("\n\n",), 7, True),
+    sampling=c.Sampling(64, 0.7, 50, 0.9, ("\n\n",), 7, True, 5, True),
     selection=c.Selection(
         n=8,
         alpha=0.25,

@@ -46,6 +46,8 @@ def with_turns(*turns: tuple[str, str]) -> c.GenerationRequest:
 
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     *[({"max_tokens": value}, "max_tokens") for value in (0, -1, CONTEXT + 1, INT32_MAX)],
+    # The default is 128 tokens: one more would be a candidate that never may end.
+    *[({"min_tokens": value}, "min_tokens") for value in (-1, 129, INT32_MAX)],
     *[
         ({"temperature": value}, "temperature")
         for value in (math.nan, math.inf, -1.0, 1e-9, 2.1, 0.0)
@@ -145,7 +147,7 @@ def test_all_violations_at_once() -> None:
     """Guards against a caller who learns of one mistake per attempt."""
     request = c.GenerationRequest(
         prompt=c.Prompt(),
-        sampling=c.Sampling(max_tokens=0, top_k=-1, top_p=2, seed=-1, stop=("",)),
+        sampling=c.Sampling(0, top_k=-1, top_p=2, seed=-1, stop=("",), min_tokens=-1),
         selection=c.Selection(n=-1, alpha=1, return_candidates=0),
     )
     with pytest.raises(InvalidRequest) as raised:
@@ -153,6 +155,7 @@ def test_all_violations_at_once() -> None:
     assert [violation.field for violation in raised.value.violations] == [
         "prompt",
         "sampling.max_tokens",
+        "sampling.min_tokens",
         "sampling.top_k",
         "sampling.top_p",
         "sampling.seed",
@@ -161,6 +164,12 @@ def test_all_violations_at_once() -> None:
         "selection.alpha",
         "selection.return_candidates",
     ]
+
+
+def test_too_many_min_tokens_name_the_range() -> None:
+    """Guards against a refusal that does not say which max_tokens it was held against."""
+    (violation,) = check_request(with_sampling(max_tokens=20, min_tokens=21), CONTEXT, CAP)
+    assert violation.description == "must be 0 .. max_tokens (20), is 21"
 
 
 def test_nothing_wrong_raises_nothing() -> None:
@@ -176,6 +185,7 @@ def test_nothing_wrong_raises_nothing() -> None:
         *[with_sampling(temperature=value) for value in (0.01, 2.0)],
         replace(with_sampling(temperature=0.0), selection=c.Selection(n=1)),
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=MAX_SEED, stop=("x" * 256,) * 16),
+        with_sampling(max_tokens=5, min_tokens=5),
         with_tokens(1, 2, INT32_MAX),
         with_selection(schedule=c.Schedule(kind="memory")),
         with_selection(schedule=c.Schedule(first=1, factor=16.0)),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specrej import contracts as c
 from specrej import wire
 from specrej.errors import Violation
-from specrej.v1 import orchestrator_pb2
+from specrej.v1 import generator_pb2, orchestrator_pb2
 from tests.specrej.fakes import EVENTS, GENERATION, SERVICE
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -30,6 +30,8 @@ SAMPLINGS = st.builds(
     stop=st.lists(TEXT, max_size=3).map(tuple),
     seed=INT64,
     ignore_eos=st.booleans(),
+    min_tokens=INT32,
+    logprobs=st.booleans(),
 )
 SCHEDULES = st.one_of(
     st.just(c.Schedule(kind="memory")),
@@ -48,8 +50,35 @@ SELECTIONS = st.builds(
 REQUESTS = st.builds(
     c.GenerationRequest, PROMPTS, SAMPLINGS, SELECTIONS, TEXT, st.sampled_from(c.CacheControl)
 )
+FLOATS = st.lists(FLOAT, max_size=3).map(tuple)
+TOKEN_IDS = st.lists(INT32, max_size=3).map(tuple)
 RANKED = st.builds(
-    c.RankedCandidate, INT32, TEXT, FLOAT, st.sampled_from(c.FinishReason), INT32, FLOAT
+    c.RankedCandidate,
+    id=INT32,
+    text=TEXT,
+    score=FLOAT,
+    finish=st.sampled_from(c.FinishReason),
+    num_tokens=INT32,
+    mean_logprob=FLOAT,
+    token_ids=TOKEN_IDS,
+    logprobs=FLOATS,
+)
+CANDIDATES = st.builds(
+    c.Candidate,
+    id=INT32,
+    text=TEXT,
+    num_tokens=INT32,
+    logprob=st.floats(-1e9, 0),
+    finish=st.none() | st.sampled_from(c.FinishReason),
+    new_token_ids=TOKEN_IDS,
+    new_logprobs=FLOATS,
+)
+ROUNDS = st.builds(
+    c.Round,
+    candidates=st.lists(CANDIDATES, max_size=3).map(tuple),
+    ended_by=st.sampled_from(c.RoundEnd),
+    num_tokens=INT32,
+    slots=st.builds(c.SlotGauge, INT64, INT64, INT64, INT64),
 )
 COUNTS = ("number", "decision_token", "num_started", "num_finished", "num_rejected", "num_live")
 SLOTS = ("session_slots", "freed_slots", "capacity_slots", "generated_tokens")
@@ -59,7 +88,7 @@ TRACES = st.builds(
     **dict.fromkeys(SLOTS, INT64),
     **dict.fromkeys(("best_score", "extend_ms", "score_ms", "prune_ms"), FLOAT),
     ended_by=st.sampled_from(c.RoundEnd),
-    scores=st.lists(FLOAT, max_size=3).map(tuple),
+    scores=FLOATS,
 )
 GENERATIONS = st.builds(
     c.Generation,
@@ -80,7 +109,12 @@ EVENT_VALUES = st.one_of(
     st.builds(c.Finished, GENERATIONS),
 )
 
-M = TypeVar("M", orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateStreamResponse)
+M = TypeVar(
+    "M",
+    generator_pb2.PrefixBatch,
+    orchestrator_pb2.GenerateRequest,
+    orchestrator_pb2.GenerateStreamResponse,
+)
 
 
 def sent(message: M) -> M:
@@ -101,6 +135,12 @@ def test_a_request_survives(request: c.GenerationRequest) -> None:
 def test_an_event_survives(event: c.Event) -> None:
     """Guards against a field lost, swapped or narrowed on its way to the caller."""
     assert wire.event_from_wire(sent(wire.event_to_wire(event))) == event
+
+
+@given(ROUNDS)
+def test_a_round_survives(ended: c.Round) -> None:
+    """Guards against logprobs of other tokens, and cached slots taken for owned ones."""
+    assert wire.round_from_wire(sent(wire.round_to_wire(ended))) == ended
 
 
 def test_absent_fields_get_the_contracts_defaults() -> None:
