@@ -7,7 +7,7 @@ this function sees each session's rows as a segment. Knows tensors only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,20 @@ class DecodeSegment:
 Segment = PrefillSegment | DecodeSegment
 
 
+class Decoder(Protocol):
+    """Takes the decode rows of a whole forward pass at once; see `cpu_attention.CPUDecoder`."""
+
+    def attend(
+        self,
+        layer: int,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """What a model's attention does to its scores; `window` counts the query's own position."""
@@ -70,6 +84,7 @@ def attend(
     *,
     scaling: float,
     segments: list[Segment],
+    decoder: Decoder | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: None = None,
@@ -78,7 +93,8 @@ def attend(
     """Attention of R rows, R = sum of the segments' rows, batch 1.
 
     query [1, heads, R, d]; key, value [1, kv_heads, R, d]; returns [1, R, heads, d].
-    Stores keys and values in the segments before attending to them.
+    Stores keys and values in the segments before attending to them. Without a `decoder`, torch
+    operations do all of it.
 
     Raises:
         NotImplementedError: the model uses attention sinks.
@@ -87,23 +103,24 @@ def attend(
         raise NotImplementedError("attention sinks are not supported")
     scaled = Scaling(scaling, softcap, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    rows = [segment.num_rows for segment in segments]
-    outputs = []
-    for segment, q, k, v in zip(
-        segments,
-        torch.split(query[0], rows, dim=1),
-        torch.split(key[0], rows, dim=1),
-        torch.split(value[0], rows, dim=1),
-        strict=True,
-    ):
+    _, heads, total, dim = query.shape
+    output = query.new_empty(total, heads, dim)
+    start = 0
+    for segment in segments:
+        rows = slice(start, start + segment.num_rows)
+        start = rows.stop
         if isinstance(segment, PrefillSegment):
             if not segment.stored:
-                segment.pieces[-1].write(layer, segment.offset, k, v)
-            outputs.append(_prefill(segment, layer, q, scaled))
-        else:
-            segment.suffix.write(layer, k.transpose(0, 1), v.transpose(0, 1))
-            outputs.append(_decode(segment, layer, q.transpose(0, 1), scaled))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+                piece = segment.pieces[-1]
+                piece.write(layer, segment.offset, key[0, :, rows], value[0, :, rows])
+            output[rows] = _prefill(segment, layer, query[0, :, rows], scaled)
+        elif decoder is None:
+            new = (key[0, :, rows].transpose(0, 1), value[0, :, rows].transpose(0, 1))
+            segment.suffix.write(layer, *new)
+            output[rows] = _decode(segment, layer, query[0, :, rows].transpose(0, 1), scaled)
+    if decoder:
+        qkv = (query[0], key[0], value[0])
+        decoder.attend(layer, qkv, output, scaled.scale, scaled.softcap, scaled.window)
     return output.unsqueeze(0), None
 
 

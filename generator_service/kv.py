@@ -98,6 +98,14 @@ class SuffixKV:
         """As `keys`."""
         return self._view(self._values[layer], self.tokens_room)
 
+    def key_addresses(self) -> list[int]:
+        """Of each layer's keys, for compiled code that writes and reads them itself."""
+        return [tensor.data_ptr() for tensor in self._keys]
+
+    def value_addresses(self) -> list[int]:
+        """As `key_addresses`."""
+        return [tensor.data_ptr() for tensor in self._values]
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the next token of every live row, [live, kv_heads, d]; `advance` makes it count."""
         self.keys(layer)[: self.live, :, self.length] = keys

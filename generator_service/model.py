@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from generator_service import attention, linear
-from generator_service.attention import Segment
+from generator_service.attention import DecodeSegment, Decoder, Segment
+from generator_service.cpu_attention import CPUDecoder, Rows
 from generator_service.kv import KVShape
 
 AttentionInterface.register(attention.NAME, attention.attend)
@@ -40,6 +41,7 @@ class CausalLM:
         if kinds:
             raise ValueError(f"layers of kind {', '.join(sorted(kinds))} are not supported")
         heads = config.num_attention_heads
+        self._heads = heads
         self.shape = KVShape(
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -73,9 +75,22 @@ class CausalLM:
             use_cache=False,
             logits_to_keep=torch.tensor(last, device=device),
             segments=segments,
+            decoder=self._decoder(segments),
         )
         logits: Tensor = output.logits[0].float()
         return logits
+
+
+    def _decoder(self, segments: list[Segment]) -> Decoder | None:
+        """Compiled attention for this pass's decode rows, where there is one for the device."""
+        if self.shape.device.type != "cpu" or self.shape.dtype != torch.float32:
+            return None
+        batch, start = [], 0
+        for segment in segments:
+            if isinstance(segment, DecodeSegment):
+                batch.append(Rows(start, segment.pieces, segment.suffix))
+            start += segment.num_rows
+        return CPUDecoder(self.shape, self._heads, batch) if batch else None
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:

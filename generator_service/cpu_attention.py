@@ -1,0 +1,208 @@
+"""Decode attention on a CPU: one compiled call per layer for all rows of all sessions.
+
+Prepares what `cpu_kernels.attention` reads, from the segments of one forward pass. Long prompts
+meet their many rows in dense products before and after it, the rest happens inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from generator_service import cpu_kernels as kernels
+from generator_service.kv import KVShape, PromptKV, SuffixKV
+
+Words = NDArray[np.int64]
+
+# Products of a prompt's tokens with its rows from which on a dense product is faster.
+_DENSE_FROM = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One session's rows in a forward pass, from row `start` on."""
+
+    start: int
+    pieces: tuple[PromptKV, ...]
+    suffix: SuffixKV
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The tokens of one piece of a prompt that a query sees; never none."""
+
+    piece: PromptKV
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the rows of one session see: parts of the prompt, then their own tokens."""
+
+    rows: Rows
+    parts: tuple[_Part, ...]
+    first_own: int
+    products: Tensor | None  # [kv_heads, rows * group, tokens] where dense products are worth it
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.count for part in self.parts)
+
+
+class CPUDecoder:
+    """Attention of one forward pass's decode rows; made anew for each."""
+
+    def __init__(self, shape: KVShape, heads: int, batch: Sequence[Rows]) -> None:
+        self._shape = shape
+        self._heads = heads
+        self._batch = batch
+        self._reals = np.zeros(2, np.float32)
+        self._job = np.zeros(kernels.JOB_WORDS, np.int64)
+        self._plans: dict[int | None, _Plan] = {}
+
+    def attend(
+        self,
+        layer: int,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        output: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> None:
+        """Store the rows' keys and values, write their attention to `output` [R, heads, d].
+
+        qkv: [heads, R, d], [kv_heads, R, d], [kv_heads, R, d]; any strides but the last.
+        """
+        if window not in self._plans:
+            views = [_view(rows, window, self._shape, self._heads) for rows in self._batch]
+            self._plans[window] = _Plan(views, self._shape)
+        plan = self._plans[window]
+        self._reals[:] = scale, softcap or 0.0
+        self._fill(layer, plan, qkv, output)
+        for view in plan.views:
+            if view.products is not None:
+                _multiply(view, layer, qkv[0], view.products)
+        work = 2 * plan.tokens * self._heads * self._shape.head_dim
+        kernels.attention.run(self._job, work)
+        for view in plan.views:
+            if view.products is not None:
+                _add_values(view, layer, view.products, output)
+
+    def _fill(
+        self, layer: int, plan: _Plan, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor
+    ) -> None:
+        job, shape = self._job, self._shape
+        job[kernels.COUNTER], job[kernels.CHUNKS] = 0, plan.chunks
+        job[kernels.REALS] = self._reals.ctypes.data
+        job[kernels.SEGMENTS] = plan.segments[layer].ctypes.data
+        job[kernels.NUM_SEGMENTS] = len(plan.views)
+        job[kernels.PARTS] = plan.parts[layer].ctypes.data
+        for word, tensor in zip((kernels.QUERY, kernels.KEY, kernels.VALUE), qkv, strict=True):
+            heads, rows, last = tensor.stride()
+            assert last == 1
+            job[word : word + 3] = tensor.data_ptr(), rows, heads
+        job[kernels.OUTPUT :] = (
+            output.data_ptr(),
+            self._heads,
+            shape.kv_heads,
+            shape.head_dim,
+            plan.longest,
+        )
+
+
+class _Plan:
+    """The kernel's tables for all layers that see the same tokens."""
+
+    def __init__(self, views: Sequence[_View], shape: KVShape) -> None:
+        self.views = views
+        rows = sum(view.rows.suffix.live for view in views)
+        self.chunks = -(-rows // kernels.CHUNK_ROWS)
+        seen = [view.tokens + view.rows.suffix.length + 1 - view.first_own for view in views]
+        self.longest = max(seen)
+        self.tokens = sum(
+            view.rows.suffix.live * count for view, count in zip(views, seen, strict=True)
+        )
+        layers = shape.layers
+        num_parts = sum(len(view.parts) for view in views)
+        self.segments: Words = np.zeros((layers, len(views), kernels.SEGMENT_WORDS), np.int64)
+        self.parts: Words = np.zeros((layers, max(1, num_parts), kernels.PART_WORDS), np.int64)
+        at = 0
+        for number, view in enumerate(views):
+            self.segments[:, number] = _segment(view, at)
+            suffix = view.rows.suffix
+            self.segments[:, number, kernels.OWN_KEYS] = suffix.key_addresses()
+            self.segments[:, number, kernels.OWN_VALUES] = suffix.value_addresses()
+            for part in view.parts:
+                self.parts[:, at, : kernels.KEYS] = part.piece.num_tokens, part.first, part.count
+                self.parts[:, at, kernels.KEYS] = [key.data_ptr() for key in part.piece.keys]
+                self.parts[:, at, kernels.VALUES] = [v.data_ptr() for v in part.piece.values]
+                at += 1
+
+
+def _segment(view: _View, part: int) -> list[int]:
+    """A segment's words; the addresses of its own store are filled in per layer."""
+    suffix = view.rows.suffix
+    words = [0] * kernels.SEGMENT_WORDS
+    words[kernels.ROW], words[kernels.ROWS] = view.rows.start, suffix.live
+    words[kernels.LENGTH], words[kernels.ROOM] = suffix.length + 1, suffix.tokens_room
+    words[kernels.FIRST_OWN] = view.first_own
+    words[kernels.PART], words[kernels.NUM_PARTS] = part, len(view.parts)
+    words[kernels.TOKENS] = view.tokens
+    words[kernels.SHARED] = 0 if view.products is None else view.products.data_ptr()
+    return words
+
+
+def _view(rows: Rows, window: int | None, shape: KVShape, heads: int) -> _View:
+    """All rows stand at one position, so a sliding window only hides the first tokens."""
+    position = rows.prompt_tokens + rows.suffix.length
+    first = 0 if window is None else max(0, position + 1 - window)
+    parts = []
+    for piece in rows.pieces:
+        if first < piece.num_tokens:
+            parts.append(_Part(piece, first, piece.num_tokens - first))
+        first = max(0, first - piece.num_tokens)
+    tokens = sum(part.count for part in parts)
+    products = None
+    if rows.suffix.live * tokens >= _DENSE_FROM:
+        group_rows = rows.suffix.live * heads // shape.kv_heads
+        products = torch.empty(shape.kv_heads, group_rows, tokens)
+    return _View(rows, tuple(parts), first, products)
+
+
+def _multiply(view: _View, layer: int, query: Tensor, products: Tensor) -> None:
+    """Products of all rows with all the prompt's tokens they see."""
+    heads, live = query.shape[0], view.rows.suffix.live
+    kv_heads = products.shape[0]
+    mine = query[:, view.rows.start : view.rows.start + live]
+    by_head = mine.unflatten(0, (kv_heads, heads // kv_heads)).transpose(1, 2)
+    by_head = by_head.reshape(kv_heads, -1, query.shape[-1])
+    at = 0
+    for part in view.parts:
+        keys = part.piece.keys[layer][:, part.first :].transpose(1, 2)
+        if part.count == products.shape[-1]:
+            torch.bmm(by_head, keys, out=products)
+        else:
+            products[..., at : at + part.count] = torch.bmm(by_head, keys)
+        at += part.count
+
+
+def _add_values(view: _View, layer: int, weights: Tensor, output: Tensor) -> None:
+    """Add the prompt's part; `weights` have taken the products' place."""
+    kv_heads, live = weights.shape[0], view.rows.suffix.live
+    at = 0
+    mine = output[view.rows.start : view.rows.start + live].unflatten(1, (kv_heads, -1))
+    for part in view.parts:
+        values = part.piece.values[layer][:, part.first :]
+        mixed = torch.bmm(weights[..., at : at + part.count], values)
+        mine += mixed.unflatten(1, (live, -1)).transpose(0, 1)
+        at += part.count
