@@ -103,8 +103,7 @@ def attend(
         raise NotImplementedError("attention sinks are not supported")
     scaled = Scaling(scaling, softcap, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    _, heads, total, dim = query.shape
-    output = query.new_empty(total, heads, dim)
+    output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
     start = 0
     for segment in segments:
         rows = slice(start, start + segment.num_rows)

@@ -15,12 +15,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from generator_service import cpu_kernels as kernels
+from generator_service.attention import DecodeSegment, Segment
 from generator_service.kv import KVShape, PromptKV, SuffixKV
 
 Words = NDArray[np.int64]
 
 # Products of a prompt's tokens with its rows from which on a dense product is faster.
 _DENSE_FROM = 4096
+
+
+def decoder(shape: KVShape, heads: int, segments: Sequence[Segment]) -> CPUDecoder | None:
+    """For the decode rows of one forward pass, if there are any."""
+    batch, start = [], 0
+    for segment in segments:
+        if isinstance(segment, DecodeSegment):
+            batch.append(Rows(start, segment.pieces, segment.suffix))
+        start += segment.num_rows
+    return CPUDecoder(shape, heads, batch) if batch else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +195,7 @@ def _multiply(view: _View, layer: int, query: Tensor, products: Tensor) -> None:
     heads, live = query.shape[0], view.rows.suffix.live
     kv_heads = products.shape[0]
     mine = query[:, view.rows.start : view.rows.start + live]
-    by_head = mine.unflatten(0, (kv_heads, heads // kv_heads)).transpose(1, 2)
+    by_head = mine.view(kv_heads, heads // kv_heads, live, -1).transpose(1, 2)
     by_head = by_head.reshape(kv_heads, -1, query.shape[-1])
     at = 0
     for part in view.parts:
@@ -200,9 +211,11 @@ def _add_values(view: _View, layer: int, weights: Tensor, output: Tensor) -> Non
     """Add the prompt's part; `weights` have taken the products' place."""
     kv_heads, live = weights.shape[0], view.rows.suffix.live
     at = 0
-    mine = output[view.rows.start : view.rows.start + live].unflatten(1, (kv_heads, -1))
+    mine = output[view.rows.start : view.rows.start + live].view(
+        live, kv_heads, -1, output.shape[-1]
+    )
     for part in view.parts:
         values = part.piece.values[layer][:, part.first :]
         mixed = torch.bmm(weights[..., at : at + part.count], values)
-        mine += mixed.unflatten(1, (live, -1)).transpose(0, 1)
+        mine += mixed.view(kv_heads, live, -1, output.shape[-1]).transpose(0, 1)
         at += part.count

@@ -41,12 +41,20 @@ JOB_WORDS = 20
 # A segment: where its rows begin and how many, its suffix store (of `ROOM` tokens per row, of
 # which FIRST_OWN .. LENGTH - 1 are seen), its prompt's parts and their tokens. SHARED is the
 # address of the products with these tokens, [kv_heads, rows * group, tokens], if there already.
-ROW, ROWS, LENGTH, ROOM, FIRST_OWN, PART, NUM_PARTS, TOKENS, SHARED, OWN_KEYS, OWN_VALUES = range(11)
+ROW, ROWS, LENGTH, ROOM, FIRST_OWN, PART, NUM_PARTS, TOKENS, SHARED, OWN_KEYS, OWN_VALUES = range(
+    11
+)
 SEGMENT_WORDS = 11
 
 # A part of a prompt: tokens FIRST .. FIRST + COUNT - 1 of a store of STORED.
 STORED, FIRST, COUNT, KEYS, VALUES = range(5)
 PART_WORDS = 5
+
+
+# int64 words of an RMS norm's job.
+NORM_ROWS, NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, NORM_EPSILON, NORM_SIZE = range(1, 7)
+NORM_WORDS = 7
+NORM_CHUNK_ROWS = 32
 
 
 @intrinsic
@@ -91,7 +99,7 @@ def _next(_context: Any, _counter: Any) -> Any:
 
 
 @numba.njit(inline="always", **_OPTIONS)
-def _exp(x):  # type: ignore[no-untyped-def]
+def _exp(x: Any) -> Any:
     """e**x for x <= 0 in a form that vectorises; relative error below 2e-7.
 
     2**f on [-0.5, 0.5] by a polynomial (Taylor, degree 7), times the power of two by its bits.
@@ -111,7 +119,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def _dots(query, keys, tokens, scores):  # type: ignore[no-untyped-def]
+def _dots(query: Any, keys: Any, tokens: int, scores: Any) -> None:
     """scores[t] = query . keys[t]; four tokens at a time, so that additions overlap."""
     dim = query.shape[0]
     fours = tokens // 4 * 4
@@ -131,7 +139,7 @@ def _dots(query, keys, tokens, scores):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def _mix(weights, values, tokens, output):  # type: ignore[no-untyped-def]
+def _mix(weights: Any, values: Any, tokens: int, output: Any) -> None:
     """output += sum of weights[t] * values[t]; four tokens per pass over the output."""
     dim = output.shape[0]
     fours = tokens // 4 * 4
@@ -139,7 +147,10 @@ def _mix(weights, values, tokens, output):  # type: ignore[no-untyped-def]
         a, b, c, d = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
         for j in range(dim):
             output[j] += (
-                a * values[t, j] + b * values[t + 1, j] + c * values[t + 2, j] + d * values[t + 3, j]
+                a * values[t, j]
+                + b * values[t + 1, j]
+                + c * values[t + 2, j]
+                + d * values[t + 3, j]
             )
     for t in range(fours, tokens):
         a = weights[t]
@@ -148,7 +159,7 @@ def _mix(weights, values, tokens, output):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def _softmax(scores, tokens, scale, softcap):  # type: ignore[no-untyped-def]
+def _softmax(scores: Any, tokens: int, scale: Any, softcap: Any) -> None:
     """Weights in place of scores; softcap * tanh(score / softcap) first where softcap > 0."""
     highest = np.float32(-np.inf)
     if softcap > 0:
@@ -170,17 +181,17 @@ def _softmax(scores, tokens, scale, softcap):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def _matrix(address, rows, columns):  # type: ignore[no-untyped-def]
+def _matrix(address: int, rows: int, columns: int) -> Any:
     return numba.carray(_floats(address), (rows, columns))
 
 
 @numba.njit(**_OPTIONS)
-def _vector(address, size):  # type: ignore[no-untyped-def]
+def _vector(address: int, size: int) -> Any:
     return numba.carray(_floats(address), (size,))
 
 
 @numba.njit(**_OPTIONS)
-def _store(job, segment, row, head):  # type: ignore[no-untyped-def]
+def _store(job: Any, segment: Any, row: int, head: int) -> Any:
     """Put a row's new key and value into its store; returns all of its keys and values."""
     dim, length = job[DIM], segment[LENGTH]
     base = 4 * (row * job[KV_HEADS] + head) * segment[ROOM] * dim
@@ -196,7 +207,9 @@ def _store(job, segment, row, head):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_OPTIONS)
-def _score_prompt(job, segment, parts, head, query, shared, scores):  # type: ignore[no-untyped-def]
+def _score_prompt(
+    job: Any, segment: Any, parts: Any, head: int, query: Any, shared: Any, scores: Any
+) -> None:
     """Products of a query with the prompt's tokens, computed or copied."""
     if segment[SHARED]:
         for t in range(segment[TOKENS]):
@@ -211,7 +224,9 @@ def _score_prompt(job, segment, parts, head, query, shared, scores):  # type: ig
 
 
 @numba.njit(**_OPTIONS)
-def _mix_prompt(job, segment, parts, head, weights, shared, output):  # type: ignore[no-untyped-def]
+def _mix_prompt(
+    job: Any, segment: Any, parts: Any, head: int, weights: Any, shared: Any, output: Any
+) -> None:
     """Add the prompt's values, or leave their weights where the products were."""
     if segment[SHARED]:
         for t in range(segment[TOKENS]):
@@ -226,7 +241,7 @@ def _mix_prompt(job, segment, parts, head, weights, shared, output):  # type: ig
 
 
 @numba.njit(**_OPTIONS)
-def _attend_row(job, segment, parts, row, reals, scores):  # type: ignore[no-untyped-def]
+def _attend_row(job: Any, segment: Any, parts: Any, row: int, reals: Any, scores: Any) -> None:
     """All heads of one row; `row` counts within the segment."""
     heads, dim, tokens = job[HEADS], job[DIM], segment[TOKENS]
     group = heads // job[KV_HEADS]
@@ -248,7 +263,7 @@ def _attend_row(job, segment, parts, row, reals, scores):  # type: ignore[no-unt
             _mix(scores[tokens:], values[first:], own, output)
 
 
-def _attention(job_words):  # type: ignore[no-untyped-def]
+def _attention(job_words: Any) -> None:
     """Some chunks of rows; every thread runs it until no chunk is left."""
     job = numba.carray(job_words, (JOB_WORDS,))
     segments = numba.carray(_words(job[SEGMENTS]), (job[NUM_SEGMENTS], SEGMENT_WORDS))
@@ -268,22 +283,24 @@ def _attention(job_words):  # type: ignore[no-untyped-def]
             first -= segment[ROWS]
 
 
-def _rms_norm(job_words):  # type: ignore[no-untyped-def]
-    """output = input / sqrt(mean of squares + eps) * weight, row by row.
-
-    Words: input, output, weight, address of eps, rows, size.
-    """
-    job = numba.carray(job_words, (6,))
-    rows, size = job[4], job[5]
-    source, target = _matrix(job[0], rows, size), _matrix(job[1], rows, size)
-    weight, epsilon = _vector(job[2], size), _vector(job[3], 1)[0]
-    for row in range(rows):
-        squares = np.float32(0)
-        for j in range(size):
-            squares += source[row, j] * source[row, j]
-        factor = np.float32(1) / math.sqrt(squares / np.float32(size) + epsilon)
-        for j in range(size):
-            target[row, j] = source[row, j] * np.float32(factor) * weight[j]
+def _rms_norm(job_words: Any) -> None:
+    """output = input / sqrt(mean of squares + epsilon) * weight, row by row."""
+    job = numba.carray(job_words, (NORM_WORDS,))
+    rows, size = job[NORM_ROWS], job[NORM_SIZE]
+    source = _matrix(job[NORM_INPUT], rows, size)
+    target = _matrix(job[NORM_OUTPUT], rows, size)
+    weight, epsilon = _vector(job[NORM_WEIGHT], size), _vector(job[NORM_EPSILON], 1)[0]
+    while True:
+        first = _next(job_words) * NORM_CHUNK_ROWS
+        if first >= rows:
+            break
+        for row in range(first, min(rows, first + NORM_CHUNK_ROWS)):
+            squares = np.float32(0)
+            for j in range(size):
+                squares += source[row, j] * source[row, j]
+            factor = np.float32(1 / math.sqrt(squares / np.float32(size) + epsilon))
+            for j in range(size):
+                target[row, j] = source[row, j] * factor * weight[j]
 
 
 def _compiled(kernel: Callable[..., Any]) -> Any:
@@ -318,7 +335,7 @@ class Kernel:
         self._call = _CALL(self._address)
 
     def run(self, job: np.ndarray[Any, Any], work: int) -> None:
-        """Run it on all threads if `work`, in multiplications, is worth it; it shares by counter."""
+        """Run it, on all threads if `work` (multiplications) is worth it; a counter shares it."""
         threads = torch.get_num_threads()
         if _ON_ALL_THREADS is None or threads == 1 or work < _WORTH_SHARING:
             self._call(job.ctypes.data)

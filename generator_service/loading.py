@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import logging
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from generator_service import memory
 from generator_service.engine import Engine, OpenCommand
 from generator_service.local import LocalGenerator, ModelCard
 from generator_service.model import CausalLM
@@ -14,6 +15,8 @@ from generator_service.settings import GeneratorSettings
 from generator_service.text import Text
 from specrej import fingerprint
 from specrej.contracts import Sampling
+
+log = logging.getLogger(__name__)
 
 
 def load_generator(settings: GeneratorSettings) -> LocalGenerator:
@@ -23,12 +26,15 @@ def load_generator(settings: GeneratorSettings) -> LocalGenerator:
         torch.set_num_threads(settings.threads)
     device = _device(settings.device)
     model = CausalLM.load(settings.model_directory, device)
+    capacity = settings.kv_slots or slots_from_memory(model, settings)
     engine = Engine(
         model,
-        settings.kv_slots or slots_from_memory(model, settings.memory_fraction),
+        capacity,
         max_waiting=settings.max_waiting,
         auto_candidates=min(settings.auto_candidates, settings.max_candidates),
         prefill_chunk=settings.prefill_chunk,
+        max_rows=settings.max_candidates,
+        prefix_cache_slots=int(capacity * settings.prefix_cache),
     )
     engine.start()
     _warm_up(engine)
@@ -46,14 +52,26 @@ def load_generator(settings: GeneratorSettings) -> LocalGenerator:
     return LocalGenerator(engine, Text.load(settings.model_directory, model.eos_ids), card)
 
 
-def slots_from_memory(model: CausalLM, fraction: float) -> int:
-    """Slots that fit a fraction of the memory that is free once the weights are loaded."""
+def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
+    """Slots that fit the generator's part of the memory, less weights and workspace.
+
+    Raises:
+        ValueError: not even one fits.
+    """
     device = model.shape.device
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-    else:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, int(free_bytes * fraction) // model.shape.slot_bytes)
+    workspace = memory.workspace_bytes(
+        model.sizes, settings.max_candidates, settings.prefill_chunk, device
+    )
+    budget = memory.budget(device, settings.memory_fraction, model.weight_bytes, workspace)
+    log.info("memory in bytes: %s, %d per KV slot", budget, model.shape.slot_bytes)
+    slots = budget.kv_bytes // model.shape.slot_bytes
+    if slots < 1:
+        raise ValueError(
+            f"no memory for KV slots: {budget.allowed} bytes (memory_fraction "
+            f"{settings.memory_fraction} of {budget.total}) - {budget.weights} for weights - "
+            f"{budget.workspace} for a step of {settings.max_candidates} candidates"
+        )
+    return slots
 
 
 def _device(wanted: str) -> str:

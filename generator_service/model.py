@@ -6,6 +6,8 @@ nothing of sessions, sampling or text.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from generator_service import attention, linear
-from generator_service.attention import DecodeSegment, Decoder, Segment
-from generator_service.cpu_attention import CPUDecoder, Rows
+from generator_service import attention
+from generator_service.attention import Decoder, Segment
 from generator_service.kv import KVShape
+from generator_service.linear import PackedLinear
+from generator_service.memory import Sizes
 
 AttentionInterface.register(attention.NAME, attention.attend)
 
@@ -32,7 +35,6 @@ class CausalLM:
         """
         model.set_attn_implementation(attention.NAME)
         self._model = model.eval().requires_grad_(False)
-        linear.pack(self._model)
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ()) - {
             "full_attention",
@@ -49,6 +51,9 @@ class CausalLM:
             dtype=model.dtype,
             device=model.device,
         )
+        self._decoder: Callable[[Sequence[Segment]], Decoder | None] | None = None
+        self.products: list[PackedLinear] = []
+        self._speed_up()
         self.vocabulary: int = config.vocab_size
         self.context_tokens: int = config.max_position_embeddings
         self.eos_ids = _eos_ids(model)
@@ -75,22 +80,45 @@ class CausalLM:
             use_cache=False,
             logits_to_keep=torch.tensor(last, device=device),
             segments=segments,
-            decoder=self._decoder(segments),
+            decoder=self._decoder(segments) if self._decoder else None,
         )
         logits: Tensor = output.logits[0].float()
         return logits
 
+    @property
+    def sizes(self) -> Sizes:
+        """What the workspace of a step depends on."""
+        config = self._model.config.get_text_config()
+        return Sizes(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=self._heads,
+            head_dim=self.shape.head_dim,
+            vocabulary=self.vocabulary,
+            context_tokens=self.context_tokens,
+            dtype_bytes=self.shape.dtype.itemsize,
+        )
 
-    def _decoder(self, segments: list[Segment]) -> Decoder | None:
-        """Compiled attention for this pass's decode rows, where there is one for the device."""
-        if self.shape.device.type != "cpu" or self.shape.dtype != torch.float32:
-            return None
-        batch, start = [], 0
-        for segment in segments:
-            if isinstance(segment, DecodeSegment):
-                batch.append(Rows(start, segment.pieces, segment.suffix))
-            start += segment.num_rows
-        return CPUDecoder(self.shape, self._heads, batch) if batch else None
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take, packed copies included."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        tensors += [tensor for product in self.products for tensor in product.tensors()]
+        storages: dict[int, int] = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
+        }
+        packed: int = sum(product.packed_bytes for product in self.products)
+        return packed + sum(storages.values())
+
+    def _speed_up(self) -> None:
+        """Replace what is slow with few rows, where there is something faster for the device."""
+        if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
+            # Here, as other devices do without the compiler behind it.
+            from generator_service import cpu_attention, linear, norm
+
+            self.products = linear.pack(self._model)
+            norm.replace(self._model)
+            self._decoder = partial(cpu_attention.decoder, self.shape, self._heads)
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -20,6 +20,19 @@ _NUCLEUS_GUESS = 256
 _BLOCK = 256
 
 
+# Logits that are looked at together: on a CPU, what stays in its cache.
+_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+
+# Float32 tensors of a block's size that sampling holds at once at most: weights, weights without
+# the forbidden, and a full sort of them with its indices, running sums and what is cut off.
+WORKSPACE_TENSORS = 8
+
+
+def rows_at_once(vocabulary: int, device: torch.device) -> int:
+    """Rows whose next tokens are drawn together."""
+    return max(1, _AT_ONCE.get(device.type, 1 << 20) // vocabulary)
+
+
 def sample(
     logits: Tensor,
     sampling: Sampling,
@@ -32,6 +45,22 @@ def sample(
     logits: float32 [rows, vocabulary]; step: 0 for a candidate's first token; `forbidden` tokens
     are not drawn.
     """
+    block = rows_at_once(logits.shape[1], logits.device)
+    parts = [
+        _sample_block(part, sampling, candidate_ids[at * block : (at + 1) * block], step, forbidden)
+        for at, part in enumerate(torch.split(logits, block))
+    ]
+    tokens, logprobs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _sample_block(
+    logits: Tensor,
+    sampling: Sampling,
+    candidate_ids: list[int],
+    step: int,
+    forbidden: Collection[int],
+) -> tuple[Tensor, Tensor]:
     allowed = logits
     if forbidden:
         index = torch.tensor(sorted(forbidden), device=logits.device)

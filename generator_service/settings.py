@@ -30,11 +30,19 @@ class GeneratorSettings(ServiceSettings):
         description="where it runs: cpu (float32), cuda or cuda:N (bfloat16); auto: cuda if there",
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
-    kv_slots: int = Field(0, ge=0, description="KV capacity in slots; 0: from free memory")
+    kv_slots: int = Field(0, ge=0, description="KV capacity in slots; 0: from memory")
     memory_fraction: float = Field(
-        0.5, gt=0, le=0.95, description="share of the free memory for KV slots when kv_slots is 0"
+        0.5,
+        gt=0,
+        le=0.95,
+        description="share of the device's memory for weights, workspace and KV, if kv_slots is 0",
     )
-    max_candidates: int = Field(1024, ge=1, le=65536, description="most candidates per session")
+    prefix_cache: float = Field(
+        0.25, ge=0, le=1, description="share of the slots for prompts that no session uses now"
+    )
+    max_candidates: int = Field(
+        1024, ge=1, le=65536, description="most candidates per session, and per step of all"
+    )
     auto_candidates: int = Field(
         64, ge=1, le=65536, description="most candidates when a request leaves N open"
     )

@@ -1,0 +1,267 @@
+"""What the engine owes its users beside raw speed: `python -m benchmarks.engine`.
+
+Four figures on the embedded model: decode throughput as a share of what its matrix products alone
+allow; eight sessions at once against the same eight one after another; a step after a long prompt
+against one after a short; and the resident memory of a run in a quarter of the slots it could use.
+Compared runs are interleaved, figures are medians. The last line on stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import describe_machine
+from generator_service.engine import Engine, OpenCommand, PrefixBatch
+from generator_service.linear import PackedLinear
+from generator_service.model import CausalLM
+from specrej.contracts import RoundEnd, Sampling
+
+_MODEL = Path(".models/SmolLM2-135M-Instruct")
+
+
+def main() -> None:
+    """Measure, print a table and a JSON object."""
+    rounds = _arguments().rounds
+    model = CausalLM.load(_MODEL, "cpu")
+    results = {
+        "gemm": _gemm(model, rounds),
+        "sessions": _sessions(model, rounds),
+        "prompt": _prompt(model, rounds),
+        "memory": _in_own_process(_memory),
+    }
+    table = Table(title="the engine on the embedded model")
+    for heading in ("what", "figure", "details"):
+        table.add_column(heading)
+    for name, (figure, text) in _FIGURES.items():
+        table.add_row(text, f"{results[name][figure]:.3f}", str(results[name]))
+    Console(width=140).print(table)
+    print(json.dumps({**results, **describe_machine()}))
+
+
+_FIGURES = {
+    "gemm": ("share_of_bound", "N=128: decode throughput / what the products alone allow"),
+    "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
+    "prompt": ("ratio", "N=128: step after 512 prompt tokens / after 40"),
+    "memory": ("peak_over_computed", "a quarter of the slots: peak memory / weights + capacity"),
+}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
+def products_seconds(products: Sequence[PackedLinear], rows: int, seconds: float = 1.0) -> float:
+    """The fastest of several passes through all matrix products of one step.
+
+    Every layer has its own weights, so they come from memory as they do in a step.
+    """
+    data = {
+        layer.weight.shape[1]: torch.randn(1, rows, layer.weight.shape[1]) for layer in products
+    }
+    passes: list[float] = []
+    with torch.inference_mode():
+        while len(passes) < 6 or sum(passes) < seconds:
+            began = time.perf_counter()
+            for layer in products:
+                layer(data[layer.weight.shape[1]])
+            passes.append(time.perf_counter() - began)
+    return min(passes)
+
+
+def generate(engine: Engine, prompt_ids: Sequence[int], n: int, new_tokens: int) -> None:
+    """One session to its end, without cuts."""
+    wait = _begin(engine, prompt_ids, n, new_tokens)
+    wait()
+
+
+def _begin(
+    engine: Engine, prompt_ids: Sequence[int], n: int, new_tokens: int, seed: int = 0
+) -> Callable[[], None]:
+    """Open a session and let it grow; call what comes back to wait for its end and close it."""
+    sampling = Sampling(max_tokens=new_tokens, ignore_eos=True, seed=seed)
+    session_id, opened = engine.open(OpenCommand(prompt_ids, n, sampling, 1))
+    opened.result()
+    growing = engine.extend(session_id, new_tokens)
+
+    def wait() -> None:
+        batch = growing.result()
+        assert sum(prefix.num_new for prefix in batch.prefixes) == n * new_tokens
+        engine.close(session_id).result()
+
+    return wait
+
+
+def _prompt_ids(tokens: int, offset: int = 0) -> list[int]:
+    return [1 + (37 * i + offset) % 40_000 for i in range(tokens)]
+
+
+def _timed(run: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _interleaved(rounds: int, runs: Sequence[Callable[[], None]]) -> list[float]:
+    """Median seconds of each run; the first round warms up."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds + 1):
+        for taken, run in zip(seconds, runs, strict=True):
+            taken.append(_timed(run))
+            if not number:
+                taken.clear()
+    return [statistics.median(taken) for taken in seconds]
+
+
+def _gemm(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 64) -> dict[str, float]:
+    with _Running(model, n * new_tokens + 40) as engine:
+        bounds, speeds = [], []
+        for number in range(rounds + 1):
+            bounds.append(n / products_seconds(model.products, n))
+            seconds = _timed(lambda: generate(engine, _prompt_ids(40), n, new_tokens))
+            speeds.append(n * new_tokens / seconds)
+            if not number:
+                speeds.clear()
+    bound, speed = max(bounds), statistics.median(speeds)
+    return {
+        "share_of_bound": round(speed / bound, 3),
+        "tokens_per_s": round(speed, 1),
+        "bound_tokens_per_s": round(bound, 1),
+    }
+
+
+def _sessions(model: CausalLM, rounds: int, sessions: int = 8, n: int = 16) -> dict[str, float]:
+    """Different prompts, so that nothing is shared."""
+    prompts = [_prompt_ids(40, offset=number) for number in range(sessions)]
+
+    def one_after_another() -> None:
+        for prompt in prompts:
+            generate(engine, prompt, n, 64)
+
+    def at_once() -> None:
+        for wait in [_begin(engine, prompt, n, 64) for prompt in prompts]:
+            wait()
+
+    with _Running(model, sessions * (n * 64 + 40)) as engine:
+        serial, joint = _interleaved(rounds, (one_after_another, at_once))
+    made = sessions * n * 64
+    return {
+        "speed_up": round(serial / joint, 3),
+        "at_once_tokens_per_s": round(made / joint, 1),
+        "one_after_another_tokens_per_s": round(made / serial, 1),
+    }
+
+
+def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 64) -> dict[str, float]:
+    """Milliseconds per step: what 64 steps take beyond the first, prefill left out."""
+
+    def step_ms(tokens: int) -> float:
+        sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
+        session_id, opened = engine.open(OpenCommand(_prompt_ids(tokens), n, sampling, 1))
+        opened.result()
+        engine.extend(session_id, 1).result()
+        seconds = _timed(lambda: held.append(engine.extend(session_id, new_tokens).result()))
+        engine.close(session_id).result()
+        return seconds * 1e3 / (new_tokens - 1)
+
+    held: list[PrefixBatch] = []
+    with _Running(model, n * new_tokens + 512) as engine:
+        step_ms(512)
+        pairs = [(step_ms(40), step_ms(512)) for _ in range(rounds)]
+        most_slots = max(batch.slots.session for batch in held[1::2])
+    short, long = (statistics.median(column) for column in zip(*pairs, strict=True))
+    assert all(batch.slots.session <= 512 + n * new_tokens for batch in held)
+    return {
+        "ratio": round(long / short, 3),
+        "step_ms_after_40": round(short, 1),
+        "step_ms_after_512": round(long, 1),
+        "slots_held_after_40_and_64": most_slots,
+        "slots_held_after_512_and_64": held[0].slots.session,
+    }
+
+
+def _memory(n: int = 64, max_tokens: int = 256) -> dict[str, float]:
+    """A run whose rounds end when the slots are full; every second candidate is rejected."""
+    model = CausalLM.load(_MODEL, "cpu")
+    capacity = n * max_tokens // 4
+    with _Running(model, capacity) as engine:
+        generate(engine, _prompt_ids(8), 2, 2)
+        loaded, most = _resident_bytes(), [0]
+        done = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(done, most))
+        watcher.start()
+        rounds, survivors = _halving(engine, n, max_tokens)
+        done.set()
+        watcher.join()
+    computed = loaded + capacity * model.shape.slot_bytes
+    return {
+        "peak_over_computed": round(most[0] / computed, 3),
+        "peak_mb": round(most[0] / 1e6, 1),
+        "weights_mb": round(loaded / 1e6, 1),
+        "capacity_mb": round(capacity * model.shape.slot_bytes / 1e6, 1),
+        "capacity_slots": capacity,
+        "rounds": rounds,
+        "survivors": survivors,
+    }
+
+
+def _halving(engine: Engine, n: int, max_tokens: int) -> tuple[int, int]:
+    """Grow to full slots, keep every second candidate, and so on; rounds, and who finishes."""
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    session_id, opened = engine.open(OpenCommand(_prompt_ids(40), n, sampling, 8))
+    opened.result()
+    rounds = 0
+    while True:
+        rounds += 1
+        batch = engine.extend(session_id, max_tokens).result()
+        if batch.ended_by is not RoundEnd.SLOTS_FULL:
+            engine.close(session_id).result()
+            return rounds, len(batch.prefixes)
+        engine.prune(session_id, [prefix.id for prefix in batch.prefixes[::2]]).result()
+
+
+def _watch(done: threading.Event, most: list[int]) -> None:
+    while not done.wait(0.002):
+        most[0] = max(most[0], _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _in_own_process(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Memory is measured where nothing else has used any."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure)
+
+
+class _Running:
+    """An engine as long as the context."""
+
+    def __init__(self, model: CausalLM, capacity: int) -> None:
+        self._engine = Engine(model, capacity)
+
+    def __enter__(self) -> Engine:
+        self._engine.start()
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.stop()
+        self._engine.check_integrity()
+
+
+if __name__ == "__main__":
+    main()
