@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,7 +25,6 @@ from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from generator_service.engine import Engine, OpenCommand, PrefixBatch
-from generator_service.linear import PackedLinear
 from generator_service.model import CausalLM
 from specrej.contracts import RoundEnd, Sampling
 
@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def products_seconds(products: Sequence[PackedLinear], rows: int, seconds: float = 1.0) -> float:
+def products_seconds(products: Sequence[Any], rows: int, seconds: float = 1.0) -> float:
     """The fastest of several passes through all matrix products of one step.
 
     Every layer has its own weights, so they come from memory as they do in a step.

@@ -6,6 +6,7 @@ this function sees each session's rows as a segment. Knows tensors only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,20 +53,6 @@ class DecodeSegment:
 Segment = PrefillSegment | DecodeSegment
 
 
-class Decoder(Protocol):
-    """Takes the decode rows of a whole forward pass at once; see `cpu_attention.CPUDecoder`."""
-
-    def attend(
-        self,
-        layer: int,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        output: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """What a model's attention does to its scores; `window` counts the query's own position."""
@@ -73,6 +60,14 @@ class Scaling:
     scale: float
     softcap: float | None
     window: int | None
+
+
+class Decoder(Protocol):
+    """Takes the decode rows of a whole forward pass at once; see `cpu_attention.CPUDecoder`."""
+
+    def attend(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scaled: Scaling
+    ) -> None: ...
 
 
 def attend(
@@ -83,8 +78,9 @@ def attend(
     attention_mask: None,
     *,
     scaling: float,
-    segments: list[Segment],
+    segments: Sequence[Segment],
     decoder: Decoder | None = None,
+    seen: list[Scaling] | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: None = None,
@@ -92,9 +88,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention of R rows, R = sum of the segments' rows, batch 1.
 
-    query [1, heads, R, d]; key, value [1, kv_heads, R, d]; returns [1, R, heads, d].
-    Stores keys and values in the segments before attending to them. Without a `decoder`, torch
-    operations do all of it.
+    query [1, heads, R, d]; key, value [1, kv_heads, R, d]; returns [1, R, heads, d]. What the model
+    wants done to the scores is added to `seen`.
 
     Raises:
         NotImplementedError: the model uses attention sinks.
@@ -102,8 +97,27 @@ def attend(
     if s_aux is not None:
         raise NotImplementedError("attention sinks are not supported")
     scaled = Scaling(scaling, softcap, sliding_window)
+    if seen is not None:
+        seen.append(scaled)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    output = attend_rows(layer, (query[0], key[0], value[0]), segments, scaled, decoder)
+    return output.unsqueeze(0), None
+
+
+def attend_rows(
+    layer: int,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    segments: Sequence[Segment],
+    scaled: Scaling,
+    decoder: Decoder | None,
+) -> Tensor:
+    """Attention of R rows; qkv [heads, R, d], [kv_heads, R, d], [kv_heads, R, d] to [R, heads, d].
+
+    Stores keys and values in the segments before attending to them. Without a `decoder`, torch
+    operations do all of it.
+    """
+    query, key, value = qkv
+    output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
     start = 0
     for segment in segments:
         rows = slice(start, start + segment.num_rows)
@@ -111,16 +125,15 @@ def attend(
         if isinstance(segment, PrefillSegment):
             if not segment.stored:
                 piece = segment.pieces[-1]
-                piece.write(layer, segment.offset, key[0, :, rows], value[0, :, rows])
-            output[rows] = _prefill(segment, layer, query[0, :, rows], scaled)
+                piece.write(layer, segment.offset, key[:, rows], value[:, rows])
+            output[rows] = _prefill(segment, layer, query[:, rows], scaled)
         elif decoder is None:
-            new = (key[0, :, rows].transpose(0, 1), value[0, :, rows].transpose(0, 1))
+            new = (key[:, rows].transpose(0, 1), value[:, rows].transpose(0, 1))
             segment.suffix.write(layer, *new)
-            output[rows] = _decode(segment, layer, query[0, :, rows].transpose(0, 1), scaled)
+            output[rows] = _decode(segment, layer, query[:, rows].transpose(0, 1), scaled)
     if decoder:
-        qkv = (query[0], key[0], value[0])
-        decoder.attend(layer, qkv, output, scaled.scale, scaled.softcap, scaled.window)
-    return output.unsqueeze(0), None
+        decoder.attend(layer, qkv, output, scaled)
+    return output
 
 
 def _prefill(segment: PrefillSegment, layer: int, query: Tensor, scaled: Scaling) -> Tensor:
@@ -176,7 +189,7 @@ def _decode(segment: DecodeSegment, layer: int, query: Tensor, scaled: Scaling) 
     group = heads // kv_heads
 
     # The shared parts are one dense product per head for all rows together.
-    by_head = query.view(live, kv_heads, group, dim).transpose(0, 1)
+    by_head = query.reshape(live, kv_heads, group, dim).transpose(0, 1)
     by_head = by_head.reshape(kv_heads, live * group, dim)
     by_row = query.reshape(live * kv_heads, group, dim)
     scores = [

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from generator_service import cpu_kernels as kernels
-from generator_service.attention import DecodeSegment, Segment
+from generator_service.attention import DecodeSegment, Scaling, Segment
 from generator_service.kv import KVShape, PromptKV, SuffixKV
 
 Words = NDArray[np.int64]
@@ -78,57 +78,45 @@ class CPUDecoder:
         self._heads = heads
         self._batch = batch
         self._reals = np.zeros(2, np.float32)
-        self._job = np.zeros(kernels.JOB_WORDS, np.int64)
+        self._job = kernels.Job(kernels.JOB_WORDS)
         self._plans: dict[int | None, _Plan] = {}
 
     def attend(
-        self,
-        layer: int,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        output: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scaled: Scaling
     ) -> None:
         """Store the rows' keys and values, write their attention to `output` [R, heads, d].
 
         qkv: [heads, R, d], [kv_heads, R, d], [kv_heads, R, d]; any strides but the last.
         """
+        plan = self._plan(scaled.window)
+        self._reals[:] = scaled.scale, scaled.softcap or 0.0
+        dense = [view for view in plan.views if view.products is not None]
+        for view in dense:
+            _multiply(view, layer, qkv[0])
+        work = 2 * plan.tokens * self._heads * self._shape.head_dim
+        kernels.attention.run(self._job, self._words(layer, plan, qkv, output), work)
+        for view in dense:
+            _add_values(view, layer, output)
+
+    def _plan(self, window: int | None) -> _Plan:
         if window not in self._plans:
             views = [_view(rows, window, self._shape, self._heads) for rows in self._batch]
             self._plans[window] = _Plan(views, self._shape)
-        plan = self._plans[window]
-        self._reals[:] = scale, softcap or 0.0
-        self._fill(layer, plan, qkv, output)
-        for view in plan.views:
-            if view.products is not None:
-                _multiply(view, layer, qkv[0], view.products)
-        work = 2 * plan.tokens * self._heads * self._shape.head_dim
-        kernels.attention.run(self._job, work)
-        for view in plan.views:
-            if view.products is not None:
-                _add_values(view, layer, view.products, output)
+        return self._plans[window]
 
-    def _fill(
+    def _words(
         self, layer: int, plan: _Plan, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor
-    ) -> None:
-        job, shape = self._job, self._shape
-        job[kernels.COUNTER], job[kernels.CHUNKS] = 0, plan.chunks
-        job[kernels.REALS] = self._reals.ctypes.data
-        job[kernels.SEGMENTS] = plan.segments[layer].ctypes.data
-        job[kernels.NUM_SEGMENTS] = len(plan.views)
-        job[kernels.PARTS] = plan.parts[layer].ctypes.data
-        for word, tensor in zip((kernels.QUERY, kernels.KEY, kernels.VALUE), qkv, strict=True):
+    ) -> list[int]:
+        """All words of the job after the counter, in their order."""
+        shape = self._shape
+        words = [plan.chunks, self._reals.ctypes.data]
+        words += [plan.segments[layer].ctypes.data, len(plan.views), plan.parts[layer].ctypes.data]
+        for tensor in qkv:
             heads, rows, last = tensor.stride()
             assert last == 1
-            job[word : word + 3] = tensor.data_ptr(), rows, heads
-        job[kernels.OUTPUT :] = (
-            output.data_ptr(),
-            self._heads,
-            shape.kv_heads,
-            shape.head_dim,
-            plan.longest,
-        )
+            words += [tensor.data_ptr(), rows, heads]
+        sizes = (self._heads, shape.kv_heads, shape.head_dim, plan.longest)
+        return [*words, output.data_ptr(), *sizes]
 
 
 class _Plan:
@@ -190,8 +178,10 @@ def _view(rows: Rows, window: int | None, shape: KVShape, heads: int) -> _View:
     return _View(rows, tuple(parts), first, products)
 
 
-def _multiply(view: _View, layer: int, query: Tensor, products: Tensor) -> None:
+def _multiply(view: _View, layer: int, query: Tensor) -> None:
     """Products of all rows with all the prompt's tokens they see."""
+    products = view.products
+    assert products is not None
     heads, live = query.shape[0], view.rows.suffix.live
     kv_heads = products.shape[0]
     mine = query[:, view.rows.start : view.rows.start + live]
@@ -207,8 +197,10 @@ def _multiply(view: _View, layer: int, query: Tensor, products: Tensor) -> None:
         at += part.count
 
 
-def _add_values(view: _View, layer: int, weights: Tensor, output: Tensor) -> None:
-    """Add the prompt's part; `weights` have taken the products' place."""
+def _add_values(view: _View, layer: int, output: Tensor) -> None:
+    """Add the prompt's part; weights have taken the products' place."""
+    weights = view.products
+    assert weights is not None
     kv_heads, live = weights.shape[0], view.rows.suffix.live
     at = 0
     mine = output[view.rows.start : view.rows.start + live].view(

@@ -1,4 +1,4 @@
-"""What torch does slowly on a CPU with few rows, compiled by numba: attention and RMS norm.
+"""What torch does slowly on a CPU with few rows, compiled by numba: all but the products.
 
 A decode step's attention is many tiny products; as torch operations, most of its time goes into
 calling them. Here one call per layer serves all rows of all sessions, on torch's own threads. All
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,17 @@ STORED, FIRST, COUNT, KEYS, VALUES = range(5)
 PART_WORDS = 5
 
 
-# int64 words of an RMS norm's job.
-NORM_ROWS, NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, NORM_EPSILON, NORM_SIZE = range(1, 7)
-NORM_WORDS = 7
-NORM_CHUNK_ROWS = 32
+# int64 words of the other jobs; the first is their counter.
+NORM_ROWS, NORM_INPUT, NORM_OUTPUT, NORM_ADD, NORM_WEIGHT, NORM_EPSILON, NORM_SIZE = range(1, 8)
+NORM_WORDS = 8
+ROTATE_ROWS, ROTATE_DATA, ROTATE_COS, ROTATE_SIN, ROTATE_STRIDE = range(1, 6)
+ROTATE_HEADS, ROTATE_DIM = 6, 7
+ROTATE_WORDS = 8
+GATE_ROWS, GATE_INPUT, GATE_OUTPUT, GATE_SIZE = range(1, 5)
+GATE_WORDS = 5
+
+# Rows of these that a thread takes at a time.
+_ROWS_AT_ONCE = 8
 
 
 @intrinsic
@@ -284,23 +291,78 @@ def _attention(job_words: Any) -> None:
 
 
 def _rms_norm(job_words: Any) -> None:
-    """output = input / sqrt(mean of squares + epsilon) * weight, row by row."""
+    """output = input / sqrt(mean of squares + epsilon) * weight, row by row.
+
+    Where there is something to add, it is added to the input first, in place.
+    """
     job = numba.carray(job_words, (NORM_WORDS,))
     rows, size = job[NORM_ROWS], job[NORM_SIZE]
     source = _matrix(job[NORM_INPUT], rows, size)
     target = _matrix(job[NORM_OUTPUT], rows, size)
+    more = _matrix(job[NORM_ADD], rows, size)
     weight, epsilon = _vector(job[NORM_WEIGHT], size), _vector(job[NORM_EPSILON], 1)[0]
     while True:
-        first = _next(job_words) * NORM_CHUNK_ROWS
+        first = _next(job_words) * _ROWS_AT_ONCE
         if first >= rows:
             break
-        for row in range(first, min(rows, first + NORM_CHUNK_ROWS)):
+        for row in range(first, min(rows, first + _ROWS_AT_ONCE)):
+            if job[NORM_ADD]:
+                for j in range(size):
+                    source[row, j] += more[row, j]
             squares = np.float32(0)
             for j in range(size):
                 squares += source[row, j] * source[row, j]
             factor = np.float32(1 / math.sqrt(squares / np.float32(size) + epsilon))
             for j in range(size):
                 target[row, j] = source[row, j] * factor * weight[j]
+
+
+def _rotate(job_words: Any) -> None:
+    """Rotary position embedding (Su et al. 2021) of some heads of each row, in place.
+
+    Halves of a head are rotated against each other, as transformers does.
+    """
+    job = numba.carray(job_words, (ROTATE_WORDS,))
+    rows, stride, heads, dim = (
+        job[ROTATE_ROWS],
+        job[ROTATE_STRIDE],
+        job[ROTATE_HEADS],
+        job[ROTATE_DIM],
+    )
+    data = _matrix(job[ROTATE_DATA], rows, stride)
+    cosines, sines = _matrix(job[ROTATE_COS], rows, dim), _matrix(job[ROTATE_SIN], rows, dim)
+    half = dim // 2
+    while True:
+        first = _next(job_words) * _ROWS_AT_ONCE
+        if first >= rows:
+            break
+        for row in range(first, min(rows, first + _ROWS_AT_ONCE)):
+            cosine, sine = cosines[row], sines[row]
+            for head in range(heads):
+                low = data[row, head * dim : head * dim + half]
+                high = data[row, head * dim + half : (head + 1) * dim]
+                for j in range(half):
+                    x, y = low[j], high[j]
+                    low[j] = x * cosine[j] - y * sine[j]
+                    high[j] = y * cosine[half + j] + x * sine[half + j]
+
+
+def _gated_silu(job_words: Any) -> None:
+    """output = silu(first half of a row) * second half; silu(x) = x / (1 + e**-x)."""
+    job = numba.carray(job_words, (GATE_WORDS,))
+    rows, size = job[GATE_ROWS], job[GATE_SIZE]
+    source = _matrix(job[GATE_INPUT], rows, 2 * size)
+    target = _matrix(job[GATE_OUTPUT], rows, size)
+    while True:
+        first = _next(job_words) * _ROWS_AT_ONCE
+        if first >= rows:
+            break
+        for row in range(first, min(rows, first + _ROWS_AT_ONCE)):
+            gate, up, output = source[row, :size], source[row, size:], target[row]
+            for j in range(size):
+                x = gate[j]
+                e = _exp(-abs(x))
+                output[j] = x * up[j] * (np.float32(1) if x >= 0 else e) / (np.float32(1) + e)
 
 
 def _compiled(kernel: Callable[..., Any]) -> Any:
@@ -326,6 +388,14 @@ _ON_ALL_THREADS = _open_mp()
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
+class Job:
+    """What a kernel is to do, in int64 words that stay where they are."""
+
+    def __init__(self, num_words: int) -> None:
+        self.words = np.zeros(num_words, np.int64)
+        self.address: int = self.words.ctypes.data
+
+
 class Kernel:
     """Compiled code that takes the address of its job."""
 
@@ -334,14 +404,18 @@ class Kernel:
         self._address: int = self._compiled.address
         self._call = _CALL(self._address)
 
-    def run(self, job: np.ndarray[Any, Any], work: int) -> None:
-        """Run it, on all threads if `work` (multiplications) is worth it; a counter shares it."""
+    def run(self, job: Job, words: Sequence[int], work: int) -> None:
+        """Fill a job and run it, on all threads if `work` (multiplications) is worth it."""
+        job.words[0] = 0  # the counter by which threads share it
+        job.words[1 : 1 + len(words)] = words
         threads = torch.get_num_threads()
         if _ON_ALL_THREADS is None or threads == 1 or work < _WORTH_SHARING:
-            self._call(job.ctypes.data)
+            self._call(job.address)
         else:
-            _ON_ALL_THREADS(self._address, job.ctypes.data, threads, 0)
+            _ON_ALL_THREADS(self._address, job.address, threads, 0)
 
 
 attention = Kernel(_attention)
 rms_norm = Kernel(_rms_norm)
+rotate = Kernel(_rotate)
+gated_silu = Kernel(_gated_silu)

@@ -3,13 +3,11 @@
 A decode step multiplies 1 to a few hundred rows by each weight. With plain weights, float32
 products of 3 to 63 rows run at a fraction of the processor's speed; with weights packed for oneDNN
 ahead of time they do not (`python -m benchmarks.linear`). Plain weights stay, as one or two rows
-are faster with them: on a CPU, the memory for weights doubles. Layers that read the same rows
-(query, key and value; gate and up) become one product.
+are faster with them: on a CPU, the memory for weights doubles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +17,6 @@ from torch.nn import functional as F
 # The number of rows that the packed layout is chosen for; it serves all others well too.
 _PACKED_FOR_ROWS = 64
 _PLAIN_UP_TO_ROWS = 2
-
-# Children of one module that are always called with the same rows, in this order.
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class PackedLinear(nn.Module):
@@ -53,64 +48,18 @@ class PackedLinear(nn.Module):
         return product
 
 
-class _Joint:
-    """One product for several layers, computed when the first of them is called."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.sizes = [layer.out_features for layer in layers]
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.linear = PackedLinear(
-            torch.cat([layer.weight.detach() for layer in layers]),
-            torch.cat([bias.detach() for bias in biases]) if biases else None,
-        )
-        self._rows: Tensor | None = None
-        self._products: tuple[Tensor, ...] = ()
-
-    def product(self, number: int, rows: Tensor) -> Tensor:
-        """Layer `number` of these rows; the last layer lets go of all."""
-        if rows is not self._rows:
-            self._rows, self._products = rows, self.linear(rows).split(self.sizes, dim=-1)
-        product = self._products[number]
-        if number == len(self.sizes) - 1:
-            self._rows, self._products = None, ()
-        return product
-
-
-class _Slice(nn.Module):
-    """One of the layers of a joint product."""
-
-    def __init__(self, joint: _Joint, number: int) -> None:
-        super().__init__()
-        first = sum(joint.sizes[:number])
-        self.weight = joint.linear.weight[first : first + joint.sizes[number]]
-        self._joint = joint
-        self._number = number
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """[..., in] to [..., out]; a view into the joint product."""
-        return self._joint.product(self._number, rows)
-
-
-def pack(model: nn.Module) -> list[PackedLinear]:
-    """Replace every linear layer of a float32 CPU model; returns the products that are left."""
-    packed: list[PackedLinear] = []
+def pack(model: nn.Module) -> None:
+    """Replace every linear layer of a float32 CPU model."""
     for parent in list(model.modules()):
-        for names in _TOGETHER:
-            layers = [getattr(parent, name, None) for name in names]
-            if _can_join(layers):
-                joint = _Joint(layers)  # type: ignore[arg-type]
-                packed.append(joint.linear)
-                for number, name in enumerate(names):
-                    setattr(parent, name, _Slice(joint, number))
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                bias = None if child.bias is None else child.bias.detach()
-                packed.append(PackedLinear(child.weight.detach(), bias))
-                setattr(parent, name, packed[-1])
-    return packed
+                setattr(parent, name, joined(child))
 
 
-def _can_join(layers: Sequence[Any]) -> bool:
-    if any(type(layer) is not nn.Linear for layer in layers):
-        return False
-    return len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
+def joined(*layers: nn.Linear) -> PackedLinear:
+    """One product for layers that read the same rows, their outputs side by side."""
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    weights = [layer.weight.detach() for layer in layers]
+    if len(layers) == 1:  # not copied, as it may be tied to the embedding
+        return PackedLinear(weights[0], biases[0] if biases else None)
+    return PackedLinear(torch.cat(weights), torch.cat(biases) if biases else None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from generator_service import attention
@@ -52,7 +52,6 @@ class CausalLM:
             device=model.device,
         )
         self._decoder: Callable[[Sequence[Segment]], Decoder | None] | None = None
-        self.products: list[PackedLinear] = []
         self._speed_up()
         self.vocabulary: int = config.vocab_size
         self.context_tokens: int = config.max_position_embeddings
@@ -100,23 +99,29 @@ class CausalLM:
         )
 
     @property
+    def products(self) -> list[nn.Module]:
+        """The modules of one step's matrix products."""
+        return [m for m in self._model.modules() if isinstance(m, (PackedLinear, nn.Linear))]
+
+    @property
     def weight_bytes(self) -> int:
         """What the weights take, packed copies included."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        tensors += [tensor for product in self.products for tensor in product.tensors()]
+        packed = [m for m in self._model.modules() if isinstance(m, PackedLinear)]
+        tensors += [tensor for product in packed for tensor in product.tensors()]
         storages: dict[int, int] = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
         }
-        packed: int = sum(product.packed_bytes for product in self.products)
-        return packed + sum(storages.values())
+        return sum(storages.values()) + sum(product.packed_bytes for product in packed)
 
     def _speed_up(self) -> None:
         """Replace what is slow with few rows, where there is something faster for the device."""
         if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
             # Here, as other devices do without the compiler behind it.
-            from generator_service import cpu_attention, linear, norm
+            from generator_service import cpu_attention, cpu_layer, linear, norm
 
-            self.products = linear.pack(self._model)
+            cpu_layer.replace(self._model, self.shape)
+            linear.pack(self._model)
             norm.replace(self._model)
             self._decoder = partial(cpu_attention.decoder, self.shape, self._heads)
 

@@ -24,18 +24,17 @@ class RMSNorm(nn.Module):
         self.weight = weight
         self._size = weight.numel()
         self._epsilon = np.array([epsilon], np.float32)
-        self._job = np.zeros(kernels.NORM_WORDS, np.int64)
-        self._job[kernels.NORM_WEIGHT] = weight.data_ptr()
-        self._job[kernels.NORM_EPSILON] = self._epsilon.ctypes.data
-        self._job[kernels.NORM_SIZE] = self._size
+        self._constants = (weight.data_ptr(), self._epsilon.ctypes.data, self._size)
+        self._job = kernels.Job(kernels.NORM_WORDS)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """[..., size] to the same, contiguous."""
+    def forward(self, rows: Tensor, more: Tensor | None = None) -> Tensor:
+        """[..., size] to the same, contiguous; `more` is first added to the rows, in place."""
         rows = rows.contiguous()
         output = torch.empty_like(rows)
+        added = 0 if more is None else more.data_ptr()
         count = rows.numel() // self._size
-        self._job[: kernels.NORM_WEIGHT] = 0, count, rows.data_ptr(), output.data_ptr()
-        kernels.rms_norm.run(self._job, rows.numel())
+        words = (count, rows.data_ptr(), output.data_ptr(), added, *self._constants)
+        kernels.rms_norm.run(self._job, words, rows.numel())
         return output
 
 
@@ -43,12 +42,12 @@ def replace(model: nn.Module) -> None:
     """Replace every module that computes an RMS norm."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            replacement = _equal(child)
+            replacement = equal(child)
             if replacement:
                 setattr(parent, name, replacement)
 
 
-def _equal(module: nn.Module) -> RMSNorm | None:
+def equal(module: nn.Module) -> RMSNorm | None:
     """The RMS norm that does what `module` does, if any."""
     weights = dict(module.named_parameters())
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
