@@ -1,0 +1,91 @@
+"""Which layers and norms are replaced, and that what replaces them computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from generator_service import cpu_layer, norm
+from generator_service.cpu_layer import CPULayer
+from generator_service.kv import KVShape
+from generator_service.linear import PackedLinear, joined
+from generator_service.model import CausalLM
+from generator_service.norm import RMSNorm
+from tests.generator_service import tiny
+
+REPLACED = {"llama", "llama-mha", "mistral", "mistral-window", "qwen2"}
+
+
+def layers_of(model: Any) -> Any:
+    return model.get_decoder().layers
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_layers_of_the_llama_kind_are_replaced(name: str) -> None:
+    """Guards against a speed-up that silently stopped, or that takes a layer it cannot stand for.
+
+    That results are the same is tested for each of them in test_engine.py.
+    """
+    network = tiny.build(name)
+    CausalLM(network)
+    fast = {isinstance(layer, CPULayer) for layer in layers_of(network)}
+    assert fast == {name in REPLACED}
+
+
+def test_a_layer_that_computes_something_else_stays() -> None:
+    """Guards against recognising a layer by its parts' names alone."""
+    network = tiny.build()
+    layers_of(network)[1].mlp.act_fn = nn.GELU()
+    CausalLM(network)
+    assert [isinstance(layer, CPULayer) for layer in layers_of(network)] == [True, False, True]
+
+
+def test_a_layer_with_one_more_part_stays() -> None:
+    network = tiny.build()
+    layers_of(network)[0].mlp.gate = nn.Linear(2, 2)
+    shape = KVShape(3, 2, 8, torch.float32, torch.device("cpu"))
+    network.set_attn_implementation("specrej")
+    cpu_layer.replace(network, shape)
+    assert not isinstance(layers_of(network)[0], CPULayer)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize("rows", [1, 8, 77])
+def test_norms_equal_those_they_replace(name: str, rows: int) -> None:
+    """Guards both kinds: a plain weight, and one that is added to 1 (Gemma)."""
+    original = layers_of(tiny.build(name))[0].input_layernorm
+    replacement = norm.equal(original)
+    assert replacement
+    data = 3 * torch.randn(rows, original.weight.numel())
+    torch.testing.assert_close(replacement(data), original(data), rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_adds_what_comes_with_it_in_place() -> None:
+    """Guards the residual stream, which the next layer reads."""
+    rows, more = torch.randn(2, 20, 32)
+    total = rows + more
+    fused = RMSNorm(torch.rand(32), 1e-5)
+    expected = fused(total.clone())
+    torch.testing.assert_close(fused(rows, more), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rows, total, rtol=0, atol=0)
+
+
+def test_other_norms_stay() -> None:
+    """Guards against a layer norm taken for an RMS norm."""
+    assert norm.equal(nn.LayerNorm(16, bias=False)) is None
+    assert norm.equal(nn.Linear(4, 4)) is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_joined_layers_equal_each_alone(bias: bool, rows: int) -> None:
+    """Guards against outputs of joint products that are swapped, or biases forgotten."""
+    layers = [nn.Linear(24, size, bias=bias) for size in (24, 8, 16)]
+    data = torch.randn(rows, 24)
+    product = joined(*layers)
+    assert isinstance(product, PackedLinear)
+    expected = torch.cat([layer(data) for layer in layers], dim=-1)
+    torch.testing.assert_close(product(data), expected.detach(), rtol=1e-5, atol=1e-5)
