@@ -23,7 +23,7 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection loadtest clean
+.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection bench-engine bench-services bench-peers loadtest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,15 @@ bench: $(READY) models ## decode throughput against transformers generate
 
 bench-rejection: $(READY) models ## tokens and time of Speculative Rejection against Best-of-N
 	@$(BIN)/python -m benchmarks.rejection
+
+bench-engine: $(READY) models ## share of the bound, sessions at once, long prompts, memory
+	@$(BIN)/python -m benchmarks.engine $(ARGS)
+
+bench-services: $(READY) models ## what services and gRPC cost over one process
+	@$(BIN)/python -m benchmarks.services $(ARGS)
+
+bench-peers: $(READY) models ## ours against transformers, vLLM, llama.cpp: make bench-peers CASES="n=64,new=64"
+	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
 
 loadtest: $(READY) ## a minute of load on what make up serves: make loadtest ARGS="--users 8 --n 32"
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.machine import describe_machine
-from generator_service.linear import PackedLinear
+from generator_service.linear import joined
 
 SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576), (576, 49152))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -39,7 +39,7 @@ def main() -> None:
 
 def _measure(inputs: int, outputs: int, rows: int) -> tuple[float, float]:
     plain = nn.Linear(inputs, outputs, bias=False)
-    packed = PackedLinear(plain)
+    packed = joined(plain)
     data = torch.randn(rows, inputs)
     flops = 2 * rows * inputs * outputs
     best = [float("inf")] * 2

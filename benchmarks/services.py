@@ -12,9 +12,9 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _measure(arguments: argparse.Namespace) -> dict[str, object]:
+async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     generator = await asyncio.to_thread(load_generator, GeneratorSettings())
     scorer = LocalScorer(await Worker.start(lambda: RelevanceReward(RELEVANCE)))
     seconds: dict[str, list[float]] = {"services": [], "in_process": []}

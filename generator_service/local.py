@@ -52,8 +52,7 @@ class LocalSession:
         self._engine = engine
         self._text = text
         self._id = session_id
-        self._stop = sampling.stop
-        self._logprobs = sampling.logprobs
+        self._sampling = sampling
         self.n = n
         self.prompt_tokens = prompt_tokens
 
@@ -71,12 +70,14 @@ class LocalSession:
     def _candidate(self, prefix: Prefix) -> Candidate:
         return Candidate(
             id=prefix.id,
-            text=self._text.answer(prefix.token_ids, self._stop),
+            text=self._text.answer(
+                prefix.token_ids, self._sampling.stop, self._sampling.min_tokens
+            ),
             num_tokens=len(prefix.token_ids),
             logprob=prefix.logprob,
             finish=prefix.finish,
             new_token_ids=prefix.token_ids[len(prefix.token_ids) - prefix.num_new :],
-            new_logprobs=prefix.new_logprobs if self._logprobs else (),
+            new_logprobs=prefix.new_logprobs if self._sampling.logprobs else (),
         )
 
 

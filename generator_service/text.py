@@ -58,10 +58,12 @@ class Text:
         )
         return text.rstrip(_TORN)
 
-    def answer(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """A candidate's text up to the first stop text."""
+    def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
+        """Text up to the first stop text that token number `min_tokens` or a later one ends."""
         text = self.decode(token_ids)
-        ends = [at for at in map(text.find, stop) if at >= 0]
+        if not stop:
+            return text
+        ends = _found(text, self.decode(token_ids[: max(0, min_tokens - 1)]), stop)
         return text[: min(ends)] if ends else text
 
     def stops(self, stop: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
@@ -74,7 +76,13 @@ class Text:
         tail = max(len(text.encode()) for text in stop) + 4
 
         def has_stopped(token_ids: Sequence[int]) -> bool:
-            text = self.decode(token_ids[-tail:])
-            return any(ending in text for ending in stop)
+            newest = token_ids[-tail:]
+            return bool(_found(self.decode(newest), self.decode(newest[:-1]), stop))
 
         return has_stopped
+
+
+def _found(text: str, before: str, stop: Sequence[str]) -> list[int]:
+    """Where stop texts begin that end behind `before`, which `text` begins with."""
+    starts = (text.find(ending, max(0, len(before) - len(ending) + 1)) for ending in stop)
+    return [at for at in starts if at >= 0]

@@ -72,3 +72,17 @@ def test_a_stop_text_is_found_with_the_token_that_completes_it(text: Text, stop:
 
 def test_no_stop_texts_no_check(text: Text) -> None:
     assert text.stops([]) is None
+
+
+def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None:
+    """Guards against an answer cut at a stop text that was not allowed to end it."""
+    token_ids = ids_of("one. two. three. four.")
+    checks = text.stops(["."])
+    assert checks
+    completed = [number for number in range(1, len(token_ids) + 1) if checks(token_ids[:number])]
+    assert len(completed) == 4
+    assert text.answer(token_ids, ["."]) == "one"
+    assert text.answer(token_ids, ["."], min_tokens=completed[0]) == "one"
+    assert text.answer(token_ids, ["."], min_tokens=completed[0] + 1) == "one. two"
+    assert text.answer(token_ids, ["."], min_tokens=completed[2]) == "one. two. three"
+    assert text.answer(token_ids, ["!"], min_tokens=3) == "one. two. three. four."
