@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,12 +36,15 @@ def main() -> None:
     """Measure, print a table and a JSON object."""
     rounds = _arguments().rounds
     model = CausalLM.load(_MODEL, "cpu")
-    results = {
-        "gemm": _gemm(model, rounds),
-        "sessions": _sessions(model, rounds),
-        "prompt": _prompt(model, rounds),
-        "memory": _in_own_process(_memory),
-    }
+    results = {}
+    for name, measure in {
+        "gemm": lambda: _gemm(model, rounds),
+        "sessions": lambda: _sessions(model, rounds),
+        "prompt": lambda: _prompt(model, rounds),
+        "memory": lambda: _in_own_process(_memory),
+    }.items():
+        results[name] = measure()
+        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
     table = Table(title="the engine on the embedded model")
     for heading in ("what", "figure", "details"):
         table.add_column(heading)
@@ -143,21 +147,23 @@ def _gemm(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 64) -> d
     }
 
 
-def _sessions(model: CausalLM, rounds: int, sessions: int = 8, n: int = 16) -> dict[str, float]:
+def _sessions(
+    model: CausalLM, rounds: int, sessions: int = 8, n: int = 16, new_tokens: int = 32
+) -> dict[str, float]:
     """Different prompts, so that nothing is shared."""
     prompts = [_prompt_ids(40, offset=number) for number in range(sessions)]
 
     def one_after_another() -> None:
         for prompt in prompts:
-            generate(engine, prompt, n, 64)
+            generate(engine, prompt, n, new_tokens)
 
     def at_once() -> None:
-        for wait in [_begin(engine, prompt, n, 64) for prompt in prompts]:
+        for wait in [_begin(engine, prompt, n, new_tokens) for prompt in prompts]:
             wait()
 
-    with _Running(model, sessions * (n * 64 + 40)) as engine:
+    with _Running(model, sessions * (n * new_tokens + 40)) as engine:
         serial, joint = _interleaved(rounds, (one_after_another, at_once))
-    made = sessions * n * 64
+    made = sessions * n * new_tokens
     return {
         "speed_up": round(serial / joint, 3),
         "at_once_tokens_per_s": round(made / joint, 1),
@@ -165,7 +171,7 @@ def _sessions(model: CausalLM, rounds: int, sessions: int = 8, n: int = 16) -> d
     }
 
 
-def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 64) -> dict[str, float]:
+def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) -> dict[str, float]:
     """Milliseconds per step: what 64 steps take beyond the first, prefill left out."""
 
     def step_ms(tokens: int) -> float:
@@ -188,8 +194,8 @@ def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 64) ->
         "ratio": round(long / short, 3),
         "step_ms_after_40": round(short, 1),
         "step_ms_after_512": round(long, 1),
-        "slots_held_after_40_and_64": most_slots,
-        "slots_held_after_512_and_64": held[0].slots.session,
+        f"slots_held_after_40_and_{new_tokens}": most_slots,
+        f"slots_held_after_512_and_{new_tokens}": held[0].slots.session,
     }
 
 

@@ -109,7 +109,7 @@ class _Candidate:
     finish: FinishReason | None = None
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Session:
     """One prompt and its candidates; `rows[i]` is the candidate in row i of the suffix store."""
 
@@ -175,10 +175,9 @@ class Engine:
         `prefix_cache_slots` slots.
         """
         self._model = model
-        self.ledger = SlotLedger(capacity_slots)
-        self._prefixes: PrefixTree[PromptKV] = PrefixTree(
-            self.ledger, lambda tokens: PromptKV(model.shape, tokens), prefix_cache_slots
-        )
+        self._capacity_slots = capacity_slots
+        self._prefix_cache_slots = prefix_cache_slots
+        self._open_books()
         self._max_rows = max_rows
         self._num_steps = 0
         self._max_waiting = max_waiting
@@ -254,6 +253,15 @@ class Engine:
 
     # The thread
 
+    def _open_books(self) -> None:
+        """All slots free, no prompt kept."""
+        self.ledger = SlotLedger(self._capacity_slots)
+        self._prefixes: PrefixTree[PromptKV] = PrefixTree(
+            self.ledger,
+            lambda tokens: PromptKV(self._model.shape, tokens),
+            self._prefix_cache_slots,
+        )
+
     def _run(self) -> None:
         while not self._stopping:
             try:
@@ -262,12 +270,14 @@ class Engine:
                 # A bug. Sessions in an unknown state are worth less than those still to come.
                 log.exception("the engine starts over, without its sessions")
                 self._end_all(InternalError("the generator had to start over"))
+                self._open_books()
 
     def _turn(self) -> None:
         self._execute_commands()
         self._admit_waiting()
         if work := self._pick():
             self._step(work)
+            self._admit_waiting()  # a session that failed has left room
 
     def _execute_commands(self) -> None:
         """Everything that was sent; blocks only when there is nothing else to do."""
@@ -462,9 +472,11 @@ class Engine:
                 reason="SLOTS_EXCEEDED",
                 metadata={"needed": str(needed), "capacity": str(self.ledger.capacity)},
             )
-        if len(self._waiting) >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} sessions wait for slots already")
         self._waiting.append(session)
+        self._admit_waiting()
+        if session in self._waiting and len(self._waiting) > self._max_waiting:
+            self._waiting.remove(session)
+            raise Overloaded(f"{self._max_waiting} sessions wait for slots already")
 
     def _admit_waiting(self) -> None:
         """First come, first served: nobody overtakes, so nobody starves."""
