@@ -319,7 +319,7 @@ class Engine:
         for session in self._sessions.values():
             if session.is_reading and room:
                 piece = session.unread()
-                if piece not in being_read:
+                if piece.is_computed or piece not in being_read:
                     being_read.add(piece)
                     segment = _chunk(piece, room)
                     work.append((session, segment))
