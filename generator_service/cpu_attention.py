@@ -78,6 +78,7 @@ class CPUDecoder:
         self._heads = heads
         self._batch = batch
         self._reals = np.zeros(2, np.float32)
+        self._reals_at: int = self._reals.ctypes.data
         self._job = kernels.Job(kernels.JOB_WORDS)
         self._plans: dict[int | None, _Plan] = {}
 
@@ -109,8 +110,7 @@ class CPUDecoder:
     ) -> list[int]:
         """All words of the job after the counter, in their order."""
         shape = self._shape
-        words = [plan.chunks, self._reals.ctypes.data]
-        words += [plan.segments[layer].ctypes.data, len(plan.views), plan.parts[layer].ctypes.data]
+        words = [plan.chunks, self._reals_at, *plan.tables_at(layer)]
         for tensor in qkv:
             heads, rows, last = tensor.stride()
             assert last == 1
@@ -146,6 +146,17 @@ class _Plan:
                 self.parts[:, at, kernels.KEYS] = [key.data_ptr() for key in part.piece.keys]
                 self.parts[:, at, kernels.VALUES] = [v.data_ptr() for v in part.piece.values]
                 at += 1
+        self._segments_at, self._parts_at = self.segments.ctypes.data, self.parts.ctypes.data
+        self._strides = self.segments.strides[0], self.parts.strides[0]
+
+    def tables_at(self, layer: int) -> tuple[int, int, int]:
+        """Address and length of a layer's segments, address of its parts."""
+        segments, parts = self._strides
+        return (
+            self._segments_at + layer * segments,
+            len(self.views),
+            self._parts_at + layer * parts,
+        )
 
 
 def _segment(view: _View, part: int) -> list[int]:

@@ -20,8 +20,8 @@ _NUCLEUS_GUESS = 256
 _BLOCK = 256
 
 
-# Logits that are looked at together: on a CPU, what stays in its cache.
-_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+# Logits that are looked at together: on a CPU, few enough not to need much memory.
+_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 # Float32 tensors of a block's size that sampling holds at once at most: weights, weights without
 # the forbidden, and a full sort of them with its indices, running sums and what is cut off.
@@ -30,7 +30,7 @@ WORKSPACE_TENSORS = 8
 
 def rows_at_once(vocabulary: int, device: torch.device) -> int:
     """Rows whose next tokens are drawn together."""
-    return max(1, _AT_ONCE.get(device.type, 1 << 20) // vocabulary)
+    return max(1, _AT_ONCE.get(device.type, 1 << 22) // vocabulary)
 
 
 def sample(
@@ -61,6 +61,9 @@ def _sample_block(
     step: int,
     forbidden: Collection[int],
 ) -> tuple[Tensor, Tensor]:
+    highest = logits.amax(dim=-1, keepdim=True)
+    weights = (logits - highest).exp_()
+    total = _block_sums(weights).sum(dim=-1)
     allowed = logits
     if forbidden:
         index = torch.tensor(sorted(forbidden), device=logits.device)
@@ -69,9 +72,11 @@ def _sample_block(
         tokens = allowed.argmax(dim=-1)
     else:
         uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
-        tokens = _draw(allowed, sampling, uniform)
-    chosen = logits.gather(1, tokens[:, None])[:, 0]
-    return tokens, chosen - torch.logsumexp(logits, dim=-1)
+        if forbidden or sampling.temperature != 1:
+            weights = _tempered(allowed, sampling.temperature)
+        tokens = _draw(allowed, weights, sampling, uniform)
+    chosen = logits.gather(1, tokens[:, None]) - highest
+    return tokens, (chosen[:, 0] - total.log()).float()
 
 
 def uniforms(seed: int, candidate_ids: list[int], step: int, device: torch.device) -> Tensor:
@@ -103,18 +108,17 @@ def _mix(state: Tensor) -> Tensor:
     return state ^ _shift(state, 31)
 
 
-def _draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Inverse-CDF draw from the tempered distribution cut by top_k, then top_p."""
+def _draw(logits: Tensor, weights: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw from the tempered distribution `weights` cut by top_k, then top_p."""
     vocabulary = logits.shape[1]
     top_k = min(sampling.top_k or vocabulary, vocabulary)
     if top_k == vocabulary and sampling.top_p == 1:
-        return _invert(_tempered(logits, sampling.temperature), uniform)
+        return _invert(weights, uniform)
     if top_k < vocabulary:
         values, tokens = logits.topk(top_k)
         weights = _tempered(values, sampling.temperature)
         enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
     else:
-        weights = _tempered(logits, sampling.temperature)
         enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
         weights, tokens = _heaviest(weights, enough)
     if sampling.top_p < 1:
@@ -150,7 +154,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     In two levels, blocks and then tokens, so that a whole vocabulary is read once and its running
     sum never written.
     """
-    sums = torch.cat([part.sum(dim=-1) for part in _blocks(weights)], dim=-1).double()
+    sums = _block_sums(weights)
     running = sums.cumsum(dim=-1)
     target = uniform[:, None] * running[:, -1:]
     block = _pass(sums, running, target)
@@ -160,6 +164,11 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     within.masked_fill_(inside >= weights.shape[1], 0.0)
     at = _pass(within, within.cumsum(dim=-1), target - before)
     return (block * _BLOCK + at)[:, 0]
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Float64 [rows, blocks]."""
+    return torch.cat([part.sum(dim=-1) for part in _blocks(weights)], dim=-1).double()
 
 
 def _blocks(weights: Tensor) -> list[Tensor]:
