@@ -1,0 +1,1 @@
+"""One process per engine under comparison, each in its own environment."""
