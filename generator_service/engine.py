@@ -269,8 +269,7 @@ class Engine:
             except Exception:
                 # A bug. Sessions in an unknown state are worth less than those still to come.
                 log.exception("the engine starts over, without its sessions")
-                self._end_all(InternalError("the generator had to start over"))
-                self._open_books()
+                self._start_over(InternalError("the generator had to start over"))
 
     def _turn(self) -> None:
         self._execute_commands()
@@ -581,13 +580,26 @@ class Engine:
 
     def _fail(self, session: _Session, error: SpecrejError) -> None:
         growing, session.growing = session.growing, None
-        self._close(session.id)
-        if growing:
-            _refuse(growing, error)
+        try:
+            self._close(session.id)
+        finally:
+            if growing:
+                _refuse(growing, error)
 
     def _stop(self) -> None:
         self._stopping = True
         self._end_all(_gone())
+
+    def _start_over(self, error: SpecrejError) -> None:
+        """As on the first day: nothing of what there was can be relied on, not even to close it."""
+        lost = [*self._waiting, *self._sessions.values()]
+        self._waiting.clear()
+        self._sessions.clear()
+        self._open_books()
+        for session in lost:
+            _refuse(session.opened, error)
+            if session.growing:
+                _refuse(session.growing, error)
 
     def _end_all(self, error: SpecrejError) -> None:
         for session in [*self._waiting, *self._sessions.values()]:

@@ -57,17 +57,35 @@ class PromptKV:
         self.values[layer][:, start:end] = values
 
     def split(self, at: int) -> tuple[PromptKV, PromptKV]:
-        """The first `at` tokens and the rest, copied layer by layer; gives up this store."""
+        """The first `at` tokens and the rest, copied layer by layer; gives up this store.
+
+        If memory runs out on the way, this store is put together again: others may use it.
+        """
         front, rest = PromptKV(self._shape, 0), PromptKV(self._shape, 0)
         front.num_tokens, rest.num_tokens = at, self.num_tokens - at
-        for store, fronts, rests in (
-            (self.keys, front.keys, rest.keys),
-            (self.values, front.values, rest.values),
-        ):
-            for layer, whole in enumerate(store):
-                fronts[layer], rests[layer] = whole[:, :at].clone(), whole[:, at:].clone()
-                store[layer] = fronts[layer]  # the whole is not needed any more
+        stores = ((self.keys, front.keys, rest.keys), (self.values, front.values, rest.values))
+        try:
+            for store, fronts, rests in stores:
+                for layer, whole in enumerate(store):
+                    fronts[layer], rests[layer] = whole[:, :at].clone(), whole[:, at:].clone()
+                    store[layer] = fronts[layer]  # the whole is not needed any more
+        except BaseException:
+            for store, fronts, rests in stores:
+                _rejoin(store, fronts, rests)
+            raise
         return front, rest
+
+
+def _rejoin(store: list[Tensor], fronts: list[Tensor], rests: list[Tensor]) -> None:
+    """Undo a split that did not come to its end; a store that cannot be saved is emptied, so that
+    nobody computes with half of it."""
+    try:
+        for layer, front in enumerate(fronts):
+            if store[layer] is front:
+                store[layer] = torch.cat((front, rests[layer]), dim=1)
+    except BaseException:
+        store.clear()
+        raise
 
 
 class SuffixKV:

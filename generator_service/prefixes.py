@@ -91,7 +91,7 @@ class PrefixTree(Generic[S]):
         """Slots that a session with this prompt would add to those in use."""
         ids = tuple(prompt_ids)
         level, start, used = self._roots, 0, 0
-        while piece := level.get(_key(salt, ids[start:])):
+        while piece := _find(level, salt, ids[start:]):
             common = _shared(piece.tokens, ids[start:])
             used += common if piece.users else 0
             start += common
@@ -105,7 +105,7 @@ class PrefixTree(Generic[S]):
         ids = tuple(prompt_ids)
         leaf: Piece[S] | None = None
         level, start = self._roots, 0
-        while piece := level.get(_key(salt, ids[start:])):
+        while piece := _find(level, salt, ids[start:]):
             common = _shared(piece.tokens, ids[start:])
             leaf = piece if common == len(piece.tokens) else self._split(piece, common)
             level, start = leaf.children, leaf.end
@@ -213,6 +213,19 @@ class PrefixTree(Generic[S]):
 def _key(salt: str, tokens: tuple[int, ...]) -> _Key:
     """Prompts share a piece only if they are equal or begin with as many equal tokens as this."""
     return salt, tokens[:MIN_SHARED_TOKENS]
+
+
+def _find(level: dict[_Key, Piece[S]], salt: str, ids: tuple[int, ...]) -> Piece[S] | None:
+    """The piece of a level that a prompt, of which `ids` are left, begins with."""
+    piece = level.get(_key(salt, ids))
+    if piece:
+        return piece
+    # A split may have left a piece shorter than a key, with others behind it.
+    for length in range(min(MIN_SHARED_TOKENS, len(ids)) - 1, 0, -1):
+        piece = level.get((salt, ids[:length]))
+        if piece and piece.children:
+            return piece
+    return None
 
 
 def _shared(tokens: tuple[int, ...], ids: tuple[int, ...]) -> int:

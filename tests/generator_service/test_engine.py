@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,11 +25,21 @@ from specrej.errors import (
     SessionExpired,
     Unavailable,
 )
-from tests.generator_service import tiny
+from tests.generator_service import stepping, tiny
 from tests.generator_service.conftest import MakeEngine
+from tests.generator_service.stepping import Recorder
 
 PROMPT = [1, *(5 + 7 * i % 80 for i in range(16))]
 ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny products on several threads spend their time on waiting for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def opened(engine: Engine, n: int = 6, sampling: Sampling = ENDLESS, first: int = 8) -> int:
@@ -451,3 +463,458 @@ def _drive(engine: Engine, session_id: int, n: int, chance: random.Random) -> No
             keep = set(chance.sample(sorted(live), max(1, len(live) // 2)))
             live = set(keep)
             engine.prune(session_id, keep).result(60)
+
+
+# Prompts in common. From here on engines have no thread: tests take every step themselves.
+
+SYSTEM = [3 + 11 * i % 89 for i in range(70)]
+
+
+def admitted(
+    engine: Engine,
+    prompt: Sequence[int] = PROMPT,
+    n: int = 3,
+    sampling: Sampling = ENDLESS,
+    salt: str = "",
+    first: int = 8,
+) -> int:
+    """A session that has its slots; nothing of its prompt is read yet."""
+    session_id, future = engine.open(OpenCommand(prompt, n, sampling, first, cache_salt=salt))
+    engine._drain()
+    engine._admit_waiting()
+    assert future.result(0)
+    return session_id
+
+
+def grown(engine: Engine, session_id: int, until: int = 24) -> PrefixBatch:
+    return stepping.result(engine, engine.extend(session_id, until))
+
+
+def closed(engine: Engine, session_id: int) -> int:
+    return stepping.result(engine, engine.close(session_id))
+
+
+def alone(
+    prompt: Sequence[int] = PROMPT, n: int = 3, sampling: Sampling = ENDLESS
+) -> dict[int, tuple[int, ...]]:
+    """What the candidates say in an engine of their own."""
+    engine = Engine(_MODEL, 5000)
+    return tokens_of(grown(engine, admitted(engine, prompt, n, sampling), sampling.max_tokens))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-5)], ids=str
+)
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_logits_over_shared_pieces_equal_plain_transformers(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Prompts of up to three pieces, split while one of them is read, cuts and windows included.
+
+    In float64 what is left is no rounding; in float32 other code computes it.
+    """
+    reference = tiny.build(name).to(dtype)
+    model = Recorder(CausalLM(tiny.build(name).to(dtype)))
+    engine = Engine(model, 5000, prefill_chunk=30)
+    tails = [[5, 6, 7], [], PROMPT, [5, 6, 7]]
+    prompts = [SYSTEM + tail for tail in tails] + [[*SYSTEM[:66], 90, 91]]
+    sessions = [admitted(engine, prompt) for prompt in prompts[:2]]
+    for _ in range(2):
+        stepping.step(engine)
+    for prompt in prompts[2:]:
+        sessions.append(admitted(engine, prompt, sampling=replace(ENDLESS, seed=len(sessions))))
+        engine.check_integrity()
+    for until, keep in ((5, {0, 2}), (9, {2})):
+        for running in [engine.extend(session_id, until) for session_id in sessions]:
+            stepping.result(engine, running)
+        for session_id in sessions:
+            stepping.result(engine, engine.prune(session_id, keep))
+    assert model.num_prompt_tokens == 70 + 3 + 17 + 2
+    for session_id, prompt in zip(sessions, prompts, strict=True):
+        (prefix,) = grown(engine, session_id, 10).prefixes
+        logits = tiny.full_logits(reference, [*prompt, *prefix.token_ids])
+        # The last step read all tokens but the newest.
+        found = model.passes[-1].logits
+        torch.testing.assert_close(found, logits[-2:-1], atol=tolerance, rtol=0)
+    for session_id in sessions:
+        closed(engine, session_id)
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("is_read_first", [False, True])
+def test_equal_prompts_are_read_once(is_read_first: bool) -> None:
+    """Sessions with other seeds say what they would say alone, for one prefill in all."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, prefill_chunk=7)
+    samplings = [replace(ENDLESS, seed=seed) for seed in (3, 4, 5)]
+    sessions = []
+    for sampling in samplings:
+        sessions.append(admitted(engine, sampling=sampling))
+        while is_read_first and stepping.step(engine):
+            pass
+    running = [engine.extend(session_id, 24) for session_id in sessions]
+    found = [tokens_of(stepping.result(engine, future)) for future in running]
+    assert found == [alone(sampling=sampling) for sampling in samplings]
+    assert found[0] != found[1]
+    assert model.num_prompt_tokens == engine.ledger.held == 17
+    for session_id, owned in zip(sessions, (17, 17, 0), strict=True):
+        closed(engine, session_id)
+        assert engine.ledger.owned == owned
+        engine.check_integrity()
+
+
+def test_a_system_prompt_is_read_once() -> None:
+    """The usual case in production: a long beginning in common, questions that differ."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, prefill_chunk=16)
+    prompts = [SYSTEM + PROMPT, [*SYSTEM, 9, 8, 7]]
+    running = [engine.extend(admitted(engine, prompt), 24) for prompt in prompts]
+    found = [tokens_of(stepping.result(engine, future)) for future in running]
+    assert found == [alone(prompt) for prompt in prompts]
+    assert model.num_prompt_tokens == engine.ledger.held == 70 + 17 + 3
+
+
+def test_another_salt_reads_the_prompt_again() -> None:
+    """Sharing across tenants would tell each what the other has asked."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, prefix_cache_slots=1000)
+    found = []
+    for salt in ("one", "other"):
+        session_id = admitted(engine, salt=salt)
+        found.append(tokens_of(grown(engine, session_id)))
+        closed(engine, session_id)
+    assert found[0] == found[1] == alone()
+    assert model.num_prompt_tokens == engine.ledger.cached == 2 * 17
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+@pytest.mark.parametrize("prompt", [SYSTEM + PROMPT, [*SYSTEM, 9, 8, 7]])
+def test_a_session_that_ends_while_another_waits_for_the_same_piece(
+    prompt: list[int], num_steps: int
+) -> None:
+    """The other goes on where it stopped: nothing is read twice, nothing is taken as read."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, prefill_chunk=20)
+    first = admitted(engine, SYSTEM + PROMPT)
+    second = admitted(engine, prompt)
+    for _ in range(num_steps):
+        stepping.step(engine)
+    read = engine._sessions[first].prompt
+    assert read
+    gone = sum(piece.computed for piece in read.chain() if piece.users == 1)
+    closed(engine, first)
+    engine.check_integrity()
+    assert tokens_of(grown(engine, second)) == alone(prompt)
+    assert model.num_prompt_tokens == len(prompt) + gone
+    closed(engine, second)
+    assert engine.ledger.owned == 0
+
+
+def test_prompts_stay_within_their_slots_and_are_used_again() -> None:
+    """The same question once more: only its last token is read, for what comes out of it."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, prefill_chunk=7, prefix_cache_slots=20)
+    first = admitted(engine)
+    expected = tokens_of(grown(engine, first))
+    assert closed(engine, first) == 17
+    assert (engine.gauge().owned, engine.gauge().cached) == (0, 17)
+    again = admitted(engine)
+    assert (engine.gauge().owned, engine.gauge().cached) == (17, 0)
+    assert tokens_of(grown(engine, again)) == expected
+    assert model.num_prompt_tokens == 17
+    assert sum(each.num_prompt_rows for each in model.passes) == 17 + 1
+    closed(engine, again)
+    other = admitted(engine, PROMPT[::-1])
+    grown(engine, other, 1)
+    closed(engine, other)  # 34 would be more than may stay
+    assert (engine.gauge().owned, engine.gauge().cached) == (0, 17)
+    engine.check_integrity()
+
+
+def test_cached_prompts_give_way_when_their_room_is_needed() -> None:
+    """They may not keep a session waiting, nor take from the share it could have."""
+    engine = Engine(_MODEL, 17 + 8 * 23, prefix_cache_slots=1000)
+    for prompt in (PROMPT[:9], PROMPT):
+        small = admitted(engine, prompt, n=1)
+        grown(engine, small, 4)
+        closed(engine, small)
+    assert engine.gauge().cached == 9 + 17
+    large = admitted(engine, PROMPT[::-1], n=8)
+    assert engine.gauge().cached == 0
+    engine.check_integrity()
+    assert grown(engine, large).ended_by is RoundEnd.ALL_FINISHED
+    closed(engine, large)
+    assert engine.gauge().cached == 17
+
+
+# The least length
+
+
+class EndLover:
+    """A model that would end every answer at once."""
+
+    def __init__(self) -> None:
+        self.shape, self.eos_ids = _MODEL.shape, _MODEL.eos_ids
+
+    def forward(
+        self, ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
+    ) -> torch.Tensor:
+        logits = _MODEL.forward(ids, positions, segments, last).clone()
+        logits[:, 2] = logits.amax(dim=-1) + 30
+        return logits
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 5])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0),
+        Sampling(),
+        Sampling(temperature=0.5, top_k=1),
+        Sampling(top_p=0.01),
+        Sampling(temperature=2.0, top_k=20, top_p=0.9),
+    ],
+)
+def test_an_end_token_comes_after_the_least_length(min_tokens: int, sampling: Sampling) -> None:
+    """With all of the probability on it; log-probabilities are those that the model gave."""
+    model = Recorder(EndLover())
+    engine = Engine(model, 5000)
+    sampling = replace(sampling, max_tokens=24, min_tokens=min_tokens)
+    batch = grown(engine, admitted(engine, n=4, sampling=sampling))
+    assert batch.ended_by is RoundEnd.ALL_FINISHED
+    for row, prefix in enumerate(batch.prefixes):
+        assert prefix.finish is FinishReason.STOP
+        assert len(prefix.token_ids) == min_tokens + 1
+        assert 2 not in prefix.token_ids[:-1]
+        logits = [each.logits.expand(4, -1)[row] for each in model.passes]
+        expected = torch.log_softmax(torch.stack(logits), dim=-1)
+        chosen = expected.gather(1, torch.tensor(prefix.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(prefix.new_logprobs), chosen)
+        assert all(logprob < -25 for logprob in prefix.new_logprobs[:-1])
+
+
+@pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 1), (5, 5), (24, 24)])
+def test_a_stop_check_counts_from_the_least_length_on(min_tokens: int, length: int) -> None:
+    """The text of a stop may come by early; and the least may be the most."""
+
+    def stops(token_ids: Sequence[int]) -> bool:
+        return True
+
+    engine = Engine(_MODEL, 5000)
+    sampling = replace(ENDLESS, min_tokens=min_tokens)
+    session_id, future = engine.open(OpenCommand(PROMPT, 2, sampling, 4, stops))
+    stepping.result(engine, future)
+    batch = grown(engine, session_id)
+    assert [len(prefix.token_ids) for prefix in batch.prefixes] == [length] * 2
+    assert {prefix.finish for prefix in batch.prefixes} == {FinishReason.STOP}
+
+
+def test_each_round_reports_its_log_probabilities() -> None:
+    """As many as new tokens, and all of them add up to the sum that is told."""
+    engine = Engine(_MODEL, 5000)
+    sampling = Sampling(max_tokens=20, seed=2, temperature=2.0)
+    session_id = admitted(engine, n=12, sampling=sampling)
+    seen: dict[int, list[float]] = {number: [] for number in range(12)}
+    ended = set()
+    for until in (1, 2, 7, 7, 12, 20):
+        batch = grown(engine, session_id, until)
+        for prefix in batch.prefixes:
+            assert prefix.id not in ended
+            seen[prefix.id] += prefix.new_logprobs
+            assert len(seen[prefix.id]) == len(prefix.token_ids)
+            assert sum(seen[prefix.id]) == pytest.approx(prefix.logprob, abs=1e-9)
+        ended |= {prefix.id for prefix in batch.prefixes if prefix.finish}
+        if until == 7:
+            live = [prefix.id for prefix in batch.prefixes if not prefix.finish]
+            stepping.result(engine, engine.prune(session_id, live[::2]))
+    assert 0 < len(ended) < 12
+
+
+# Steps
+
+
+def test_sessions_take_turns_where_a_step_is_too_small_for_all() -> None:
+    """Bounded rows: nobody is left out, and nobody says anything else for it."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, max_rows=6)
+    samplings = [replace(ENDLESS, seed=seed) for seed in range(4)]
+    numbers = (4, 4, 4, 2)
+    prompts = [[number + 5, *PROMPT[1:]] for number in range(4)]
+    running = [
+        engine.extend(admitted(engine, prompt, n, sampling), 24)
+        for prompt, n, sampling in zip(prompts, numbers, samplings, strict=True)
+    ]
+    while not all(future.done() for future in running):
+        assert stepping.step(engine)
+        *equals, _ = (session.num_tokens for session in engine._sessions.values())
+        assert max(equals) - min(equals) <= 1  # the last one fits beside each of them
+    assert max(sum(each.rows) for each in model.passes) == 6
+    assert len(model.passes) == 1 + 3 * 23
+    for prompt, n, sampling, future in zip(prompts, numbers, samplings, running, strict=True):
+        assert tokens_of(future.result()) == alone(prompt, n, sampling)
+
+
+def test_a_session_of_more_rows_than_a_step_goes_alone() -> None:
+    """The bound may not shut out a session that was let in, nor may it shut out others."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, max_rows=6)
+    sessions = [admitted(engine, n=n) for n in (10, 2, 10)]
+    running = [engine.extend(session_id, 24) for session_id in sessions]
+    found = [tokens_of(stepping.result(engine, future, 100)) for future in running]
+    assert found == [alone(n=n) for n in (10, 2, 10)]
+    assert {each.rows for each in model.passes} <= {(), (10,), (2,)}
+
+
+@pytest.mark.parametrize("large_at", [0, 3, 10])
+def test_nobody_starves(large_at: int) -> None:
+    """One large session and ten small ones, two of which fit beside each other, all in order.
+
+    Small ones that pass by would keep the large one waiting for ever, and the reverse.
+    """
+    engine = Engine(_MODEL, 17 + 20 * 7 + 10)
+    numbers = [2] * 10
+    numbers.insert(large_at, 20)
+    waiting = [
+        engine.open(OpenCommand([number + 5, *PROMPT[1:]], n, ENDLESS, 8))
+        for number, n in enumerate(numbers)
+    ]
+    admissions: list[int] = []
+    running: dict[int, Future[PrefixBatch]] = {}
+    engine._drain()
+    for _ in range(1000):
+        if engine.num_sessions + engine.num_waiting == 0:
+            break
+        for session_id, opening in waiting:
+            if opening.done() and session_id not in admissions:
+                admissions.append(session_id)
+                running[session_id] = engine.extend(session_id, 24)
+        for session_id, growing in [*running.items()]:
+            if growing.done():
+                live = [p.id for p in growing.result().prefixes if not p.finish]
+                if live:
+                    engine.prune(session_id, live[: max(1, len(live) // 2)])
+                    running[session_id] = engine.extend(session_id, 24)
+                else:
+                    del running[session_id]
+                    engine.close(session_id)
+        stepping.step(engine)
+    assert admissions == [session_id for session_id, _ in waiting]
+    assert not running
+    assert engine.num_sessions == engine.num_waiting == engine.ledger.owned == 0
+
+
+def test_a_long_prompt_does_not_hold_up_those_who_grow() -> None:
+    """Chunks bound a step's prompt tokens, and each step makes a token of everybody else."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, prefill_chunk=16)
+    growing = admitted(engine)
+    grown(engine, growing, 1)
+    model.passes.clear()
+    running = engine.extend(growing, 24)
+    reading = admitted(engine, [5 + i % 80 for i in range(200)])
+    stepping.result(engine, engine.extend(reading, 1))
+    assert [each.num_prompt_tokens for each in model.passes] == [16] * 12 + [8]
+    assert [each.rows for each in model.passes] == [(3,)] * 13
+    assert engine._sessions[growing].num_tokens == 1 + 13
+    assert tokens_of(stepping.result(engine, running)) == alone()
+
+
+def test_short_prompts_are_read_together() -> None:
+    """As many as a chunk holds, the oldest first; what is left goes to the next."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000, prefill_chunk=16)
+    for number in range(4):
+        admitted(engine, [number + 5, *PROMPT[:5]])
+    while stepping.step(engine):
+        pass
+    assert [each.num_prompt_tokens for each in model.passes] == [16, 8]
+    assert [len(each.logits) for each in model.passes] == [3, 2]
+
+
+def test_sessions_on_a_stored_prompt_begin_together() -> None:
+    """One after the other, step by step, though nothing of it is left to be written."""
+    model = Recorder(_MODEL)
+    engine = Engine(model, 5000)
+    grown(engine, admitted(engine), 1)
+    model.passes.clear()
+    for seed in range(4):
+        admitted(engine, sampling=replace(ENDLESS, seed=seed))
+    stepping.step(engine)
+    assert all(session.has_begun for session in engine._sessions.values())
+    assert model.num_prompt_tokens == 0
+
+
+# Who waits, and who is told
+
+
+@pytest.mark.parametrize("max_waiting", [0, 1])
+def test_a_session_that_need_not_wait_is_not_one_too_many(max_waiting: int) -> None:
+    """A burst of commands between two steps was refused, with nearly all slots free."""
+    engine = Engine(_MODEL, 5000, max_waiting=max_waiting)
+    opening = [engine.open(OpenCommand(PROMPT, 2, ENDLESS, 8))[1] for _ in range(3)]
+    assert [stepping.result(engine, future).n for future in opening] == [2, 2, 2]
+
+
+def test_slots_of_a_failed_session_go_to_those_who_wait(make_engine: MakeEngine) -> None:
+    """The engine fell asleep with a session waiting for slots that were free."""
+    model = CausalLM(tiny.build())
+
+    class Failing:
+        shape, eos_ids, steps = model.shape, model.eos_ids, 0
+
+        def forward(
+            self, ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
+        ) -> torch.Tensor:
+            self.steps += 1
+            if self.steps == 5:
+                raise RuntimeError("device lost")
+            return model.forward(ids, positions, segments, last)
+
+    engine = Engine(Failing(), 17 + 6 * 23)
+    engine.start()
+    first = opened(engine, 6, first=24)
+    _, waiting = engine.open(OpenCommand(PROMPT, 6, ENDLESS, 24))
+    with pytest.raises(InternalError):
+        engine.extend(first, 24).result(30)
+    try:
+        assert waiting.result(5).n == 6
+    finally:
+        engine.stop()
+
+
+def test_broken_books_do_not_end_the_service(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A check that fails between two commands failed again for ever, and no command came through.
+
+    The engine says that it starts over: then its books must, too.
+    """
+    engine = make_engine()
+    caplog.set_level(logging.CRITICAL, "generator_service.engine")
+    engine.close(opened(engine)).result(30)
+    engine.ledger.held += 1
+    engine.close(0).result(30)  # after this command, the engine looks at its books
+    session_id, opening = engine.open(OpenCommand(PROMPT, 2, ENDLESS, 8))
+    try:
+        assert opening.result(2).n == 2
+    except TimeoutError:
+        engine.ledger.held -= 1
+        raise
+    finally:
+        engine.close(session_id).result(30)
+
+
+def test_a_bug_in_closing_does_not_end_the_thread(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Books so broken that sessions cannot be closed: their callers are told all the same."""
+    engine = make_engine()
+    session_id = opened(engine)
+    monkeypatch.setattr(engine, "_make_room", lambda session: 1 // 0)
+    monkeypatch.setattr(engine._prefixes, "release", lambda piece: 1 // 0)
+    with pytest.raises(InternalError):
+        engine.extend(session_id, 24).result(5)
+    monkeypatch.undo()
+    again = opened(engine)
+    assert extended(engine, again, 24).num_tokens == 24
+    engine.close(again).result(30)

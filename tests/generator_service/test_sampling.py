@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,3 +88,26 @@ def test_uniforms_are_uniform_and_differ_by_every_key() -> None:
         assert not torch.isclose(values, other, atol=1e-9).any()
     # Neighbouring steps of neighbouring candidates must not share a stream.
     assert not torch.isin(uniforms(7, IDS, 4, CPU), values).any()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0),
+        Sampling(),
+        Sampling(temperature=0.3),
+        Sampling(top_k=1),
+        Sampling(top_k=3, top_p=0.5),
+        Sampling(top_p=1e-9),
+        Sampling(temperature=2.0, top_p=0.99),
+    ],
+)
+def test_forbidden_tokens_are_not_drawn(sampling: Sampling) -> None:
+    """Even where next to nothing else is likely; their weight goes to the others in proportion."""
+    logits = torch.tensor([[1.0, 40.0, 0.0, 2.0, 39.0]]).expand(len(IDS), -1)
+    tokens, logprobs = sample(logits, sampling, IDS, 4, forbidden=frozenset({1, 4}))
+    without = logits[:, [0, 2, 3]]
+    expected, _ = sample(without, sampling, IDS, 4)
+    assert torch.equal(tokens, torch.tensor([0, 2, 3])[expected])
+    untouched = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, untouched)

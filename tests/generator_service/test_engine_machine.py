@@ -1,0 +1,334 @@
+"""Random sessions on one engine, step by step: what it promises to all of them, at every moment.
+
+The engine runs without its thread, so that commands fall between any two steps. Prompts are made of
+few parts, so that most sessions share some of theirs; all of what they say is compared with what
+they say alone. In float64: in float32 a draw may once in a hundred thousand fall on the other side
+when a prompt is read in other chunks, and a test that fails for that would tell nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from generator_service import prefixes
+from generator_service.engine import Engine, OpenCommand, Opened, Prefix, PrefixBatch
+from generator_service.model import CausalLM
+from specrej.contracts import FinishReason, RoundEnd, Sampling
+from specrej.errors import InternalError, InvalidRequest
+from tests.generator_service import stepping, tiny
+from tests.generator_service.stepping import Recorder
+
+MODEL = CausalLM(tiny.build().double())
+MAX_N, MAX_TOKENS = 12, 20
+SAMPLING = Sampling(max_tokens=MAX_TOKENS, temperature=1.5, seed=8)
+
+# Between two commands.
+STEPS = st.sampled_from([0, 0, 0, 1, 2, 4])
+
+LONG, *_ = PARTS = ([*range(20, 42)], [1, 5, 9], [1, 5, 9, 7])
+PROMPTS = [
+    tuple(itertools.chain(*parts))
+    for count in (1, 2, 3)
+    for parts in itertools.product(PARTS, repeat=count)
+    if parts[0] is LONG or count < 2
+]
+
+
+@cache
+def alone(prompt: Sequence[int]) -> dict[int, Prefix]:
+    """All that candidates on this prompt say, in an engine that nobody else uses."""
+    engine = Engine(MODEL, 5000)
+    session_id, opened = engine.open(OpenCommand(prompt, MAX_N, SAMPLING, 1))
+    stepping.result(engine, opened)
+    batch = stepping.result(engine, engine.extend(session_id, MAX_TOKENS))
+    return {prefix.id: prefix for prefix in batch.prefixes}
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """One session as who sends its commands sees it."""
+
+    id: int
+    command: OpenCommand
+    opened: Future[Opened]
+    growing: Future[PrefixBatch] | None = None
+    until: int = 0
+    reached: int = 0
+    is_full: bool = False
+    live: set[int] = field(default_factory=set)
+    cut_unseen: set[int] = field(default_factory=set)  # before the first round
+    reported: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened.done()
+
+    @property
+    def max_tokens(self) -> int:
+        return self.command.sampling.max_tokens
+
+    def admit(self) -> None:
+        self.live = {*range(self.opened.result(0).n)}
+        self.reported = dict.fromkeys(self.live, 0)
+
+    def end_round(self) -> None:
+        """Check what a round has brought against a session of its own."""
+        assert self.growing
+        batch, self.growing = self.growing.result(0), None
+        ended = {prefix.id for prefix in batch.prefixes if prefix.finish}
+        # Who ends with the prompt's own step is told of, though a cut may have come since.
+        assert {prefix.id for prefix in batch.prefixes} - self.live <= ended & self.cut_unseen
+        assert self.live <= {prefix.id for prefix in batch.prefixes}
+        self.cut_unseen.clear()
+        for prefix in batch.prefixes:
+            self.check_prefix(prefix)
+            assert prefix.finish or len(prefix.token_ids) == batch.num_tokens
+        self.live -= ended
+        self.is_full = batch.ended_by is RoundEnd.SLOTS_FULL
+        self.reached = batch.num_tokens
+        if batch.ended_by is RoundEnd.DECISION_TOKEN:
+            assert self.live
+            assert self.reached >= self.until
+        assert bool(self.live) != (batch.ended_by is RoundEnd.ALL_FINISHED)
+        assert not self.is_full or len(self.live) > 1  # one alone always fits
+
+    def check_prefix(self, prefix: Prefix) -> None:
+        expected = alone(self.command.prompt_ids)[prefix.id]
+        length = len(prefix.token_ids)
+        assert prefix.token_ids == expected.token_ids[:length]
+        assert length == self.reported[prefix.id] + prefix.num_new
+        self.reported[prefix.id] = length
+        assert prefix.logprob == pytest.approx(sum(expected.new_logprobs[:length]), abs=1e-5)
+        if length == len(expected.token_ids) and expected.finish is FinishReason.STOP:
+            assert prefix.finish is FinishReason.STOP
+        else:
+            assert prefix.finish is (FinishReason.LENGTH if length == self.max_tokens else None)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Sessions come, grow, are cut, are cancelled and go; what waits gets in, and nothing leaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(prefixes, "MIN_SHARED_TOKENS", 4)
+        self.num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self.model = Recorder(MODEL)
+        self.clients: list[Client] = []
+
+    @initialize(
+        capacity=st.integers(100, 300),
+        max_rows=st.integers(2, 16),
+        prefill_chunk=st.integers(1, 8),
+        prefix_cache_slots=st.sampled_from([0, 30, 400]),
+    )
+    def begin(
+        self, capacity: int, max_rows: int, prefill_chunk: int, prefix_cache_slots: int
+    ) -> None:
+        self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
+        self.prefix_cache_slots = prefix_cache_slots
+        self.engine = Engine(
+            self.model,
+            capacity,
+            auto_candidates=MAX_N,
+            prefill_chunk=prefill_chunk,
+            max_rows=max_rows,
+            prefix_cache_slots=prefix_cache_slots,
+        )
+
+    @precondition(lambda self: len(self.clients) < 5)
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        salt=st.sampled_from(["", "", "", "other"]),
+        n=st.sampled_from([0, 1, 3, 8, MAX_N]),
+        max_tokens=st.sampled_from([1, 7, MAX_TOKENS]),
+        first=st.integers(1, 8),
+        then=STEPS,
+    )
+    def open_session(
+        self, prompt: Sequence[int], salt: str, n: int, max_tokens: int, first: int, then: int
+    ) -> None:
+        sampling = Sampling(max_tokens=max_tokens, temperature=1.5, seed=SAMPLING.seed)
+        command = OpenCommand(prompt, n, sampling, first, cache_salt=salt)
+        session_id, opened = self.engine.open(command)
+        self.engine._drain()
+        rows = max(1, n) * (min(first, max_tokens) - 1)
+        if len(prompt) + max(rows, max_tokens - 1) > self.engine.ledger.capacity:
+            assert isinstance(opened.exception(0), InvalidRequest)
+        else:
+            self.clients.append(Client(session_id, command, opened))
+            self.notice()
+        self.steps(then)
+
+    @rule(then=STEPS, is_lost=st.sampled_from([False] * 7 + [True]))
+    def step(self, then: int, is_lost: bool) -> None:
+        """Those who take part in a step that fails are told, and nobody else notices."""
+        self.one_step(is_lost=is_lost)
+        self.steps(then)
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data(), more=st.integers(0, 8), then=STEPS)
+    def extend(self, data: st.DataObject, more: int, then: int) -> None:
+        self.grow(self.one_of(data, self.idle()), more)
+        self.steps(then)
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data(), kept=st.sampled_from([0, 1, 3, 6]), then=STEPS)
+    def prune(self, data: st.DataObject, kept: int, then: int) -> None:
+        client = self.one_of(data, self.idle())
+        chosen = data.draw(st.permutations(sorted(client.live)))[:kept]
+        self.cut(client, {*chosen, 99})
+        self.steps(then)
+
+    @precondition(lambda self: self.growing())
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.run_round(self.one_of(data, self.growing()))
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data(), then=STEPS)
+    def close(self, data: st.DataObject, then: int) -> None:
+        """Idle, in the middle of a round, while its prompt is read, or while it waits."""
+        self.end(self.one_of(data, self.clients))
+        self.steps(then)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.engine.check_integrity()
+        ledger = self.engine.ledger
+        assert ledger.owned + ledger.cached <= ledger.capacity
+        assert ledger.cached <= self.prefix_cache_slots
+        if not any(client.is_open for client in self.clients):
+            assert ledger.owned == ledger.num_sessions == 0
+
+    @invariant()
+    def nobody_overtakes(self) -> None:
+        admitted = [client.is_open for client in self.clients]
+        assert admitted == sorted(admitted, reverse=True)
+        assert self.engine.num_sessions == sum(admitted)
+        assert self.engine.num_waiting == len(admitted) - sum(admitted)
+
+    @invariant()
+    def steps_are_bounded(self) -> None:
+        for each in self.model.passes:
+            assert each.num_prompt_rows <= self.prefill_chunk
+            assert sum(each.rows) <= self.max_rows or len(each.rows) == 1
+            assert each.num_prompt_rows + sum(each.rows) > 0
+        self.model.passes.clear()
+
+    @invariant()
+    def nothing_of_another_salt_is_shared(self) -> None:
+        for session in self.engine._sessions.values():
+            assert session.prompt
+            pieces = session.prompt.chain()
+            assert {piece.salt for piece in pieces} == {session.command.cache_salt}
+            spelt = tuple(itertools.chain(*(piece.tokens for piece in pieces)))
+            assert spelt == session.command.prompt_ids
+
+    def teardown(self) -> None:
+        """Whatever state they are in: all sessions get in, reach their end, and leave nothing."""
+        try:
+            while self.clients:
+                self.one_step()
+                assert self.clients[0].is_open, "slots are free, and yet nobody gets in"
+                self.run_to_the_end(self.clients[0])
+                self.end(self.clients[0])
+                self.books_balance()
+            if hasattr(self, "engine"):
+                assert self.engine.num_sessions == self.engine.num_waiting == 0
+                self.engine._prefixes.clear()
+                assert self.engine.ledger.owned == self.engine.ledger.cached == 0
+        finally:
+            self.patch.undo()
+            torch.set_num_threads(self.num_threads)
+
+    def idle(self) -> list[Client]:
+        return [client for client in self.clients if client.is_open and not client.growing]
+
+    def growing(self) -> list[Client]:
+        return [client for client in self.clients if client.growing]
+
+    def one_of(self, data: st.DataObject, clients: list[Client]) -> Client:
+        return clients[data.draw(st.integers(0, len(clients) - 1))]
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.one_step()
+
+    def one_step(self, *, is_lost: bool = False) -> None:
+        self.model.is_failing = is_lost
+        stepping.step(self.engine)
+        self.model.is_failing = False
+        for client in [client for client in self.clients if client.is_open]:
+            if client.id not in self.engine._sessions:
+                assert is_lost
+                assert not client.growing or isinstance(client.growing.exception(0), InternalError)
+                self.clients.remove(client)
+        self.notice()
+
+    def notice(self) -> None:
+        """Who has got in, and whose round is over."""
+        for client in self.clients:
+            if client.is_open and not client.reported:
+                client.admit()
+            if client.growing and client.growing.done():
+                client.end_round()
+
+    def grow(self, client: Client, more: int) -> None:
+        client.until = min(client.reached + more, client.max_tokens)
+        client.growing = self.engine.extend(client.id, client.reached + more)
+        self.engine._drain()
+        self.notice()
+
+    def cut(self, client: Client, keep: set[int]) -> None:
+        owned = self.engine.ledger.owned
+        pruned = stepping.result(self.engine, self.engine.prune(client.id, keep), 0)
+        if not client.reached:
+            client.cut_unseen |= client.live - keep
+        client.live &= keep
+        assert pruned.freed_slots == owned - self.engine.ledger.owned
+        assert pruned.slots.owned == self.engine.ledger.owned
+
+    def end(self, client: Client) -> None:
+        owned = self.engine.ledger.owned
+        closing = self.engine.close(client.id)
+        self.engine._drain()
+        assert closing.result(0) == owned - self.engine.ledger.owned
+        assert not client.growing or client.growing.cancelled()
+        self.clients.remove(client)
+
+    def run_round(self, client: Client) -> None:
+        """Progress: at least a token of a prompt per step, and each session in its turn."""
+        others = [other for other in self.clients if other.is_open]
+        unread = sum(len(other.command.prompt_ids) + 1 for other in self.clients)
+        for _ in range(unread + client.max_tokens * len(others) + 1):
+            if not client.growing:
+                return
+            self.one_step()
+        assert not client.growing, "a round that does not end"
+
+    def run_to_the_end(self, client: Client) -> None:
+        """Each full round makes room with the smallest cut there is: one candidate."""
+        for _ in range(MAX_N + 2):
+            self.run_round(client)
+            if not client.live:
+                return
+            if client.is_full:
+                self.cut(client, {*sorted(client.live)[1:]})
+            self.grow(client, MAX_TOKENS)
+        assert not client.live, "a session that does not end"
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=70, stateful_step_count=35, deadline=None)
