@@ -36,13 +36,14 @@ def main() -> None:
     """Measure, print a table and a JSON object."""
     rounds = _arguments().rounds
     model = CausalLM.load(_MODEL, "cpu")
-    results = {}
-    for name, measure in {
+    measures: dict[str, Callable[[], dict[str, float]]] = {
         "gemm": lambda: _gemm(model, rounds),
         "sessions": lambda: _sessions(model, rounds),
         "prompt": lambda: _prompt(model, rounds),
         "memory": lambda: _in_own_process(_memory),
-    }.items():
+    }
+    results = {}
+    for name, measure in measures.items():
         results[name] = measure()
         print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
     table = Table(title="the engine on the embedded model")

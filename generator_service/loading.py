@@ -25,7 +25,7 @@ def load_generator(settings: GeneratorSettings) -> LocalGenerator:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = _device(settings.device)
-    model = CausalLM.load(settings.model_directory, device)
+    model = _load_model(settings, device)
     capacity = settings.kv_slots or slots_from_memory(model, settings)
     engine = Engine(
         model,
@@ -50,6 +50,15 @@ def load_generator(settings: GeneratorSettings) -> LocalGenerator:
         device=f"{device} {str(model.shape.dtype).removeprefix('torch.')}",
     )
     return LocalGenerator(engine, Text.load(settings.model_directory, model.eos_ids), card)
+
+
+def _load_model(settings: GeneratorSettings, device: str) -> CausalLM:
+    if device.startswith("cuda"):
+        # Here, as Triton is there for GPUs only.
+        from generator_service.graphs import GraphedLM
+
+        return GraphedLM.load(settings.model_directory, device, max_rows=settings.max_candidates)
+    return CausalLM.load(settings.model_directory, device)
 
 
 def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:

@@ -64,7 +64,12 @@ def workspace_bytes(sizes: Sizes, max_rows: int, prefill_chunk: int, device: tor
     logits = (max_rows + 1) * sizes.vocabulary * (sizes.dtype_bytes + 4)
     block = min(max_rows, rows_at_once(sizes.vocabulary, device))
     sampling = block * sizes.vocabulary * 4 * WORKSPACE_TENSORS
-    return max(layer + scores, logits + sampling)
+    step = max(layer + scores, logits + sampling)
+    if device.type == "cpu":
+        return step
+    # Recorded steps keep their activations, their logits and the attention's partial results.
+    partial = 2 * max_rows * sizes.heads * sizes.head_dim * 4
+    return step + layer + max_rows * sizes.vocabulary * 4 + partial
 
 
 def _cuda(device: torch.device) -> tuple[int, int]:

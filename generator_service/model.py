@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +58,14 @@ class CausalLM:
         self.eos_ids = _eos_ids(model)
 
     @classmethod
-    def load(cls, directory: Path, device: str) -> CausalLM:
-        """The model in a local directory; float32 on a CPU, bfloat16 on a GPU."""
+    def load(cls, directory: Path, device: str, **options: Any) -> Self:
+        """The model in a local directory; float32 on a CPU, bfloat16 on a GPU.
+
+        `options` are the constructor's.
+        """
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-        return cls(model.to(device))
+        return cls(model.to(device), **options)
 
     @torch.inference_mode()
     def forward(
