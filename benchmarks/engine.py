@@ -176,7 +176,8 @@ def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) ->
     """Milliseconds per step: what 64 steps take beyond the first, prefill left out."""
 
     def step_ms(tokens: int) -> float:
-        sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
+        # One more than is made: who is finished holds no slots.
+        sampling = Sampling(max_tokens=new_tokens + 1, ignore_eos=True)
         session_id, opened = engine.open(OpenCommand(_prompt_ids(tokens), n, sampling, 1))
         opened.result()
         engine.extend(session_id, 1).result()

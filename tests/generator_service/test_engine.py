@@ -647,6 +647,22 @@ def test_cached_prompts_give_way_when_their_room_is_needed() -> None:
     assert engine.gauge().cached == 17
 
 
+def test_cached_prompts_give_way_to_a_share_that_widens() -> None:
+    """What the end of another session leaves is for those still there, before the next prompt."""
+    engine = Engine(_MODEL, 17 + 8 * 23 - 1, prefix_cache_slots=1000)
+    other = admitted(engine, PROMPT[::-1], n=4)
+    grown(engine, other, 4)
+    session_id = admitted(engine, n=8, first=4)
+    closed(engine, other)
+    assert engine.gauge().cached == 17
+    running = engine.extend(session_id, 24)
+    engine._drain()
+    assert (engine.gauge().cached, engine.ledger.unshared) == (0, 0)
+    engine.check_integrity()
+    assert stepping.result(engine, running).ended_by is RoundEnd.SLOTS_FULL
+    closed(engine, session_id)
+
+
 # The least length
 
 
@@ -877,7 +893,7 @@ def test_slots_of_a_failed_session_go_to_those_who_wait(make_engine: MakeEngine)
     with pytest.raises(InternalError):
         engine.extend(first, 24).result(30)
     try:
-        assert waiting.result(5).n == 6
+        assert waiting.result(30).n == 6
     finally:
         engine.stop()
 
@@ -896,7 +912,7 @@ def test_broken_books_do_not_end_the_service(
     engine.close(0).result(30)  # after this command, the engine looks at its books
     session_id, opening = engine.open(OpenCommand(PROMPT, 2, ENDLESS, 8))
     try:
-        assert opening.result(2).n == 2
+        assert opening.result(30).n == 2
     except TimeoutError:
         engine.ledger.held -= 1
         raise
@@ -913,7 +929,7 @@ def test_a_bug_in_closing_does_not_end_the_thread(
     monkeypatch.setattr(engine, "_make_room", lambda session: 1 // 0)
     monkeypatch.setattr(engine._prefixes, "release", lambda piece: 1 // 0)
     with pytest.raises(InternalError):
-        engine.extend(session_id, 24).result(5)
+        engine.extend(session_id, 24).result(30)
     monkeypatch.undo()
     again = opened(engine)
     assert extended(engine, again, 24).num_tokens == 24

@@ -268,13 +268,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     def one_step(self, *, is_lost: bool = False) -> None:
         self.model.is_failing = is_lost
-        stepping.step(self.engine)
+        had_work = stepping.step(self.engine)
         self.model.is_failing = False
-        for client in [client for client in self.clients if client.is_open]:
-            if client.id not in self.engine._sessions:
-                assert is_lost
-                assert not client.growing or isinstance(client.growing.exception(0), InternalError)
-                self.clients.remove(client)
+        gone = [c for c in self.clients if c.is_open and c.id not in self.engine._sessions]
+        assert bool(gone) == (is_lost and had_work)
+        for client in gone:
+            assert not client.growing or isinstance(client.growing.exception(0), InternalError)
+            self.clients.remove(client)
         self.notice()
 
     def notice(self) -> None:

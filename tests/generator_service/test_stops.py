@@ -38,6 +38,15 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DIRECTORY)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A row of logits is too little to share out."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture
 def text() -> Text:
     return Text(tokenizer(), frozenset({END}))
