@@ -34,8 +34,9 @@ class SlotLedger:
     @property
     def owned(self) -> int:
         """Slots that hold tokens of any session."""
-        # A copy, made in one go: other threads read gauges while the engine keeps the books.
-        return self.held + sum(holding.owned for holding in tuple(self._holdings.values()))
+        # Other threads read gauges while the engine keeps the books. dict.copy() is one step to
+        # them; iterating, even by tuple(), is not: its allocation can run the garbage collector.
+        return self.held + sum(holding.owned for holding in self._holdings.copy().values())
 
     @property
     def unshared(self) -> int:

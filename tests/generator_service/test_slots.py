@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 
@@ -107,13 +108,20 @@ def test_the_gauge_may_be_read_while_sessions_come_and_go() -> None:
                 ledger.close(number - 20)
         done.set()
 
-    interval = sys.getswitchinterval()
+    def collected(phase: str, info: dict[str, int]) -> None:
+        """Python code in the collector: where another thread may take over."""
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
     try:
         threading.Thread(target=churn).start()
         while not done.is_set():
             assert ledger.owned == 0
     finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collected)
         sys.setswitchinterval(interval)
 
 
