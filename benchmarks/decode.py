@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from benchmarks.engine import generate
 from benchmarks.machine import describe_machine
-from generator_service.engine import Engine, OpenCommand
+from generator_service.engine import Engine
 from generator_service.model import CausalLM
-from specrej.contracts import Sampling
 
 
 def main() -> None:
@@ -59,16 +59,7 @@ def _engine(arguments: argparse.Namespace, prompt_ids: list[int]) -> Callable[[]
         CausalLM.load(arguments.model, "cpu"), arguments.n * arguments.new + arguments.prompt
     )
     engine.start()
-    sampling = Sampling(max_tokens=arguments.new, ignore_eos=True)
-
-    def run() -> None:
-        session_id, opened = engine.open(OpenCommand(prompt_ids, arguments.n, sampling, 1))
-        opened.result()
-        batch = engine.extend(session_id, arguments.new).result()
-        assert sum(prefix.num_new for prefix in batch.prefixes) == arguments.n * arguments.new
-        engine.close(session_id).result()
-
-    return run
+    return lambda: generate(engine, prompt_ids, arguments.n, arguments.new)
 
 
 def _transformers(arguments: argparse.Namespace, prompt_ids: list[int]) -> Callable[[], None]:

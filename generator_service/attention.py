@@ -49,6 +49,19 @@ class DecodeSegment:
         """Where the rows' tokens stand."""
         return sum(piece.num_tokens for piece in self.pieces) + self.suffix.length
 
+    def seen(self, window: int | None) -> tuple[list[tuple[PromptKV, int]], int]:
+        """The pieces that the rows see, each from a token on, and their first own token seen.
+
+        All rows stand at one position, so a sliding window only hides the first tokens.
+        """
+        first = 0 if window is None else max(0, self.position + 1 - window)
+        pieces = []
+        for piece in self.pieces:
+            if first < piece.num_tokens:
+                pieces.append((piece, first))
+            first = max(0, first - piece.num_tokens)
+        return pieces, first
+
 
 Segment = PrefillSegment | DecodeSegment
 
@@ -176,12 +189,8 @@ def _decode(segment: DecodeSegment, layer: int, query: Tensor, scaled: Scaling) 
     suffix = segment.suffix
     live, heads, dim = query.shape
     length = suffix.length + 1
-    first = 0 if scaled.window is None else max(0, segment.position + 1 - scaled.window)
-    parts = []
-    for piece in segment.pieces:
-        if first < piece.num_tokens:
-            parts.append((piece.keys[layer][:, first:], piece.values[layer][:, first:]))
-        first = max(0, first - piece.num_tokens)
+    pieces, first = segment.seen(scaled.window)
+    parts = [(piece.keys[layer][:, at:], piece.values[layer][:, at:]) for piece, at in pieces]
     # Only the tokens that are set: beyond them lies uninitialised memory.
     own_keys = suffix.keys(layer)[:live, :, first:length].flatten(0, 1)  # [live*kv_heads, own, d]
     own_values = suffix.values(layer)[:live, :, first:length].flatten(0, 1)

@@ -29,7 +29,7 @@ def decoder(shape: KVShape, heads: int, segments: Sequence[Segment]) -> CPUDecod
     batch, start = [], 0
     for segment in segments:
         if isinstance(segment, DecodeSegment):
-            batch.append(Rows(start, segment.pieces, segment.suffix))
+            batch.append(Rows(start, segment))
         start += segment.num_rows
     return CPUDecoder(shape, heads, batch) if batch else None
 
@@ -39,12 +39,11 @@ class Rows:
     """One session's rows in a forward pass, from row `start` on."""
 
     start: int
-    pieces: tuple[PromptKV, ...]
-    suffix: SuffixKV
+    segment: DecodeSegment
 
     @property
-    def prompt_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.pieces)
+    def suffix(self) -> SuffixKV:
+        return self.segment.suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +172,14 @@ def _segment(view: _View, part: int) -> list[int]:
 
 
 def _view(rows: Rows, window: int | None, shape: KVShape, heads: int) -> _View:
-    """All rows stand at one position, so a sliding window only hides the first tokens."""
-    position = rows.prompt_tokens + rows.suffix.length
-    first = 0 if window is None else max(0, position + 1 - window)
-    parts = []
-    for piece in rows.pieces:
-        if first < piece.num_tokens:
-            parts.append(_Part(piece, first, piece.num_tokens - first))
-        first = max(0, first - piece.num_tokens)
+    pieces, first_own = rows.segment.seen(window)
+    parts = tuple(_Part(piece, first, piece.num_tokens - first) for piece, first in pieces)
     tokens = sum(part.count for part in parts)
     products = None
     if rows.suffix.live * tokens >= _DENSE_FROM:
         group_rows = rows.suffix.live * heads // shape.kv_heads
         products = torch.empty(shape.kv_heads, group_rows, tokens)
-    return _View(rows, tuple(parts), first, products)
+    return _View(rows, parts, first_own, products)
 
 
 def _multiply(view: _View, layer: int, query: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama kind in eleven calls instead of a hundred, on a CPU.
+"""A decoder layer of the Llama kind in a few calls, on a CPU.
 
 With few rows, transformers' layers spend more time between operations than in them. A layer made of
 the usual parts (two RMS norms, attention with rotary embedding, a gated SiLU network: Llama,
@@ -127,7 +127,11 @@ def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
     seen: list[Scaling] = []
     with torch.inference_mode():
         turns = rotary(rows, positions)
+        if turns[0].shape[-1] != shape.head_dim:  # only a part of each head is rotated
+            return None
         expected = layer(rows, **_trial(turns, shape), seen=seen)
+        if not seen:  # its attention is not ours
+            return None
         candidate = CPULayer(layer, (norms[0], norms[1]), shape, seen[0])
         found = candidate(rows.clone(), **_trial(turns, shape))
     # transformers' layers return tensors or tuples that begin with one, depending on the version.

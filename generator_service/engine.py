@@ -119,7 +119,7 @@ class _Session:
     n: int = 0
     prompt: Piece[PromptKV] | None = None  # the last piece of its chain
     suffix: SuffixKV | None = None
-    has_begun: bool = False  # the first tokens are drawn
+    is_reading: bool = True  # until the first tokens are drawn
     last_step: int = 0
     rows: list[_Candidate] = field(default_factory=list)
     unreported: list[_Candidate] = field(default_factory=list)  # live when the round began
@@ -134,11 +134,6 @@ class _Session:
     @property
     def max_tokens(self) -> int:
         return self.command.sampling.max_tokens
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether the next step it takes part in reads its prompt."""
-        return not self.has_begun
 
     def unread(self) -> Piece[PromptKV]:
         """The first piece of the prompt that is not computed; the last one if all are."""
@@ -367,7 +362,7 @@ class Engine:
         if not segment.stored:
             session.unread().computed += segment.num_rows
         if segment.start + segment.num_rows == session.prompt_tokens:
-            session.has_begun = True
+            session.is_reading = False
             if session.rows:  # a prune may have come before
                 self._append(session, logits.expand(len(session.rows), -1))
             self._end_round_if_over(session)
@@ -416,7 +411,10 @@ class Engine:
         session.rows.pop()
 
     def _make_room(self, session: _Session) -> bool:
-        """Room for one more token per row; without it the round ends here."""
+        """Room for one more token per row; without it the round ends here.
+
+        Memory that cannot be had ends this session and no other.
+        """
         assert session.suffix
         suffix = session.suffix
         if suffix.live > self.ledger.room_of(session.id):
@@ -424,7 +422,12 @@ class Engine:
             return False
         if suffix.length == suffix.tokens_room:
             share = self.ledger.share_of(session.id)
-            suffix.reserve(min(session.until - 1, share // suffix.live))
+            try:
+                suffix.reserve(min(session.until - 1, share // suffix.live))
+            except Exception:
+                log.exception("no memory for a session's tokens")
+                self._fail(session, InternalError("the generator cannot hold the session"))
+                return False
         return True
 
     def _end_round_if_over(self, session: _Session) -> None:

@@ -139,11 +139,6 @@ class PrefixTree(Generic[S]):
         while self._ledger.cached > min(self._budget, max(0, self._ledger.unshared - count)):
             self._remove(next(iter(self._idle)))
 
-    def clear(self) -> None:
-        """Give up all idle pieces."""
-        while self._idle:
-            self._remove(next(iter(self._idle)))
-
     def pieces(self) -> Iterator[Piece[S]]:
         """Every piece, parents first."""
         waiting = [*self._roots.values()]

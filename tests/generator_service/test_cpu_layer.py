@@ -89,3 +89,13 @@ def test_joined_layers_equal_each_alone(bias: bool, rows: int) -> None:
     assert isinstance(product, PackedLinear)
     expected = torch.cat([layer(data) for layer in layers], dim=-1)
     torch.testing.assert_close(product(data), expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_rotate_a_part_of_each_head_stay() -> None:
+    """Guards against turning by angles that are read from beyond their end."""
+    network = tiny.build()
+    half = network.get_decoder().rotary_emb
+    half.inv_freq = half.inv_freq[: len(half.inv_freq) // 2]
+    network.set_attn_implementation("specrej")
+    cpu_layer.replace(network, KVShape(3, 2, 8, torch.float32, torch.device("cpu")))
+    assert not any(isinstance(layer, CPULayer) for layer in layers_of(network))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from generator_service.attention import Segment
 from generator_service.engine import Engine, OpenCommand, Opened, PrefixBatch
+from generator_service.kv import SuffixKV
 from generator_service.model import CausalLM
 from specrej.contracts import FinishReason, RoundEnd, Sampling
 from specrej.errors import (
@@ -294,22 +295,26 @@ def test_commands_out_of_order(make_engine: MakeEngine) -> None:
         engine.extend(session_id, 5).result(30)
 
 
+class FailsOnce:
+    """A model whose forward pass number `at_step` raises."""
+
+    def __init__(self, at_step: int) -> None:
+        self._model = CausalLM(tiny.build())
+        self.shape, self.eos_ids = self._model.shape, self._model.eos_ids
+        self._left = at_step
+
+    def forward(
+        self, ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
+    ) -> torch.Tensor:
+        self._left -= 1
+        if not self._left:
+            raise RuntimeError("device lost")
+        return self._model.forward(ids, positions, segments, last)
+
+
 def test_a_failing_step_ends_its_sessions_but_not_the_engine() -> None:
     """A forward pass that raises at step 5: a clean error, all slots free, the next one works."""
-    model = CausalLM(tiny.build())
-
-    class Failing:
-        shape, eos_ids, steps = model.shape, model.eos_ids, 0
-
-        def forward(
-            self, ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
-        ) -> torch.Tensor:
-            self.steps += 1
-            if self.steps == 5:
-                raise RuntimeError("device lost")
-            return model.forward(ids, positions, segments, last)
-
-    engine = Engine(Failing(), 1000)
+    engine = Engine(FailsOnce(at_step=5), 1000)
     engine.start()
     session_id = opened(engine)
     with pytest.raises(InternalError):
@@ -856,7 +861,7 @@ def test_sessions_on_a_stored_prompt_begin_together() -> None:
     for seed in range(4):
         admitted(engine, sampling=replace(ENDLESS, seed=seed))
     stepping.step(engine)
-    assert all(session.has_begun for session in engine._sessions.values())
+    assert not any(session.is_reading for session in engine._sessions.values())
     assert model.num_prompt_tokens == 0
 
 
@@ -873,20 +878,7 @@ def test_a_session_that_need_not_wait_is_not_one_too_many(max_waiting: int) -> N
 
 def test_slots_of_a_failed_session_go_to_those_who_wait(make_engine: MakeEngine) -> None:
     """The engine fell asleep with a session waiting for slots that were free."""
-    model = CausalLM(tiny.build())
-
-    class Failing:
-        shape, eos_ids, steps = model.shape, model.eos_ids, 0
-
-        def forward(
-            self, ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
-        ) -> torch.Tensor:
-            self.steps += 1
-            if self.steps == 5:
-                raise RuntimeError("device lost")
-            return model.forward(ids, positions, segments, last)
-
-    engine = Engine(Failing(), 17 + 6 * 23)
+    engine = Engine(FailsOnce(at_step=5), 17 + 6 * 23)
     engine.start()
     first = opened(engine, 6, first=24)
     _, waiting = engine.open(OpenCommand(PROMPT, 6, ENDLESS, 24))
@@ -934,3 +926,26 @@ def test_a_bug_in_closing_does_not_end_the_thread(
     again = opened(engine)
     assert extended(engine, again, 24).num_tokens == 24
     engine.close(again).result(30)
+
+
+def test_memory_that_cannot_be_had_ends_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation that failed for one session ended all of them."""
+    engine = Engine(_MODEL, 5000)
+    others, poor = admitted(engine), admitted(engine)
+    store = engine._sessions[poor].suffix
+    assert store
+    reserve = SuffixKV.reserve
+
+    def exhausted(suffix: SuffixKV, tokens_room: int) -> None:
+        if suffix is store:
+            raise MemoryError
+        reserve(suffix, tokens_room)
+
+    monkeypatch.setattr(SuffixKV, "reserve", exhausted)
+    running, failing = engine.extend(others, 24), engine.extend(poor, 24)
+    assert stepping.result(engine, running).num_tokens == 24
+    with pytest.raises(InternalError):
+        failing.result(0)
+    closed(engine, others)
+    assert engine.ledger.owned == 0
+    engine.check_integrity()

@@ -247,7 +247,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.books_balance()
             if hasattr(self, "engine"):
                 assert self.engine.num_sessions == self.engine.num_waiting == 0
-                self.engine._prefixes.clear()
+                self.engine._prefixes.make_room(self.engine.ledger.capacity)
                 assert self.engine.ledger.owned == self.engine.ledger.cached == 0
         finally:
             self.patch.undo()

@@ -334,7 +334,7 @@ def test_clearing_leaves_what_is_in_use() -> None:
     tree, ledger = tree_of()
     cache(tree, run(1, 100))
     used = tree.acquire("", run(1, 80) + run(2, 10))
-    tree.clear()
+    tree.make_room(tree._ledger.capacity)
     assert (ledger.held, ledger.cached) == (90, 0)
     assert prompt_of(used) == run(1, 80) + run(2, 10)
     check_stores(tree)
@@ -517,7 +517,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.tree.release(session.leaf)
         assert self.ledger.held == 0
         self.tree.check_integrity()
-        self.tree.clear()
+        self.tree.make_room(self.ledger.capacity)
         assert self.ledger.owned == self.ledger.cached == 0
         self.patch.undo()
 
