@@ -74,15 +74,14 @@ def products_seconds(products: Sequence[Any], rows: int, seconds: float = 1.0) -
 
     Every layer has its own weights, so they come from memory as they do in a step.
     """
-    data = {
-        layer.weight.shape[1]: torch.randn(1, rows, layer.weight.shape[1]) for layer in products
-    }
+    sizes = {layer.in_features for layer in products}
+    data = {size: torch.randn(1, rows, size) for size in sizes}
     passes: list[float] = []
     with torch.inference_mode():
         while len(passes) < 6 or sum(passes) < seconds:
             began = time.perf_counter()
             for layer in products:
-                layer(data[layer.weight.shape[1]])
+                layer(data[layer.in_features])
             passes.append(time.perf_counter() - began)
     return min(passes)
 

@@ -285,10 +285,9 @@ def _decode(
 def _least_work(model: CausalLM, rows: int, slots: int) -> tuple[int, int]:
     """Bytes that a step must read, weights and KV, and operations of its products with weights."""
     layers: list[Any] = [*model.products]
-    weights: list[Tensor] = [layer.weight for layer in layers]
-    weight_bytes = sum(weight.nbytes for weight in weights)
-    operations = 2 * rows * sum(weight.numel() for weight in weights)
-    return weight_bytes + slots * model.shape.slot_bytes, operations
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    weight_bytes = weights * model.shape.dtype.itemsize
+    return weight_bytes + slots * model.shape.slot_bytes, 2 * rows * weights
 
 
 def _run(arguments: argparse.Namespace, model: CausalLM) -> Result:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from generator_service import cpu_kernels as kernels
 from generator_service.attention import DecodeSegment, Scaling, Segment
+from generator_service.cpu_jobs import Job
 from generator_service.kv import KVShape, PromptKV, SuffixKV
 
 Words = NDArray[np.int64]
@@ -78,7 +79,7 @@ class CPUDecoder:
         self._batch = batch
         self._reals = np.zeros(2, np.float32)
         self._reals_at: int = self._reals.ctypes.data
-        self._job = kernels.Job(kernels.JOB_WORDS)
+        self._job = Job(kernels.JOB_WORDS)
         self._plans: dict[int | None, _Plan] = {}
 
     def attend(

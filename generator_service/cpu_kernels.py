@@ -8,21 +8,13 @@ Knows addresses and sizes only.
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
-import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-_KERNEL = types.void(types.CPointer(types.int64))
-_OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "nogil": True}
+from generator_service.cpu_jobs import OPTIONS, Kernel, exp, matrix, next_share, vector, words
 
 # Rows a thread takes at a time.
 CHUNK_ROWS = 4
@@ -52,8 +44,8 @@ PART_WORDS = 5
 
 
 # int64 words of the other jobs; the first is their counter.
-NORM_ROWS, NORM_INPUT, NORM_OUTPUT, NORM_ADD, NORM_WEIGHT, NORM_EPSILON, NORM_SIZE = range(1, 8)
-NORM_WORDS = 8
+NORM_ROWS, NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, NORM_EPSILON, NORM_SIZE = range(1, 7)
+NORM_WORDS = 7
 ROTATE_ROWS, ROTATE_DATA, ROTATE_COS, ROTATE_SIN, ROTATE_STRIDE = range(1, 6)
 ROTATE_HEADS, ROTATE_DIM = 6, 7
 ROTATE_WORDS = 8
@@ -64,68 +56,7 @@ GATE_WORDS = 5
 _ROWS_AT_ONCE = 8
 
 
-@intrinsic
-def _floats(_context: Any, _address: Any) -> Any:
-    """int64 address to float32 pointer."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), generate
-
-
-@intrinsic
-def _words(_context: Any, _address: Any) -> Any:
-    """int64 address to int64 pointer."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), generate
-
-
-@intrinsic
-def _float_of(_context: Any, _bits: Any) -> Any:
-    """The float32 with these bits."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@intrinsic
-def _next(_context: Any, _counter: Any) -> Any:
-    """Raise a counter that threads share; what it was."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        one = ir.Constant(ir.IntType(64), 1)
-        return builder.atomic_rmw("add", arguments[0], one, "monotonic")
-
-    return types.int64(types.CPointer(types.int64)), generate
-
-
-@numba.njit(inline="always", **_OPTIONS)
-def _exp(x: Any) -> Any:
-    """e**x for x <= 0 in a form that vectorises; relative error below 2e-7.
-
-    2**f on [-0.5, 0.5] by a polynomial (Taylor, degree 7), times the power of two by its bits.
-    """
-    x = max(x, np.float32(-87.0)) * np.float32(1.4426950408889634)
-    whole = np.floor(x + np.float32(0.5))
-    f = x - whole
-    p = np.float32(1.5252734e-5)
-    p = p * f + np.float32(1.5403530e-4)
-    p = p * f + np.float32(1.3333558e-3)
-    p = p * f + np.float32(9.6181291e-3)
-    p = p * f + np.float32(5.5504109e-2)
-    p = p * f + np.float32(0.24022651)
-    p = p * f + np.float32(0.69314718)
-    p = p * f + np.float32(1.0)
-    return p * _float_of(np.int32((np.int32(whole) + 127) << 23))
-
-
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def _dots(query: Any, keys: Any, tokens: int, scores: Any) -> None:
     """scores[t] = query . keys[t]; four tokens at a time, so that additions overlap."""
     dim = query.shape[0]
@@ -145,7 +76,7 @@ def _dots(query: Any, keys: Any, tokens: int, scores: Any) -> None:
         scores[t] = a
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def _mix(weights: Any, values: Any, tokens: int, output: Any) -> None:
     """output += sum of weights[t] * values[t]; four tokens per pass over the output."""
     dim = output.shape[0]
@@ -165,21 +96,21 @@ def _mix(weights: Any, values: Any, tokens: int, output: Any) -> None:
             output[j] += a * values[t, j]
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def _softmax(scores: Any, tokens: int, scale: Any, softcap: Any) -> None:
     """Weights in place of scores; softcap * tanh(score / softcap) first where softcap > 0."""
     highest = np.float32(-np.inf)
     if softcap > 0:
         for t in range(tokens):
             x = scores[t] * scale / softcap
-            e = _exp(-2 * abs(x))
+            e = exp(-2 * abs(x))
             scores[t] = softcap * math.copysign((1 - e) / (1 + e), x)
         scale = np.float32(1)
     for t in range(tokens):
         highest = max(highest, scores[t])
     total = np.float32(0)
     for t in range(tokens):
-        weight = _exp((scores[t] - highest) * scale)
+        weight = exp((scores[t] - highest) * scale)
         scores[t] = weight
         total += weight
     inverse = np.float32(1) / total
@@ -187,33 +118,23 @@ def _softmax(scores: Any, tokens: int, scale: Any, softcap: Any) -> None:
         scores[t] *= inverse
 
 
-@numba.njit(**_OPTIONS)
-def _matrix(address: int, rows: int, columns: int) -> Any:
-    return numba.carray(_floats(address), (rows, columns))
-
-
-@numba.njit(**_OPTIONS)
-def _vector(address: int, size: int) -> Any:
-    return numba.carray(_floats(address), (size,))
-
-
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def _store(job: Any, segment: Any, row: int, head: int) -> Any:
     """Put a row's new key and value into its store; returns all of its keys and values."""
     dim, length = job[DIM], segment[LENGTH]
     base = 4 * (row * job[KV_HEADS] + head) * segment[ROOM] * dim
-    keys = _matrix(segment[OWN_KEYS] + base, length, dim)
-    values = _matrix(segment[OWN_VALUES] + base, length, dim)
+    keys = matrix(segment[OWN_KEYS] + base, length, dim)
+    values = matrix(segment[OWN_VALUES] + base, length, dim)
     at = segment[ROW] + row
-    key = _vector(job[KEY] + 4 * (at * job[KEY_ROW] + head * job[KEY_HEAD]), dim)
-    value = _vector(job[VALUE] + 4 * (at * job[VALUE_ROW] + head * job[VALUE_HEAD]), dim)
+    key = vector(job[KEY] + 4 * (at * job[KEY_ROW] + head * job[KEY_HEAD]), dim)
+    value = vector(job[VALUE] + 4 * (at * job[VALUE_ROW] + head * job[VALUE_HEAD]), dim)
     for j in range(dim):
         keys[length - 1, j] = key[j]
         values[length - 1, j] = value[j]
     return keys, values
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def _score_prompt(
     job: Any, segment: Any, parts: Any, head: int, query: Any, shared: Any, scores: Any
 ) -> None:
@@ -226,11 +147,11 @@ def _score_prompt(
     for number in range(segment[PART], segment[PART] + segment[NUM_PARTS]):
         part = parts[number]
         first = 4 * dim * (head * part[STORED] + part[FIRST])
-        _dots(query, _matrix(part[KEYS] + first, part[COUNT], dim), part[COUNT], scores[t:])
+        _dots(query, matrix(part[KEYS] + first, part[COUNT], dim), part[COUNT], scores[t:])
         t += part[COUNT]
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def _mix_prompt(
     job: Any, segment: Any, parts: Any, head: int, weights: Any, shared: Any, output: Any
 ) -> None:
@@ -243,11 +164,11 @@ def _mix_prompt(
     for number in range(segment[PART], segment[PART] + segment[NUM_PARTS]):
         part = parts[number]
         first = 4 * dim * (head * part[STORED] + part[FIRST])
-        _mix(weights[t:], _matrix(part[VALUES] + first, part[COUNT], dim), part[COUNT], output)
+        _mix(weights[t:], matrix(part[VALUES] + first, part[COUNT], dim), part[COUNT], output)
         t += part[COUNT]
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def _attend_row(job: Any, segment: Any, parts: Any, row: int, reals: Any, scores: Any) -> None:
     """All heads of one row; `row` counts within the segment."""
     heads, dim, tokens = job[HEADS], job[DIM], segment[TOKENS]
@@ -257,10 +178,10 @@ def _attend_row(job: Any, segment: Any, parts: Any, row: int, reals: Any, scores
     for head in range(job[KV_HEADS]):
         keys, values = _store(job, segment, row, head)
         for number in range(head * group, (head + 1) * group):
-            query = _vector(job[QUERY] + 4 * (at * job[QUERY_ROW] + number * job[QUERY_HEAD]), dim)
-            output = _vector(job[OUTPUT] + 4 * (at * heads + number) * dim, dim)
+            query = vector(job[QUERY] + 4 * (at * job[QUERY_ROW] + number * job[QUERY_HEAD]), dim)
+            output = vector(job[OUTPUT] + 4 * (at * heads + number) * dim, dim)
             line = (head * segment[ROWS] + row) * group + number - head * group
-            shared = _vector(segment[SHARED] + 4 * line * tokens, tokens)
+            shared = vector(segment[SHARED] + 4 * line * tokens, tokens)
             _score_prompt(job, segment, parts, head, query, shared, scores)
             _dots(query, keys[first:], own, scores[tokens:])
             _softmax(scores, tokens + own, reals[0], reals[1])
@@ -273,13 +194,13 @@ def _attend_row(job: Any, segment: Any, parts: Any, row: int, reals: Any, scores
 def _attention(job_words: Any) -> None:
     """Some chunks of rows; every thread runs it until no chunk is left."""
     job = numba.carray(job_words, (JOB_WORDS,))
-    segments = numba.carray(_words(job[SEGMENTS]), (job[NUM_SEGMENTS], SEGMENT_WORDS))
+    segments = numba.carray(words(job[SEGMENTS]), (job[NUM_SEGMENTS], SEGMENT_WORDS))
     last = segments[job[NUM_SEGMENTS] - 1]
-    parts = numba.carray(_words(job[PARTS]), (last[PART] + last[NUM_PARTS], PART_WORDS))
-    reals = _vector(job[REALS], 2)
+    parts = numba.carray(words(job[PARTS]), (last[PART] + last[NUM_PARTS], PART_WORDS))
+    reals = vector(job[REALS], 2)
     scores = np.empty(job[LONGEST], np.float32)
     while True:
-        chunk = _next(job_words)
+        chunk = next_share(job_words)
         if chunk >= job[CHUNKS]:
             break
         first = chunk * CHUNK_ROWS
@@ -291,24 +212,17 @@ def _attention(job_words: Any) -> None:
 
 
 def _rms_norm(job_words: Any) -> None:
-    """output = input / sqrt(mean of squares + epsilon) * weight, row by row.
-
-    Where there is something to add, it is added to the input first, in place.
-    """
+    """output = input / sqrt(mean of squares + epsilon) * weight, row by row."""
     job = numba.carray(job_words, (NORM_WORDS,))
     rows, size = job[NORM_ROWS], job[NORM_SIZE]
-    source = _matrix(job[NORM_INPUT], rows, size)
-    target = _matrix(job[NORM_OUTPUT], rows, size)
-    more = _matrix(job[NORM_ADD], rows, size)
-    weight, epsilon = _vector(job[NORM_WEIGHT], size), _vector(job[NORM_EPSILON], 1)[0]
+    source = matrix(job[NORM_INPUT], rows, size)
+    target = matrix(job[NORM_OUTPUT], rows, size)
+    weight, epsilon = vector(job[NORM_WEIGHT], size), vector(job[NORM_EPSILON], 1)[0]
     while True:
-        first = _next(job_words) * _ROWS_AT_ONCE
+        first = next_share(job_words) * _ROWS_AT_ONCE
         if first >= rows:
             break
         for row in range(first, min(rows, first + _ROWS_AT_ONCE)):
-            if job[NORM_ADD]:
-                for j in range(size):
-                    source[row, j] += more[row, j]
             squares = np.float32(0)
             for j in range(size):
                 squares += source[row, j] * source[row, j]
@@ -329,11 +243,11 @@ def _rotate(job_words: Any) -> None:
         job[ROTATE_HEADS],
         job[ROTATE_DIM],
     )
-    data = _matrix(job[ROTATE_DATA], rows, stride)
-    cosines, sines = _matrix(job[ROTATE_COS], rows, dim), _matrix(job[ROTATE_SIN], rows, dim)
+    data = matrix(job[ROTATE_DATA], rows, stride)
+    cosines, sines = matrix(job[ROTATE_COS], rows, dim), matrix(job[ROTATE_SIN], rows, dim)
     half = dim // 2
     while True:
-        first = _next(job_words) * _ROWS_AT_ONCE
+        first = next_share(job_words) * _ROWS_AT_ONCE
         if first >= rows:
             break
         for row in range(first, min(rows, first + _ROWS_AT_ONCE)):
@@ -351,68 +265,18 @@ def _gated_silu(job_words: Any) -> None:
     """output = silu(first half of a row) * second half; silu(x) = x / (1 + e**-x)."""
     job = numba.carray(job_words, (GATE_WORDS,))
     rows, size = job[GATE_ROWS], job[GATE_SIZE]
-    source = _matrix(job[GATE_INPUT], rows, 2 * size)
-    target = _matrix(job[GATE_OUTPUT], rows, size)
+    source = matrix(job[GATE_INPUT], rows, 2 * size)
+    target = matrix(job[GATE_OUTPUT], rows, size)
     while True:
-        first = _next(job_words) * _ROWS_AT_ONCE
+        first = next_share(job_words) * _ROWS_AT_ONCE
         if first >= rows:
             break
         for row in range(first, min(rows, first + _ROWS_AT_ONCE)):
             gate, up, output = source[row, :size], source[row, size:], target[row]
             for j in range(size):
                 x = gate[j]
-                e = _exp(-abs(x))
+                e = exp(-abs(x))
                 output[j] = x * up[j] * (np.float32(1) if x >= 0 else e) / (np.float32(1) + e)
-
-
-def _compiled(kernel: Callable[..., Any]) -> Any:
-    """A kernel's machine code, kept on disk where there is a place that can be written to."""
-    try:
-        return numba.cfunc(_KERNEL, cache=True, **_OPTIONS)(kernel)
-    except RuntimeError:  # numba's word for no such place
-        return numba.cfunc(_KERNEL, **_OPTIONS)(kernel)
-
-
-def _open_mp() -> Any:
-    """Runs a function on all of torch's own threads; None where torch is built without libgomp."""
-    path = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
-    if not path.exists():
-        return None
-    run = ctypes.CDLL(str(path)).GOMP_parallel
-    run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    run.restype = None
-    return run
-
-
-_ON_ALL_THREADS = _open_mp()
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class Job:
-    """What a kernel is to do, in int64 words that stay where they are."""
-
-    def __init__(self, num_words: int) -> None:
-        self.words = np.zeros(num_words, np.int64)
-        self.address: int = self.words.ctypes.data
-
-
-class Kernel:
-    """Compiled code that takes the address of its job."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._compiled = _compiled(function)
-        self._address: int = self._compiled.address
-        self._call = _CALL(self._address)
-
-    def run(self, job: Job, words: Sequence[int], work: int) -> None:
-        """Fill a job and run it, on all threads if `work` (multiplications) is worth it."""
-        job.words[0] = 0  # the counter by which threads share it
-        job.words[1 : 1 + len(words)] = words
-        threads = torch.get_num_threads()
-        if _ON_ALL_THREADS is None or threads == 1 or work < _WORTH_SHARING:
-            self._call(job.address)
-        else:
-            _ON_ALL_THREADS(self._address, job.address, threads, 0)
 
 
 attention = Kernel(_attention)

@@ -22,6 +22,7 @@ from generator_service.attention import (
     Segment,
     attend_rows,
 )
+from generator_service.cpu_jobs import Job
 from generator_service.kv import KVShape, PromptKV
 from generator_service.linear import joined
 from generator_service.norm import RMSNorm
@@ -53,8 +54,8 @@ class CPULayer(nn.Module):
         self._o = joined(attention.o_proj)
         self._gate_up = joined(mlp.gate_proj, mlp.up_proj)
         self._down = joined(mlp.down_proj)
-        self._rotate_job = kernels.Job(kernels.ROTATE_WORDS)
-        self._gate_job = kernels.Job(kernels.GATE_WORDS)
+        self._rotate_job = Job(kernels.ROTATE_WORDS)
+        self._gate_job = Job(kernels.GATE_WORDS)
 
     def forward(
         self,
@@ -72,8 +73,8 @@ class CPULayer(nn.Module):
         heads = qkv.view(len(rows), -1, self._dim).transpose(0, 1)
         q, k, v = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads])
         mixed = attend_rows(self._layer, (q, k, v), segments, self._scaled, decoder)
-        normed = self._norm_out(rows, self._o(mixed.view(len(rows), -1)))
-        rows += self._down(self._gated(self._gate_up(normed)))
+        self._o.add_to(rows, mixed.view(len(rows), -1))
+        self._down.add_to(rows, self._gated(self._gate_up(self._norm_out(rows))))
         return hidden_states
 
     def _rotate(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> None:

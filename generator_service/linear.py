@@ -1,51 +1,52 @@
-"""Linear layers that are fast with few rows on a CPU. Knows tensors only.
-
-A decode step multiplies 1 to a few hundred rows by each weight. With plain weights, float32
-products of 3 to 63 rows run at a fraction of the processor's speed; with weights packed for oneDNN
-ahead of time they do not (`python -m benchmarks.linear`). Plain weights stay, as one or two rows
-are faster with them: on a CPU, the memory for weights doubles.
-"""
+"""Linear layers that are fast with few rows on a CPU."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-# The number of rows that the packed layout is chosen for; it serves all others well too.
-_PACKED_FOR_ROWS = 64
-_PLAIN_UP_TO_ROWS = 2
+from generator_service.cpu_jobs import Job
+from generator_service.cpu_product import PANEL, WORDS, product
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` for inference on float32 rows."""
+    """An `nn.Linear` for inference on float32 rows, its weights laid out for `cpu_product`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: [out, in], bias: [out]."""
+        """weight: [out, in], bias: [out]; the weight is copied."""
         super().__init__()
-        self.weight = weight
-        self.bias = bias
-        operations: Any = torch.ops.mkldnn
-        self._packed: Tensor = operations._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-        self._multiply = operations._linear_pointwise
-
-    @property
-    def packed_bytes(self) -> int:
-        """Of the packed copy."""
-        return self._packed.numel() * self._packed.element_size()
-
-    def tensors(self) -> list[Tensor]:
-        """The plain weights."""
-        return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
+        self.out_features, self.in_features = weight.shape
+        packed = _panels(weight)
+        self.register_buffer("_packed", packed, persistent=False)
+        self.register_buffer("_bias", bias, persistent=False)
+        bias_at = 0 if bias is None else bias.data_ptr()
+        self._weights = (self.in_features, packed.data_ptr(), bias_at)
+        self._job = Job(WORDS)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        if rows.numel() <= _PLAIN_UP_TO_ROWS * rows.shape[-1]:
-            return F.linear(rows, self.weight, self.bias)
-        product: Tensor = self._multiply(rows, self._packed, self.bias, "none", [], "")
-        return product
+        output = rows.new_empty(*rows.shape[:-1], self.out_features)
+        self._run(rows.contiguous(), output, adds=False)
+        return output
+
+    def add_to(self, total: Tensor, rows: Tensor) -> None:
+        """Add what comes out for `rows` [R, in] to `total` [R, out], both contiguous."""
+        self._run(rows, total, adds=True)
+
+    def _run(self, rows: Tensor, output: Tensor, adds: bool) -> None:
+        count = rows.numel() // self.in_features
+        place = (output.data_ptr(), self.out_features, adds)
+        words = (count, rows.data_ptr(), *self._weights, *place)
+        product.run(self._job, words, count * self.in_features * self.out_features)
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """[out, in] to [panels, in, PANEL], filled up with zeros."""
+    outputs, inputs = weight.shape
+    panels = weight.new_zeros(-(-outputs // PANEL), inputs, PANEL)
+    for number, part in enumerate(torch.split(weight, PANEL)):
+        panels[number, :, : len(part)] = part.T
+    return panels
 
 
 def pack(model: nn.Module) -> None:
@@ -59,7 +60,5 @@ def pack(model: nn.Module) -> None:
 def joined(*layers: nn.Linear) -> PackedLinear:
     """One product for layers that read the same rows, their outputs side by side."""
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    weights = [layer.weight.detach() for layer in layers]
-    if len(layers) == 1:  # not copied, as it may be tied to the embedding
-        return PackedLinear(weights[0], biases[0] if biases else None)
-    return PackedLinear(torch.cat(weights), torch.cat(biases) if biases else None)
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    return PackedLinear(weight, torch.cat(biases) if biases else None)

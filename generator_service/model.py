@@ -18,7 +18,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from generator_service import attention
 from generator_service.attention import Decoder, Segment
 from generator_service.kv import KVShape
-from generator_service.linear import PackedLinear
 from generator_service.memory import Sizes
 
 AttentionInterface.register(attention.NAME, attention.attend)
@@ -103,26 +102,26 @@ class CausalLM:
 
     @property
     def products(self) -> list[nn.Module]:
-        """The modules of one step's matrix products."""
-        return [m for m in self._model.modules() if isinstance(m, (PackedLinear, nn.Linear))]
+        """The modules of one step's matrix products, with their `in_features`, `out_features`."""
+        return [module for module in self._model.modules() if hasattr(module, "in_features")]
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take, packed copies included."""
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        packed = [m for m in self._model.modules() if isinstance(m, PackedLinear)]
-        tensors += [tensor for product in packed for tensor in product.tensors()]
-        storages: dict[int, int] = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
+        """What the weights take, each counted once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*self._model.parameters(), *self._model.buffers())
         }
-        return sum(storages.values()) + sum(product.packed_bytes for product in packed)
+        return sum(storages.values())
 
     def _speed_up(self) -> None:
         """Replace what is slow with few rows, where there is something faster for the device."""
         if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
             # Here, as other devices do without the compiler behind it.
-            from generator_service import cpu_attention, cpu_layer, linear, norm
+            from generator_service import cpu_attention, cpu_jobs, cpu_layer, linear, norm
 
+            if not cpu_jobs.ON_ALL_THREADS:
+                return
             cpu_layer.replace(self._model, self.shape)
             linear.pack(self._model)
             norm.replace(self._model)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from generator_service import cpu_kernels as kernels
+from generator_service.cpu_jobs import Job
 
 # Between a module and its replacement, on values around 1.
 _TOLERANCE = 1e-5
@@ -21,19 +22,18 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
-        self.weight = weight
+        self.register_buffer("_weight", weight, persistent=False)
         self._size = weight.numel()
         self._epsilon = np.array([epsilon], np.float32)
         self._constants = (weight.data_ptr(), self._epsilon.ctypes.data, self._size)
-        self._job = kernels.Job(kernels.NORM_WORDS)
+        self._job = Job(kernels.NORM_WORDS)
 
-    def forward(self, rows: Tensor, more: Tensor | None = None) -> Tensor:
-        """[..., size] to the same, contiguous; `more` is first added to the rows, in place."""
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., size] to the same, contiguous."""
         rows = rows.contiguous()
         output = torch.empty_like(rows)
-        added = 0 if more is None else more.data_ptr()
         count = rows.numel() // self._size
-        words = (count, rows.data_ptr(), output.data_ptr(), added, *self._constants)
+        words = (count, rows.data_ptr(), output.data_ptr(), *self._constants)
         kernels.rms_norm.run(self._job, words, rows.numel())
         return output
 

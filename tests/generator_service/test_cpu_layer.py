@@ -11,9 +11,7 @@ from torch import nn
 from generator_service import cpu_layer, norm
 from generator_service.cpu_layer import CPULayer
 from generator_service.kv import KVShape
-from generator_service.linear import PackedLinear, joined
 from generator_service.model import CausalLM
-from generator_service.norm import RMSNorm
 from tests.generator_service import tiny
 
 REPLACED = {"llama", "llama-mha", "mistral", "mistral-window", "qwen2"}
@@ -63,32 +61,10 @@ def test_norms_equal_those_they_replace(name: str, rows: int) -> None:
     torch.testing.assert_close(replacement(data), original(data), rtol=1e-5, atol=1e-6)
 
 
-def test_a_norm_adds_what_comes_with_it_in_place() -> None:
-    """Guards the residual stream, which the next layer reads."""
-    rows, more = torch.randn(2, 20, 32)
-    total = rows + more
-    fused = RMSNorm(torch.rand(32), 1e-5)
-    expected = fused(total.clone())
-    torch.testing.assert_close(fused(rows, more), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(rows, total, rtol=0, atol=0)
-
-
 def test_other_norms_stay() -> None:
     """Guards against a layer norm taken for an RMS norm."""
     assert norm.equal(nn.LayerNorm(16, bias=False)) is None
     assert norm.equal(nn.Linear(4, 4)) is None
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_joined_layers_equal_each_alone(bias: bool, rows: int) -> None:
-    """Guards against outputs of joint products that are swapped, or biases forgotten."""
-    layers = [nn.Linear(24, size, bias=bias) for size in (24, 8, 16)]
-    data = torch.randn(rows, 24)
-    product = joined(*layers)
-    assert isinstance(product, PackedLinear)
-    expected = torch.cat([layer(data) for layer in layers], dim=-1)
-    torch.testing.assert_close(product(data), expected.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_layers_that_rotate_a_part_of_each_head_stay() -> None:

@@ -65,11 +65,11 @@ def test_no_room_for_a_slot_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         loading.slots_from_memory(model, GeneratorSettings())
 
 
-def test_weights_count_packed_copies() -> None:
-    """Guards against a capacity that forgets half of what the weights take."""
+def test_weights_count_packed_ones() -> None:
+    """Guards against a capacity that forgets most of what the weights take."""
     network = tiny.build()
     plain = sum(parameter.nbytes for parameter in network.parameters())
-    assert CausalLM(network).weight_bytes > 1.5 * plain
+    assert CausalLM(network).weight_bytes >= plain
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
