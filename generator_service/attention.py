@@ -123,6 +123,7 @@ def attend_rows(
     segments: Sequence[Segment],
     scaled: Scaling,
     decoder: Decoder | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of R rows; qkv [heads, R, d], [kv_heads, R, d], [kv_heads, R, d] to [R, heads, d].
 
@@ -130,7 +131,7 @@ def attend_rows(
     operations do all of it.
     """
     query, key, value = qkv
-    output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+    output = query.new_empty(query.shape[1], query.shape[0], query.shape[2]) if out is None else out
     start = 0
     for segment in segments:
         rows = slice(start, start + segment.num_rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +26,14 @@ Words = NDArray[np.int64]
 _DENSE_FROM = 4096
 
 
-def decoder(shape: KVShape, heads: int, segments: Sequence[Segment]) -> CPUDecoder | None:
-    """For the decode rows of one forward pass, if there are any."""
+def decoder(shape: KVShape, heads: int, segments: Sequence[Segment]) -> CPUDecoder:
+    """For the decode rows of one forward pass, of which there may be none."""
     batch, start = [], 0
     for segment in segments:
         if isinstance(segment, DecodeSegment):
             batch.append(Rows(start, segment))
         start += segment.num_rows
-    return CPUDecoder(shape, heads, batch) if batch else None
+    return CPUDecoder(shape, heads, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,13 @@ class CPUDecoder:
         self._shape = shape
         self._heads = heads
         self._batch = batch
+        self._num_rows = sum(rows.suffix.live for rows in batch)
         self._reals = np.zeros(2, np.float32)
         self._reals_at: int = self._reals.ctypes.data
         self._job = Job(kernels.JOB_WORDS)
         self._plans: dict[int | None, _Plan] = {}
+        # What layers set up once for a whole forward pass; theirs alone to read.
+        self.kept: dict[Any, Any] = {}
 
     def attend(
         self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scaled: Scaling
@@ -89,15 +93,19 @@ class CPUDecoder:
 
         qkv: [heads, R, d], [kv_heads, R, d], [kv_heads, R, d]; any strides but the last.
         """
+        if not self._batch:
+            return
         plan = self._plan(scaled.window)
-        self._reals[:] = scaled.scale, scaled.softcap or 0.0
-        dense = [view for view in plan.views if view.products is not None]
-        for view in dense:
+        for view in plan.dense:
             _multiply(view, layer, qkv[0])
         work = 2 * plan.tokens * self._heads * self._shape.head_dim
-        kernels.attention.run(self._job, self._words(layer, plan, qkv, output), work)
-        for view in dense:
+        kernels.attention.run(self._job, self.words(layer, qkv, output, scaled), work)
+        for view in plan.dense:
             _add_values(view, layer, output)
+
+    def is_one_job(self, rows: int, window: int | None) -> bool:
+        """Whether the attention of a pass's `rows` rows is one compiled job and nothing beside."""
+        return rows == self._num_rows and not self._plan(window).dense
 
     def _plan(self, window: int | None) -> _Plan:
         if window not in self._plans:
@@ -105,11 +113,12 @@ class CPUDecoder:
             self._plans[window] = _Plan(views, self._shape)
         return self._plans[window]
 
-    def _words(
-        self, layer: int, plan: _Plan, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor
+    def words(
+        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scaled: Scaling
     ) -> list[int]:
-        """All words of the job after the counter, in their order."""
-        shape = self._shape
+        """All words of the attention's job after the counter, in their order."""
+        self._reals[:] = scaled.scale, scaled.softcap or 0.0
+        plan, shape = self._plan(scaled.window), self._shape
         words = [plan.chunks, self._reals_at, *plan.tables_at(layer)]
         for tensor in qkv:
             heads, rows, last = tensor.stride()
@@ -124,6 +133,7 @@ class _Plan:
 
     def __init__(self, views: Sequence[_View], shape: KVShape) -> None:
         self.views = views
+        self.dense = [view for view in views if view.products is not None]
         rows = sum(view.rows.suffix.live for view in views)
         self.chunks = -(-rows // kernels.CHUNK_ROWS)
         seen = [view.tokens + view.rows.suffix.length + 1 - view.first_own for view in views]

@@ -37,6 +37,16 @@ def floats(_context: Any, _address: Any) -> Any:
 
 
 @intrinsic
+def doubles(_context: Any, _address: Any) -> Any:
+    """int64 address to float64 pointer."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.DoubleType().as_pointer())
+
+    return types.CPointer(types.float64)(types.int64), generate
+
+
+@intrinsic
 def words(_context: Any, _address: Any) -> Any:
     """int64 address to int64 pointer."""
 
@@ -44,6 +54,17 @@ def words(_context: Any, _address: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
 
     return types.CPointer(types.int64)(types.int64), generate
+
+
+@intrinsic
+def _call(_context: Any, _function: Any, _address: Any) -> Any:
+    """Call compiled code at an int64 address with a job's address."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [arguments[1]])
+
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -106,21 +127,30 @@ def _compiled(kernel: Callable[..., Any]) -> Any:
 
 
 def _open_mp() -> Any:
-    """Runs a function on all of torch's own threads; None where torch is built without libgomp."""
+    """The library that torch's threads belong to; None where torch is built without libgomp."""
     path = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
     if not path.exists():
         return None
-    run = ctypes.CDLL(str(path)).GOMP_parallel
-    run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    run.restype = None
-    return run
+    library = ctypes.CDLL(str(path))
+    library.GOMP_parallel.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        ctypes.c_uint,
+    )
+    library.GOMP_parallel.restype = None
+    return library
 
 
-_ON_ALL_THREADS = _open_mp()
+_OPEN_MP = _open_mp()
 
 # Whether compiled jobs run on all threads; where they would run on one, torch is faster.
-ON_ALL_THREADS = _ON_ALL_THREADS is not None
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+ON_ALL_THREADS = _OPEN_MP is not None
+
+# Threads wait here until all have come; outside of a parallel call it does nothing.
+_BARRIER = (ON_ALL_THREADS and ctypes.cast(_OPEN_MP.GOMP_barrier, ctypes.c_void_p).value) or 0
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Job:
@@ -136,15 +166,56 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._compiled = _compiled(function)
-        self._address: int = self._compiled.address
-        self._call = _CALL(self._address)
+        self.address: int = self._compiled.address
+        self._function = _FUNCTION(self.address)
 
     def run(self, job: Job, words: Sequence[int], work: int) -> None:
         """Fill a job and run it, on all threads if `work` (multiplications) is worth it."""
         job.words[0] = 0  # the counter by which threads share it
         job.words[1 : 1 + len(words)] = words
+        self.run_filled(job, work)
+
+    def run_filled(self, job: Job, work: int) -> None:
+        """Run a job whose words are set."""
         threads = torch.get_num_threads()
         if not ON_ALL_THREADS or threads == 1 or work < _WORTH_SHARING:
-            self._call(job.address)
+            self._function(job.address)
         else:
-            _ON_ALL_THREADS(self._address, job.address, threads, 0)
+            _OPEN_MP.GOMP_parallel(self.address, job.address, threads, 0)
+
+
+# int64 words of a program's own job: address and number of its steps.
+_STEPS, _NUM_STEPS, _WAIT = range(1, 4)
+
+
+def _in_turn(job_words: Any) -> None:
+    """Jobs one after the other; no thread begins one before all have ended the last."""
+    job = numba.carray(job_words, (4,))
+    steps = numba.carray(words(job[_STEPS]), (job[_NUM_STEPS], 2))
+    for number in range(job[_NUM_STEPS]):
+        _call(steps[number, 0], steps[number, 1])
+        if job[_WAIT]:
+            _call(job[_WAIT], 0)
+
+
+_in_turn_kernel = Kernel(_in_turn)
+
+
+class Program:
+    """Jobs that run one after the other in one call."""
+
+    def __init__(self, kernels: Sequence[Kernel], num_words: int) -> None:
+        """`num_words`: of the longest job."""
+        self.words = np.zeros((len(kernels), num_words), np.int64)
+        jobs = self.words.ctypes.data + self.words.strides[0] * np.arange(len(kernels))
+        self._steps = np.stack([np.array([kernel.address for kernel in kernels]), jobs], axis=1)
+        self._steps_at: int = self._steps.ctypes.data
+        self._job = Job(4)
+
+    def run(self, first: int, end: int, work: int) -> None:
+        """Run the jobs first .. end - 1, whose words are set and whose counters are 0.
+
+        On all threads, if `work` (multiplications) is worth it.
+        """
+        self._job.words[1:] = self._steps_at + first * self._steps.strides[0], end - first, _BARRIER
+        _in_turn_kernel.run_filled(self._job, work)

@@ -19,9 +19,6 @@ from generator_service.cpu_jobs import OPTIONS, Kernel, exp, matrix, next_share,
 # Rows a thread takes at a time.
 CHUNK_ROWS = 4
 
-# Multiplications below which a second thread costs more than it helps.
-_WORTH_SHARING = 100_000
-
 # int64 words of an attention job: addresses, strides in elements, sizes.
 COUNTER, CHUNKS, REALS, SEGMENTS, NUM_SEGMENTS, PARTS = range(6)
 QUERY, QUERY_ROW, QUERY_HEAD = 6, 7, 8

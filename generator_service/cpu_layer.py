@@ -8,21 +8,22 @@ any other layer stays transformers' own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from generator_service import cpu_kernels as kernels
 from generator_service import norm
-from generator_service.attention import (
-    Decoder,
-    PrefillSegment,
-    Scaling,
-    Segment,
-    attend_rows,
-)
-from generator_service.cpu_jobs import Job
+from generator_service.attention import PrefillSegment, Scaling, Segment, attend_rows
+from generator_service.cpu_attention import CPUDecoder
+from generator_service.cpu_attention import decoder as new_decoder
+from generator_service.cpu_jobs import Program
+from generator_service.cpu_product import INPUT, OUTPUT, ROWS, product
 from generator_service.kv import KVShape, PromptKV
 from generator_service.linear import joined
 from generator_service.norm import RMSNorm
@@ -35,6 +36,31 @@ _PARTS = {
 _TRIAL_ROWS = 5
 _TOLERANCE = 1e-4
 
+# The jobs of a layer, in their order.
+_NORM_IN, _QKV, _ROTATE, _ATTENTION, _O, _NORM_OUT, _GATE_UP, _GATE, _DOWN, _END = range(10)
+_KERNELS = (
+    kernels.rms_norm,
+    product,
+    kernels.rotate,
+    kernels.attention,
+    product,
+    kernels.rms_norm,
+    product,
+    kernels.gated_silu,
+    product,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Features per row: of the residual stream, and within attention and network."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    intermediate: int
+
 
 class CPULayer(nn.Module):
     """Takes a transformers layer's place in its model's forward pass."""
@@ -46,16 +72,31 @@ class CPULayer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         self._layer: int = attention.layer_idx
         self._scaled = scaled
-        self._kv_heads, self._dim = shape.kv_heads, shape.head_dim
-        self._heads = attention.q_proj.out_features // self._dim
-        self._size: int = mlp.gate_proj.out_features
+        self._sizes = _Sizes(
+            hidden=attention.q_proj.in_features,
+            heads=attention.q_proj.out_features // shape.head_dim,
+            kv_heads=shape.kv_heads,
+            dim=shape.head_dim,
+            intermediate=mlp.gate_proj.out_features,
+        )
         self._norm_in, self._norm_out = norms
         self._qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self._o = joined(attention.o_proj)
         self._gate_up = joined(mlp.gate_proj, mlp.up_proj)
         self._down = joined(mlp.down_proj)
-        self._rotate_job = Job(kernels.ROTATE_WORDS)
-        self._gate_job = Job(kernels.GATE_WORDS)
+        products = (self._qkv, self._o, self._gate_up, self._down)
+        self._work = sum(each.in_features * each.out_features for each in products)  # of a row
+        self._program = Program(_KERNELS, kernels.JOB_WORDS)
+        self._constants = np.zeros_like(self._program.words)
+        for job, words in (
+            (_NORM_IN, self._norm_in.words(0, 0, 0)),
+            (_QKV, self._qkv.words(0, 0, 0)),
+            (_O, self._o.words(0, 0, 0, adds=True)),
+            (_NORM_OUT, self._norm_out.words(0, 0, 0)),
+            (_GATE_UP, self._gate_up.words(0, 0, 0)),
+            (_DOWN, self._down.words(0, 0, 0, adds=True)),
+        ):
+            _fill(self._constants[job], words)
 
     def forward(
         self,
@@ -63,41 +104,76 @@ class CPULayer(nn.Module):
         *,
         position_embeddings: tuple[Tensor, Tensor],
         segments: list[Segment],
-        decoder: Decoder | None = None,
+        decoder: CPUDecoder,
         **_: Any,
     ) -> Tensor:
         """[1, R, hidden] to the same, in place."""
         rows = hidden_states[0]
-        qkv = self._qkv(self._norm_in(rows))
-        self._rotate(qkv, position_embeddings)
-        heads = qkv.view(len(rows), -1, self._dim).transpose(0, 1)
-        q, k, v = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads])
-        mixed = attend_rows(self._layer, (q, k, v), segments, self._scaled, decoder)
-        self._o.add_to(rows, mixed.view(len(rows), -1))
-        self._down.add_to(rows, self._gated(self._gate_up(self._norm_out(rows))))
+        pass_ = _pass(self._sizes, rows, position_embeddings, decoder)
+        words, work = self._program.words, self._work * len(rows)
+        np.add(self._constants, pass_.words, out=words)
+        if decoder.is_one_job(len(rows), self._scaled.window):
+            attention = decoder.words(self._layer, pass_.qkv, pass_.mixed, self._scaled)
+            _fill(words[_ATTENTION], attention)
+            self._program.run(_NORM_IN, _END, work)
+        else:
+            self._program.run(_NORM_IN, _ATTENTION, work)
+            attend_rows(self._layer, pass_.qkv, segments, self._scaled, decoder, out=pass_.mixed)
+            self._program.run(_O, _END, work)
         return hidden_states
 
-    def _rotate(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> None:
-        """Turn queries and keys by their positions, in place."""
-        cosines, sines = position_embeddings
-        rows, stride = qkv.shape
-        words = (
-            rows,
-            qkv.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            stride,
-            self._heads + self._kv_heads,
-            self._dim,
-        )
-        kernels.rotate.run(self._rotate_job, words, qkv.numel())
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, [R, size]."""
-        output = gate_up.new_empty(len(gate_up), self._size)
-        words = (len(gate_up), gate_up.data_ptr(), output.data_ptr(), self._size)
-        kernels.gated_silu.run(self._gate_job, words, 16 * output.numel())
-        return output
+class _Pass:
+    """What the layers of one forward pass write to, one after the other, and their jobs' words.
+
+    All words but those that differ from layer to layer, which are 0.
+    """
+
+    def __init__(self, sizes: _Sizes, rows: Tensor, turns: tuple[Tensor, Tensor]) -> None:
+        count = len(rows)
+        all_heads = sizes.heads + 2 * sizes.kv_heads
+        normed = torch.empty_like(rows)
+        joint = rows.new_empty(count, all_heads * sizes.dim)
+        gate_up = rows.new_empty(count, 2 * sizes.intermediate)
+        gated = rows.new_empty(count, sizes.intermediate)
+        self.mixed = rows.new_empty(count, sizes.heads, sizes.dim)
+        heads = joint.view(count, -1, sizes.dim).transpose(0, 1)
+        q, k, v = torch.split(heads, [sizes.heads, sizes.kv_heads, sizes.kv_heads])
+        self.qkv = q, k, v
+        self._held = rows, turns, normed, joint, gate_up, gated
+        stream, turned = rows.data_ptr(), sizes.heads + sizes.kv_heads
+        self.words = np.zeros((_END, kernels.JOB_WORDS), np.int64)
+        for job, source, target in (
+            (_NORM_IN, stream, normed.data_ptr()),
+            (_NORM_OUT, stream, normed.data_ptr()),
+        ):
+            _fill(self.words[job], (count, source, target))
+        for job, source, target in (
+            (_QKV, normed.data_ptr(), joint.data_ptr()),
+            (_O, self.mixed.data_ptr(), stream),
+            (_GATE_UP, normed.data_ptr(), gate_up.data_ptr()),
+            (_DOWN, gated.data_ptr(), stream),
+        ):
+            self.words[job, [ROWS, INPUT, OUTPUT]] = count, source, target
+        angles = [turn.data_ptr() for turn in turns]
+        rotate = (count, joint.data_ptr(), *angles, joint.shape[1], turned, sizes.dim)
+        _fill(self.words[_ROTATE], rotate)
+        gate = (count, gate_up.data_ptr(), gated.data_ptr(), sizes.intermediate)
+        _fill(self.words[_GATE], gate)
+
+
+def _pass(sizes: _Sizes, rows: Tensor, turns: tuple[Tensor, Tensor], decoder: CPUDecoder) -> _Pass:
+    """The same for all layers of a pass that are of one kind."""
+    key = (sizes, rows.data_ptr(), turns[0].data_ptr())
+    if key not in decoder.kept:
+        decoder.kept[key] = _Pass(sizes, rows, turns)
+    pass_: _Pass = decoder.kept[key]
+    return pass_
+
+
+def _fill(words: NDArray[np.int64], values: Sequence[int]) -> None:
+    """Set a job's words from the one after its counter on."""
+    words[1 : 1 + len(values)] = values
 
 
 def replace(model: nn.Module, shape: KVShape) -> None:
@@ -142,9 +218,10 @@ def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
 
 
 def _trial(turns: tuple[Tensor, Tensor], shape: KVShape) -> dict[str, Any]:
-    prompt = PromptKV(shape, _TRIAL_ROWS)
+    segments = [PrefillSegment((PromptKV(shape, _TRIAL_ROWS),), 0, 0, _TRIAL_ROWS)]
     return {
         "position_embeddings": turns,
-        "segments": [PrefillSegment((prompt,), 0, 0, _TRIAL_ROWS)],
+        "segments": segments,
+        "decoder": new_decoder(shape, 0, segments),
         "attention_mask": None,
     }

@@ -26,18 +26,18 @@ class PackedLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         output = rows.new_empty(*rows.shape[:-1], self.out_features)
-        self._run(rows.contiguous(), output, adds=False)
+        rows = rows.contiguous()
+        count = rows.numel() // self.in_features
+        words = self.words(count, rows.data_ptr(), output.data_ptr())
+        product.run(self._job, words, count * self.in_features * self.out_features)
         return output
 
-    def add_to(self, total: Tensor, rows: Tensor) -> None:
-        """Add what comes out for `rows` [R, in] to `total` [R, out], both contiguous."""
-        self._run(rows, total, adds=True)
+    def words(self, rows: int, data: int, output: int, adds: bool = False) -> tuple[int, ...]:
+        """A job's words: from contiguous rows to rows, by their addresses.
 
-    def _run(self, rows: Tensor, output: Tensor, adds: bool) -> None:
-        count = rows.numel() // self.in_features
-        place = (output.data_ptr(), self.out_features, adds)
-        words = (count, rows.data_ptr(), *self._weights, *place)
-        product.run(self._job, words, count * self.in_features * self.out_features)
+        `adds`: to what is there already, instead of in its place.
+        """
+        return (rows, data, *self._weights, output, self.out_features, adds)
 
 
 def _panels(weight: Tensor) -> Tensor:

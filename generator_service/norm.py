@@ -33,9 +33,13 @@ class RMSNorm(nn.Module):
         rows = rows.contiguous()
         output = torch.empty_like(rows)
         count = rows.numel() // self._size
-        words = (count, rows.data_ptr(), output.data_ptr(), *self._constants)
+        words = self.words(count, rows.data_ptr(), output.data_ptr())
         kernels.rms_norm.run(self._job, words, rows.numel())
         return output
+
+    def words(self, rows: int, data: int, output: int) -> tuple[int, ...]:
+        """A job's words: from contiguous rows to rows, by their addresses."""
+        return (rows, data, output, *self._constants)
 
 
 def replace(model: nn.Module) -> None:

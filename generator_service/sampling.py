@@ -45,6 +45,15 @@ def sample(
     logits: float32 [rows, vocabulary]; step: 0 for a candidate's first token; `forbidden` tokens
     are not drawn.
     """
+    uncut = sampling.top_p == 1 and not 0 < sampling.top_k < logits.shape[1]
+    if logits.device.type == "cpu" and (uncut or sampling.temperature == 0):
+        # Here, as other devices do without the compiler behind it.
+        from generator_service import cpu_sampling
+
+        uniform = None
+        if sampling.temperature:
+            uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
+        return cpu_sampling.draw(logits, sampling.temperature, uniform, forbidden)
     block = rows_at_once(logits.shape[1], logits.device)
     parts = [
         _sample_block(part, sampling, candidate_ids[at * block : (at + 1) * block], step, forbidden)

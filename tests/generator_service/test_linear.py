@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from generator_service.cpu_product import PANEL
+from generator_service.cpu_jobs import Job
+from generator_service.cpu_product import PANEL, WORDS
+from generator_service.cpu_product import product as multiplication
 from generator_service.linear import PackedLinear, joined
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 40, 127, 128, 129, 300)
@@ -32,7 +34,9 @@ def test_products_can_be_added() -> None:
     layer = nn.Linear(24, 100)
     total, data = torch.randn(9, 100), torch.randn(9, 24)
     expected = total + layer(data).detach()
-    joined(layer).add_to(total, data)
+    packed = joined(layer)
+    words = packed.words(9, data.data_ptr(), total.data_ptr(), adds=True)
+    multiplication.run(Job(WORDS), words, work=0)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 
