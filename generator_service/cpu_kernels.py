@@ -9,12 +9,17 @@ Knows addresses and sizes only.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from generator_service.cpu_jobs import OPTIONS, Kernel, exp, matrix, next_share, vector, words
+from generator_service.cpu_vectors import LANES, Code, highest
 
 # Rows a thread takes at a time.
 CHUNK_ROWS = 4
@@ -46,68 +51,129 @@ NORM_WORDS = 7
 ROTATE_ROWS, ROTATE_DATA, ROTATE_COS, ROTATE_SIN, ROTATE_STRIDE = range(1, 6)
 ROTATE_HEADS, ROTATE_DIM = 6, 7
 ROTATE_WORDS = 8
-GATE_ROWS, GATE_INPUT, GATE_OUTPUT, GATE_SIZE = range(1, 5)
-GATE_WORDS = 5
 
 # Rows of these that a thread takes at a time.
 _ROWS_AT_ONCE = 8
 
 
-@numba.njit(**OPTIONS)
-def _dots(query: Any, keys: Any, tokens: int, scores: Any) -> None:
-    """scores[t] = query . keys[t]; four tokens at a time, so that additions overlap."""
-    dim = query.shape[0]
-    fours = tokens // 4 * 4
-    for t in range(0, fours, 4):
-        a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        for j in range(dim):
-            a += query[j] * keys[t, j]
-            b += query[j] * keys[t + 1, j]
-            c += query[j] * keys[t + 2, j]
-            d += query[j] * keys[t + 3, j]
-        scores[t], scores[t + 1], scores[t + 2], scores[t + 3] = a, b, c, d
-    for t in range(fours, tokens):
-        a = np.float32(0)
-        for j in range(dim):
-            a += query[j] * keys[t, j]
-        scores[t] = a
+@intrinsic
+def _dot_tile(_context: Any, _query: Any, _dim: Any, _keys: Any, _tokens: Any, _scores: Any) -> Any:
+    """scores[t] = query . keys[t] for up to LANES tokens; always sets LANES scores.
+
+    Addresses of [dim], [tokens, dim] and [LANES]; `dim` is a multiple of LANES.
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        query, dim, keys, tokens, scores = arguments
+        code = Code(builder)
+        last, size = builder.sub(tokens, code.constant(1)), builder.mul(dim, code.constant(4))
+        # Beyond the last token the last one is read again: there may be no memory.
+        numbers = [code.at_most(code.constant(number), last) for number in range(LANES)]
+        starts = [code.offset(keys, number, size) for number in numbers]
+        totals = [code.vector_of(0.0) for _ in starts]
+        with cgutils.for_range(builder, builder.udiv(dim, code.constant(LANES))) as loop:
+            values = code.vector(code.offset(query, loop.index, 4 * LANES), 0)
+            for start, total in zip(starts, totals, strict=True):
+                at = code.offset(start, loop.index, 4 * LANES)
+                code.add_product(values, code.vector(at, 0), total)
+        code.put(code.sums(totals), scores, 0)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+def _mix_tile(vectors: int) -> Any:
+    @intrinsic
+    def mix(
+        _context: Any, _weights: Any, _values: Any, _dim: Any, _tokens: Any, _output: Any
+    ) -> Any:
+        """output += sum of weights[t] * values[t], for `vectors` vectors of the dimensions.
+
+        Addresses of [tokens], [tokens, dim] and [dim], the latter two from the first of these
+        dimensions on.
+        """
+        return types.void(*[types.int64] * 5), _mix_generator(vectors)
+
+    return mix
+
+
+def _mix_generator(vectors: int) -> Callable[..., Any]:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        weights, values, dim, tokens, output = arguments
+        code = Code(builder)
+        size = builder.mul(dim, code.constant(4))
+        # Two tokens at a time with sums of their own, as an addition waits for the one before.
+        sums = [[code.vector_of(0.0) for _ in range(vectors)] for _ in range(2)]
+
+        def add(token: Any, totals: list[Any]) -> None:
+            weight = code.everywhere(code.offset(weights, token, 4))
+            here = code.offset(values, token, size)
+            for number, total in enumerate(totals):
+                code.add_product(weight, code.vector(here, 4 * LANES * number), total)
+
+        two = code.constant(2)
+        with cgutils.for_range(builder, builder.udiv(tokens, two)) as loop:
+            even = builder.mul(loop.index, two)
+            add(even, sums[0])
+            add(builder.add(even, code.constant(1)), sums[1])
+        with builder.if_then(code.is_odd(tokens)):
+            add(builder.sub(tokens, code.constant(1)), sums[0])
+        for number, totals in enumerate(zip(*sums, strict=True)):
+            code.add_to(output, 4 * LANES * number, list(totals))
+        return context.get_dummy_value()
+
+    return generate
+
+
+_WIDE_MIX = 4  # vectors
+_mix_wide, _mix_narrow = _mix_tile(_WIDE_MIX), _mix_tile(1)
 
 
 @numba.njit(**OPTIONS)
-def _mix(weights: Any, values: Any, tokens: int, output: Any) -> None:
-    """output += sum of weights[t] * values[t]; four tokens per pass over the output."""
-    dim = output.shape[0]
-    fours = tokens // 4 * 4
-    for t in range(0, fours, 4):
-        a, b, c, d = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
-        for j in range(dim):
-            output[j] += (
-                a * values[t, j]
-                + b * values[t + 1, j]
-                + c * values[t + 2, j]
-                + d * values[t + 3, j]
-            )
-    for t in range(fours, tokens):
-        a = weights[t]
-        for j in range(dim):
-            output[j] += a * values[t, j]
+def _dots(query: int, dim: int, keys: int, tokens: int, scores: int) -> None:
+    """scores[t] = query . keys[t], by addresses; may write LANES - 1 scores too many."""
+    if dim % LANES == 0:
+        for t in range(0, tokens, LANES):
+            _dot_tile(query, dim, keys + 4 * t * dim, min(LANES, tokens - t), scores + 4 * t)
+    else:
+        a, b, target = vector(query, dim), matrix(keys, tokens, dim), vector(scores, tokens)
+        for t in range(tokens):
+            total = np.float32(0)
+            for j in range(dim):
+                total += a[j] * b[t, j]
+            target[t] = total
+
+
+@numba.njit(**OPTIONS)
+def _mix(weights: int, values: int, dim: int, tokens: int, output: int) -> None:
+    """output += sum of weights[t] * values[t], by addresses."""
+    if dim % LANES == 0:
+        step = _WIDE_MIX * LANES
+        wide = dim // step * step
+        for j in range(0, wide, step):
+            _mix_wide(weights, values + 4 * j, dim, tokens, output + 4 * j)
+        for j in range(wide, dim, LANES):
+            _mix_narrow(weights, values + 4 * j, dim, tokens, output + 4 * j)
+    else:
+        a, b, target = vector(weights, tokens), matrix(values, tokens, dim), vector(output, dim)
+        for t in range(tokens):
+            for j in range(dim):
+                target[j] += a[t] * b[t, j]
 
 
 @numba.njit(**OPTIONS)
 def _softmax(scores: Any, tokens: int, scale: Any, softcap: Any) -> None:
     """Weights in place of scores; softcap * tanh(score / softcap) first where softcap > 0."""
-    highest = np.float32(-np.inf)
     if softcap > 0:
         for t in range(tokens):
             x = scores[t] * scale / softcap
             e = exp(-2 * abs(x))
             scores[t] = softcap * math.copysign((1 - e) / (1 + e), x)
         scale = np.float32(1)
-    for t in range(tokens):
-        highest = max(highest, scores[t])
+    most = highest(scores.ctypes.data, tokens)
     total = np.float32(0)
     for t in range(tokens):
-        weight = exp((scores[t] - highest) * scale)
+        weight = exp((scores[t] - most) * scale)
         scores[t] = weight
         total += weight
     inverse = np.float32(1) / total
@@ -117,51 +183,53 @@ def _softmax(scores: Any, tokens: int, scale: Any, softcap: Any) -> None:
 
 @numba.njit(**OPTIONS)
 def _store(job: Any, segment: Any, row: int, head: int) -> Any:
-    """Put a row's new key and value into its store; returns all of its keys and values."""
+    """Put a row's new key and value into its store; the addresses of all its keys and values."""
     dim, length = job[DIM], segment[LENGTH]
     base = 4 * (row * job[KV_HEADS] + head) * segment[ROOM] * dim
-    keys = matrix(segment[OWN_KEYS] + base, length, dim)
-    values = matrix(segment[OWN_VALUES] + base, length, dim)
-    at = segment[ROW] + row
+    keys, values = segment[OWN_KEYS] + base, segment[OWN_VALUES] + base
+    at, newest = segment[ROW] + row, 4 * (length - 1) * dim
+    new_key, new_value = vector(keys + newest, dim), vector(values + newest, dim)
     key = vector(job[KEY] + 4 * (at * job[KEY_ROW] + head * job[KEY_HEAD]), dim)
     value = vector(job[VALUE] + 4 * (at * job[VALUE_ROW] + head * job[VALUE_HEAD]), dim)
     for j in range(dim):
-        keys[length - 1, j] = key[j]
-        values[length - 1, j] = value[j]
+        new_key[j] = key[j]
+        new_value[j] = value[j]
     return keys, values
 
 
 @numba.njit(**OPTIONS)
 def _score_prompt(
-    job: Any, segment: Any, parts: Any, head: int, query: Any, shared: Any, scores: Any
+    job: Any, segment: Any, parts: Any, head: int, query: int, shared: int, scores: int
 ) -> None:
     """Products of a query with the prompt's tokens, computed or copied."""
     if segment[SHARED]:
+        source, target = vector(shared, segment[TOKENS]), vector(scores, segment[TOKENS])
         for t in range(segment[TOKENS]):
-            scores[t] = shared[t]
+            target[t] = source[t]
         return
     t, dim = 0, job[DIM]
     for number in range(segment[PART], segment[PART] + segment[NUM_PARTS]):
         part = parts[number]
         first = 4 * dim * (head * part[STORED] + part[FIRST])
-        _dots(query, matrix(part[KEYS] + first, part[COUNT], dim), part[COUNT], scores[t:])
+        _dots(query, dim, part[KEYS] + first, part[COUNT], scores + 4 * t)
         t += part[COUNT]
 
 
 @numba.njit(**OPTIONS)
 def _mix_prompt(
-    job: Any, segment: Any, parts: Any, head: int, weights: Any, shared: Any, output: Any
+    job: Any, segment: Any, parts: Any, head: int, weights: int, shared: int, output: int
 ) -> None:
     """Add the prompt's values, or leave their weights where the products were."""
     if segment[SHARED]:
+        source, target = vector(weights, segment[TOKENS]), vector(shared, segment[TOKENS])
         for t in range(segment[TOKENS]):
-            shared[t] = weights[t]
+            target[t] = source[t]
         return
     t, dim = 0, job[DIM]
     for number in range(segment[PART], segment[PART] + segment[NUM_PARTS]):
         part = parts[number]
         first = 4 * dim * (head * part[STORED] + part[FIRST])
-        _mix(weights[t:], matrix(part[VALUES] + first, part[COUNT], dim), part[COUNT], output)
+        _mix(weights + 4 * t, part[VALUES] + first, dim, part[COUNT], output)
         t += part[COUNT]
 
 
@@ -171,21 +239,24 @@ def _attend_row(job: Any, segment: Any, parts: Any, row: int, reals: Any, scores
     heads, dim, tokens = job[HEADS], job[DIM], segment[TOKENS]
     group = heads // job[KV_HEADS]
     at, first = segment[ROW] + row, segment[FIRST_OWN]
-    own = segment[LENGTH] - first
+    own, scores_at = segment[LENGTH] - first, scores.ctypes.data
+    own_at = scores_at + 4 * tokens
     for head in range(job[KV_HEADS]):
         keys, values = _store(job, segment, row, head)
+        keys, values = keys + 4 * first * dim, values + 4 * first * dim
         for number in range(head * group, (head + 1) * group):
-            query = vector(job[QUERY] + 4 * (at * job[QUERY_ROW] + number * job[QUERY_HEAD]), dim)
-            output = vector(job[OUTPUT] + 4 * (at * heads + number) * dim, dim)
+            query = job[QUERY] + 4 * (at * job[QUERY_ROW] + number * job[QUERY_HEAD])
+            output = job[OUTPUT] + 4 * (at * heads + number) * dim
             line = (head * segment[ROWS] + row) * group + number - head * group
-            shared = vector(segment[SHARED] + 4 * line * tokens, tokens)
-            _score_prompt(job, segment, parts, head, query, shared, scores)
-            _dots(query, keys[first:], own, scores[tokens:])
+            shared = segment[SHARED] + 4 * line * tokens
+            _score_prompt(job, segment, parts, head, query, shared, scores_at)
+            _dots(query, dim, keys, own, own_at)
             _softmax(scores, tokens + own, reals[0], reals[1])
+            mixed = vector(output, dim)
             for j in range(dim):
-                output[j] = 0
-            _mix_prompt(job, segment, parts, head, scores, shared, output)
-            _mix(scores[tokens:], values[first:], own, output)
+                mixed[j] = 0
+            _mix_prompt(job, segment, parts, head, scores_at, shared, output)
+            _mix(own_at, values, dim, own, output)
 
 
 def _attention(job_words: Any) -> None:
@@ -195,7 +266,7 @@ def _attention(job_words: Any) -> None:
     last = segments[job[NUM_SEGMENTS] - 1]
     parts = numba.carray(words(job[PARTS]), (last[PART] + last[NUM_PARTS], PART_WORDS))
     reals = vector(job[REALS], 2)
-    scores = np.empty(job[LONGEST], np.float32)
+    scores = np.empty(job[LONGEST] + LANES, np.float32)
     while True:
         chunk = next_share(job_words)
         if chunk >= job[CHUNKS]:
@@ -258,25 +329,6 @@ def _rotate(job_words: Any) -> None:
                     high[j] = y * cosine[half + j] + x * sine[half + j]
 
 
-def _gated_silu(job_words: Any) -> None:
-    """output = silu(first half of a row) * second half; silu(x) = x / (1 + e**-x)."""
-    job = numba.carray(job_words, (GATE_WORDS,))
-    rows, size = job[GATE_ROWS], job[GATE_SIZE]
-    source = matrix(job[GATE_INPUT], rows, 2 * size)
-    target = matrix(job[GATE_OUTPUT], rows, size)
-    while True:
-        first = next_share(job_words) * _ROWS_AT_ONCE
-        if first >= rows:
-            break
-        for row in range(first, min(rows, first + _ROWS_AT_ONCE)):
-            gate, up, output = source[row, :size], source[row, size:], target[row]
-            for j in range(size):
-                x = gate[j]
-                e = exp(-abs(x))
-                output[j] = x * up[j] * (np.float32(1) if x >= 0 else e) / (np.float32(1) + e)
-
-
 attention = Kernel(_attention)
 rms_norm = Kernel(_rms_norm)
 rotate = Kernel(_rotate)
-gated_silu = Kernel(_gated_silu)

@@ -37,7 +37,7 @@ _TRIAL_ROWS = 5
 _TOLERANCE = 1e-4
 
 # The jobs of a layer, in their order.
-_NORM_IN, _QKV, _ROTATE, _ATTENTION, _O, _NORM_OUT, _GATE_UP, _GATE, _DOWN, _END = range(10)
+_NORM_IN, _QKV, _ROTATE, _ATTENTION, _O, _NORM_OUT, _GATE_UP, _DOWN, _END = range(9)
 _KERNELS = (
     kernels.rms_norm,
     product,
@@ -46,7 +46,6 @@ _KERNELS = (
     product,
     kernels.rms_norm,
     product,
-    kernels.gated_silu,
     product,
 )
 
@@ -82,7 +81,7 @@ class CPULayer(nn.Module):
         self._norm_in, self._norm_out = norms
         self._qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self._o = joined(attention.o_proj)
-        self._gate_up = joined(mlp.gate_proj, mlp.up_proj)
+        self._gate_up = joined(mlp.gate_proj, mlp.up_proj, gates=True)
         self._down = joined(mlp.down_proj)
         products = (self._qkv, self._o, self._gate_up, self._down)
         self._work = sum(each.in_features * each.out_features for each in products)  # of a row
@@ -134,13 +133,12 @@ class _Pass:
         all_heads = sizes.heads + 2 * sizes.kv_heads
         normed = torch.empty_like(rows)
         joint = rows.new_empty(count, all_heads * sizes.dim)
-        gate_up = rows.new_empty(count, 2 * sizes.intermediate)
         gated = rows.new_empty(count, sizes.intermediate)
         self.mixed = rows.new_empty(count, sizes.heads, sizes.dim)
         heads = joint.view(count, -1, sizes.dim).transpose(0, 1)
         q, k, v = torch.split(heads, [sizes.heads, sizes.kv_heads, sizes.kv_heads])
         self.qkv = q, k, v
-        self._held = rows, turns, normed, joint, gate_up, gated
+        self._held = rows, turns, normed, joint, gated
         stream, turned = rows.data_ptr(), sizes.heads + sizes.kv_heads
         self.words = np.zeros((_END, kernels.JOB_WORDS), np.int64)
         for job, source, target in (
@@ -151,15 +149,13 @@ class _Pass:
         for job, source, target in (
             (_QKV, normed.data_ptr(), joint.data_ptr()),
             (_O, self.mixed.data_ptr(), stream),
-            (_GATE_UP, normed.data_ptr(), gate_up.data_ptr()),
+            (_GATE_UP, normed.data_ptr(), gated.data_ptr()),
             (_DOWN, gated.data_ptr(), stream),
         ):
             self.words[job, [ROWS, INPUT, OUTPUT]] = count, source, target
         angles = [turn.data_ptr() for turn in turns]
         rotate = (count, joint.data_ptr(), *angles, joint.shape[1], turned, sizes.dim)
         _fill(self.words[_ROTATE], rotate)
-        gate = (count, gate_up.data_ptr(), gated.data_ptr(), sizes.intermediate)
-        _fill(self.words[_GATE], gate)
 
 
 def _pass(sizes: _Sizes, rows: Tensor, turns: tuple[Tensor, Tensor], decoder: CPUDecoder) -> _Pass:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from generator_service.cpu_jobs import OPTIONS, Job, Kernel, doubles, exp, next_share, vector, words
+from generator_service.cpu_vectors import highest
 
 # int64 words of a job; the first is its counter.
 _ROWS, _LOGITS, _VOCABULARY, _UNIFORM, _TEMPERATURE, _FORBIDDEN, _NUM_FORBIDDEN = range(1, 8)
@@ -60,19 +61,11 @@ def draw(
 
 
 @numba.njit(**_WITH_INFINITY)
-def _highest(logits: Any) -> Any:
-    highest = np.float32(-np.inf)
-    for j in range(logits.shape[0]):
-        highest = max(highest, logits[j])
-    return highest
-
-
-@numba.njit(**_WITH_INFINITY)
-def _weights(logits: Any, highest: Any, scale: Any, weights: Any) -> Any:
-    """Fill in exp((logit - highest) * scale); returns their sum."""
+def _weights(logits: Any, most: Any, scale: Any, weights: Any) -> Any:
+    """Fill in exp((logit - most) * scale); returns their sum."""
     total = np.float32(0)
     for j in range(logits.shape[0]):
-        x = (logits[j] - highest) * scale
+        x = (logits[j] - most) * scale
         weight = exp(max(x, _LEAST)) if x > _LEAST else np.float32(0)
         weights[j] = weight
         total += weight
@@ -80,13 +73,13 @@ def _weights(logits: Any, highest: Any, scale: Any, weights: Any) -> Any:
 
 
 @numba.njit(**_WITH_INFINITY)
-def _sums(logits: Any, highest: Any, scale: Any, weights: Any, sums: Any) -> Any:
+def _sums(logits: Any, most: Any, scale: Any, weights: Any, sums: Any) -> Any:
     """Fill in the sum of each block's weights; returns the sum of all."""
     total = 0.0
     for block in range(sums.shape[0]):
         first = block * _BLOCK
         part = logits[first : min(first + _BLOCK, logits.shape[0])]
-        sums[block] = _weights(part, highest, scale, weights)
+        sums[block] = _weights(part, most, scale, weights)
         total += sums[block]
     return total
 
@@ -108,12 +101,12 @@ def _passes(weights: Any, target: Any) -> Any:
 
 
 @numba.njit(**_WITH_INFINITY)
-def _inverse(logits: Any, highest: Any, scale: Any, sums: Any, weights: Any, target: Any) -> Any:
+def _inverse(logits: Any, most: Any, scale: Any, sums: Any, weights: Any, target: Any) -> Any:
     """The token at which the running sum of weights passes the target."""
     block, before = _passes(sums, target)
     first = block * _BLOCK
     part = logits[first : min(first + _BLOCK, logits.shape[0])]
-    _weights(part, highest, scale, weights)
+    _weights(part, most, scale, weights)
     inside, _ = _passes(weights[: part.shape[0]], target - before)
     return first + inside
 
@@ -129,23 +122,23 @@ def _first(logits: Any, value: Any) -> Any:
 @numba.njit(**_WITH_INFINITY)
 def _draw_row(job: Any, row: int, weights: Any, sums: Any, taken: Any) -> None:
     vocabulary, one = job[_VOCABULARY], np.float32(1)
-    logits = vector(job[_LOGITS] + 4 * row * vocabulary, vocabulary)
-    untouched = _highest(logits)
+    logits_at = job[_LOGITS] + 4 * row * vocabulary
+    logits, untouched = vector(logits_at, vocabulary), highest(logits_at, vocabulary)
     total = _sums(logits, untouched, one, weights, sums)
     forbidden = numba.carray(words(job[_FORBIDDEN]), (job[_NUM_FORBIDDEN],))
     for number in range(forbidden.shape[0]):
         taken[number] = logits[forbidden[number]]
         logits[forbidden[number]] = -np.inf
-    highest = _highest(logits) if forbidden.shape[0] else untouched
+    most = highest(logits_at, vocabulary) if forbidden.shape[0] else untouched
     if job[_UNIFORM]:
         scale = np.float32(1 / numba.carray(doubles(job[_TEMPERATURE]), (1,))[0])
         sum_of_weights = total
         if scale != one or forbidden.shape[0]:
-            sum_of_weights = _sums(logits, highest, scale, weights, sums)
+            sum_of_weights = _sums(logits, most, scale, weights, sums)
         target = numba.carray(doubles(job[_UNIFORM]), (job[_ROWS],))[row] * sum_of_weights
-        token = _inverse(logits, highest, scale, sums, weights, target)
+        token = _inverse(logits, most, scale, sums, weights, target)
     else:
-        token = _first(logits, highest)
+        token = _first(logits, most)
     numba.carray(words(job[_TOKENS]), (job[_ROWS],))[row] = token
     vector(job[_LOGPROBS], job[_ROWS])[row] = logits[token] - untouched - math.log(total)
     for number in range(forbidden.shape[0]):

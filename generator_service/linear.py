@@ -6,26 +6,33 @@ import torch
 from torch import Tensor, nn
 
 from generator_service.cpu_jobs import Job
-from generator_service.cpu_product import PANEL, WORDS, product
+from generator_service.cpu_product import HALF, PANEL, WORDS, product
 
 
 class PackedLinear(nn.Module):
     """An `nn.Linear` for inference on float32 rows, its weights laid out for `cpu_product`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: [out, in], bias: [out]; the weight is copied."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, gates: bool = False) -> None:
+        """weight: [out, in], bias: [out]; both are copied.
+
+        `gates`: what comes out is silu(first half) * second half.
+        """
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        packed = _panels(weight)
+        self.in_features: int = weight.shape[1]
+        self.out_features: int = weight.shape[0]
+        packed = _panels(weight, gates)
+        packed_bias = None if bias is None else _panels(bias[:, None], gates)
         self.register_buffer("_packed", packed, persistent=False)
-        self.register_buffer("_bias", bias, persistent=False)
-        bias_at = 0 if bias is None else bias.data_ptr()
+        self.register_buffer("_bias", packed_bias, persistent=False)
+        bias_at = 0 if packed_bias is None else packed_bias.data_ptr()
+        self._gates = gates
+        self._results = self.out_features // 2 if gates else self.out_features
         self._weights = (self.in_features, packed.data_ptr(), bias_at)
         self._job = Job(WORDS)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
-        output = rows.new_empty(*rows.shape[:-1], self.out_features)
+        """[..., in] to [..., out], or to half of them with gates."""
+        output = rows.new_empty(*rows.shape[:-1], self._results)
         rows = rows.contiguous()
         count = rows.numel() // self.in_features
         words = self.words(count, rows.data_ptr(), output.data_ptr())
@@ -37,16 +44,24 @@ class PackedLinear(nn.Module):
 
         `adds`: to what is there already, instead of in its place.
         """
-        return (rows, data, *self._weights, output, self.out_features, adds)
+        return (rows, data, *self._weights, output, self._results, adds, self._gates)
 
 
-def _panels(weight: Tensor) -> Tensor:
+def _panels(weight: Tensor, gates: bool) -> Tensor:
     """[out, in] to [panels, in, PANEL], filled up with zeros."""
+    if gates:
+        sides = [_blocks(side, HALF) for side in torch.chunk(weight, 2)]
+        return torch.cat(sides, dim=-1)
+    return _blocks(weight, PANEL)
+
+
+def _blocks(weight: Tensor, size: int) -> Tensor:
+    """[out, in] to [blocks, in, size]."""
     outputs, inputs = weight.shape
-    panels = weight.new_zeros(-(-outputs // PANEL), inputs, PANEL)
-    for number, part in enumerate(torch.split(weight, PANEL)):
-        panels[number, :, : len(part)] = part.T
-    return panels
+    blocks = weight.new_zeros(-(-outputs // size), inputs, size)
+    for number, part in enumerate(torch.split(weight, size)):
+        blocks[number, :, : len(part)] = part.T
+    return blocks
 
 
 def pack(model: nn.Module) -> None:
@@ -57,8 +72,11 @@ def pack(model: nn.Module) -> None:
                 setattr(parent, name, joined(child))
 
 
-def joined(*layers: nn.Linear) -> PackedLinear:
-    """One product for layers that read the same rows, their outputs side by side."""
+def joined(*layers: nn.Linear, gates: bool = False) -> PackedLinear:
+    """One product for layers that read the same rows, their outputs side by side.
+
+    `gates`: of two layers, the first gates the second.
+    """
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     weight = torch.cat([layer.weight.detach() for layer in layers])
-    return PackedLinear(weight, torch.cat(biases) if biases else None)
+    return PackedLinear(weight, torch.cat(biases) if biases else None, gates)

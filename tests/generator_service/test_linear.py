@@ -64,3 +64,14 @@ def test_rows_need_not_be_contiguous() -> None:
     layer = nn.Linear(24, 10)
     data = torch.randn(24, 7).T
     torch.testing.assert_close(joined(layer)(data), layer(data).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [1, PANEL // 2, PANEL + 7])
+def test_gates_are_silu(bias: bool, size: int) -> None:
+    """Guards against gates that meet another output, and values far from 0."""
+    gate, up = (nn.Linear(24, size, bias=bias) for _ in range(2))
+    data = 30 * torch.randn(11, 24)
+    expected = nn.functional.silu(gate(data)) * up(data)
+    found = joined(gate, up, gates=True)(data)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-4)

@@ -1,0 +1,163 @@
+"""LLVM instructions on vectors of float32, for what numba's own loops do too slowly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from generator_service.cpu_jobs import vector
+
+# Registers: 32 of 16 float32, or 16 of 8.
+IS_WIDE = bool(binding.get_host_cpu_features().get("avx512f"))
+LANES = 16 if IS_WIDE else 8
+
+
+class Code:
+    """LLVM instructions on vectors of `LANES` float32 at int64 addresses."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self._float = ir.FloatType()
+        self._vector = ir.VectorType(self._float, LANES)
+        self._byte = ir.IntType(8).as_pointer()
+        self._add = self._function(
+            f"llvm.fma.v{LANES}f32", ir.FunctionType(self._vector, [self._vector] * 3)
+        )
+        number = ir.IntType(32)
+        self._prefetch = self._function(
+            "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [self._byte, *[number] * 3])
+        )
+
+    def _function(self, name: str, kind: Any) -> Any:
+        known = self._builder.module.globals.get(name)
+        return known or ir.Function(self._builder.module, kind, name)
+
+    def constant(self, value: int) -> Any:
+        return ir.Constant(ir.IntType(64), value)
+
+    def offset(self, base: Any, count: Any, size: Any) -> Any:
+        """base + count * size."""
+        size = self.constant(size) if isinstance(size, int) else size
+        return self._builder.add(base, self._builder.mul(count, size))
+
+    def vector_of(self, value: float) -> Any:
+        """A variable, which LLVM keeps in a register."""
+        place = cgutils.alloca_once(self._builder, self._vector)
+        self._builder.store(ir.Constant(self._vector, [value] * LANES), place)
+        return place
+
+    def vector(self, address: Any, beyond: int) -> Any:
+        loaded = self._builder.load(self._pointer(address, beyond, self._vector))
+        loaded.align = 4
+        return loaded
+
+    def everywhere(self, address: Any) -> Any:
+        """A vector of one float32."""
+        unset = ir.Constant(self._vector, ir.Undefined)
+        first = ir.Constant(ir.IntType(32), 0)
+        value = self._builder.load(self._pointer(address, 0, self._float))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        alone = self._builder.insert_element(unset, value, first)
+        return self._builder.shuffle_vector(alone, unset, lanes)
+
+    def add_product(self, value: Any, weight: Any, total: Any) -> None:
+        builder = self._builder
+        builder.store(builder.call(self._add, [value, weight, builder.load(total)]), total)
+
+    def at_most(self, value: Any, limit: Any) -> Any:
+        less = self._builder.icmp_signed("<", value, limit)
+        return self._builder.select(less, value, limit)
+
+    def raise_to(self, value: Any, most: Any) -> None:
+        """Lane by lane, a variable becomes `value` where that is higher."""
+        builder = self._builder
+        known = builder.load(most)
+        builder.store(builder.select(builder.fcmp_ordered(">", value, known), value, known), most)
+
+    def highest_lane(self, most: Any) -> Any:
+        reduce = self._function(
+            f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FunctionType(self._float, [self._vector])
+        )
+        return self._builder.call(reduce, [self._builder.load(most)])
+
+    def is_odd(self, value: Any) -> Any:
+        return self._builder.trunc(value, ir.IntType(1))
+
+    def store(self, total: Any, address: Any, beyond: int) -> None:
+        self.put(self._builder.load(total), address, beyond)
+
+    def add_to(self, address: Any, beyond: int, totals: list[Any]) -> None:
+        """Add variables to the vector at an address."""
+        value = self.vector(address, beyond)
+        for total in totals:
+            value = self._builder.fadd(value, self._builder.load(total))
+        self.put(value, address, beyond)
+
+    def put(self, value: Any, address: Any, beyond: int) -> None:
+        place = self._pointer(address, beyond, self._vector)
+        self._builder.store(value, place).align = 4
+
+    def fetch(self, address: Any, level: int) -> None:
+        """Ask for a cache line to be read into the cache of that level, 1 or 2."""
+        # LLVM: to be read, how local (3 is the first level), data.
+        words = [ir.Constant(ir.IntType(32), value) for value in (0, 4 - level, 1)]
+        pointer = self._builder.inttoptr(address, self._byte)
+        self._builder.call(self._prefetch, [pointer, *words])
+
+    def _pointer(self, address: Any, beyond: int, kind: Any) -> Any:
+        at = self._builder.add(address, self.constant(beyond))
+        return self._builder.inttoptr(at, kind.as_pointer())
+
+    def sums(self, totals: list[Any]) -> Any:
+        """The vector of the sums of LANES variables' lanes."""
+        vectors = [self._builder.load(total) for total in totals]
+        while len(vectors) > 1:
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self._pairwise(first, second) for first, second in pairs]
+        return vectors[0]
+
+    def _pairwise(self, first: Any, second: Any) -> Any:
+        """Sums of neighbours, those of the first vector before those of the second."""
+        halves = []
+        for odd in (0, 1):
+            lanes = ir.Constant(
+                ir.VectorType(ir.IntType(32), LANES), [2 * lane + odd for lane in range(LANES)]
+            )
+            halves.append(self._builder.shuffle_vector(first, second, lanes))
+        return self._builder.fadd(*halves)
+
+
+@intrinsic
+def _highest_of_vectors(_context: Any, _address: Any, _count: Any) -> Any:
+    """The highest of `count` float32, at least LANES; LLVM does not vectorise such a loop."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, count = arguments
+        code = Code(builder)
+        most, last = code.vector_of(float("-inf")), builder.sub(count, code.constant(LANES))
+        rounds = builder.sdiv(builder.add(count, code.constant(LANES - 1)), code.constant(LANES))
+        with cgutils.for_range(builder, rounds) as loop:
+            # The last vector may overlap the one before it.
+            first = code.at_most(builder.mul(loop.index, code.constant(LANES)), last)
+            code.raise_to(code.vector(code.offset(address, first, 4), 0), most)
+        return code.highest_lane(most)
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@numba.njit(error_model="numpy", nogil=True)
+def highest(address: int, count: int) -> Any:
+    """The highest of `count` float32; minus infinity for none."""
+    if count >= LANES:
+        return _highest_of_vectors(address, count)
+    most = np.float32(-np.inf)
+    values = vector(address, count)
+    for j in range(count):
+        most = max(most, values[j])
+    return most
