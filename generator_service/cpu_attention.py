@@ -23,7 +23,7 @@ from generator_service.kv import KVShape, PromptKV, SuffixKV
 Words = NDArray[np.int64]
 
 # Products of a prompt's tokens with its rows from which on a dense product is faster.
-_DENSE_FROM = 4096
+_DENSE_FROM = 10_000
 
 
 def decoder(shape: KVShape, heads: int, segments: Sequence[Segment]) -> CPUDecoder:

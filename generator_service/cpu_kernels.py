@@ -56,15 +56,24 @@ ROTATE_WORDS = 8
 _ROWS_AT_ONCE = 8
 
 
-@intrinsic
-def _dot_tile(_context: Any, _query: Any, _dim: Any, _keys: Any, _tokens: Any, _scores: Any) -> Any:
-    """scores[t] = query . keys[t] for up to LANES tokens; always sets LANES scores.
+def _dot_tile(fetches: bool) -> Any:
+    @intrinsic
+    def dots(
+        _context: Any, _query: Any, _dim: Any, _keys: Any, _tokens: Any, _scores: Any, _beyond: Any
+    ) -> Any:
+        """scores[t] = query . keys[t] for up to LANES tokens; always sets LANES scores.
 
-    Addresses of [dim], [tokens, dim] and [LANES]; `dim` is a multiple of LANES.
-    """
+        Addresses of [dim], [tokens, dim] and [LANES]; `dim` is a multiple of LANES. With `fetches`,
+        what lies `beyond` bytes behind each key is asked for.
+        """
+        return types.void(*[types.int64] * 6), _dot_generator(fetches)
 
+    return dots
+
+
+def _dot_generator(fetches: bool) -> Callable[..., Any]:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        query, dim, keys, tokens, scores = arguments
+        query, dim, keys, tokens, scores, beyond = arguments
         code = Code(builder)
         last, size = builder.sub(tokens, code.constant(1)), builder.mul(dim, code.constant(4))
         # Beyond the last token the last one is read again: there may be no memory.
@@ -75,31 +84,39 @@ def _dot_tile(_context: Any, _query: Any, _dim: Any, _keys: Any, _tokens: Any, _
             values = code.vector(code.offset(query, loop.index, 4 * LANES), 0)
             for start, total in zip(starts, totals, strict=True):
                 at = code.offset(start, loop.index, 4 * LANES)
+                if fetches:
+                    code.fetch(builder.add(at, beyond), level=2)
                 code.add_product(values, code.vector(at, 0), total)
         code.put(code.sums(totals), scores, 0)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+    return generate
 
 
-def _mix_tile(vectors: int) -> Any:
+def _mix_tile(vectors: int, fetches: bool) -> Any:
     @intrinsic
     def mix(
-        _context: Any, _weights: Any, _values: Any, _dim: Any, _tokens: Any, _output: Any
+        _context: Any,
+        _weights: Any,
+        _values: Any,
+        _dim: Any,
+        _tokens: Any,
+        _output: Any,
+        _beyond: Any,
     ) -> Any:
         """output += sum of weights[t] * values[t], for `vectors` vectors of the dimensions.
 
         Addresses of [tokens], [tokens, dim] and [dim], the latter two from the first of these
-        dimensions on.
+        dimensions on. With `fetches`, what lies `beyond` bytes behind each value is asked for.
         """
-        return types.void(*[types.int64] * 5), _mix_generator(vectors)
+        return types.void(*[types.int64] * 6), _mix_generator(vectors, fetches)
 
     return mix
 
 
-def _mix_generator(vectors: int) -> Callable[..., Any]:
+def _mix_generator(vectors: int, fetches: bool) -> Callable[..., Any]:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        weights, values, dim, tokens, output = arguments
+        weights, values, dim, tokens, output, beyond = arguments
         code = Code(builder)
         size = builder.mul(dim, code.constant(4))
         # Two tokens at a time with sums of their own, as an addition waits for the one before.
@@ -109,7 +126,10 @@ def _mix_generator(vectors: int) -> Callable[..., Any]:
             weight = code.everywhere(code.offset(weights, token, 4))
             here = code.offset(values, token, size)
             for number, total in enumerate(totals):
-                code.add_product(weight, code.vector(here, 4 * LANES * number), total)
+                at = builder.add(here, code.constant(4 * LANES * number))
+                if fetches:
+                    code.fetch(builder.add(at, beyond), level=2)
+                code.add_product(weight, code.vector(at, 0), total)
 
         two = code.constant(2)
         with cgutils.for_range(builder, builder.udiv(tokens, two)) as loop:
@@ -126,39 +146,55 @@ def _mix_generator(vectors: int) -> Callable[..., Any]:
 
 
 _WIDE_MIX = 4  # vectors
-_mix_wide, _mix_narrow = _mix_tile(_WIDE_MIX), _mix_tile(1)
+_dot, _dot_fetching = _dot_tile(fetches=False), _dot_tile(fetches=True)
+_mix_narrow = _mix_tile(1, fetches=False)
+_mix_wide, _mix_wide_fetching = (_mix_tile(_WIDE_MIX, fetches) for fetches in (False, True))
 
 
 @numba.njit(**OPTIONS)
-def _dots(query: int, dim: int, keys: int, tokens: int, scores: int) -> None:
-    """scores[t] = query . keys[t], by addresses; may write LANES - 1 scores too many."""
+def _dots(query: int, dim: int, keys: int, tokens: int, scores: int, beyond: int) -> None:
+    """scores[t] = query . keys[t], by addresses; may write LANES - 1 scores too many.
+
+    Where `beyond` is not 0, what lies as many bytes behind the keys is asked for.
+    """
     if dim % LANES == 0:
         for t in range(0, tokens, LANES):
-            _dot_tile(query, dim, keys + 4 * t * dim, min(LANES, tokens - t), scores + 4 * t)
+            here, count, target = keys + 4 * t * dim, min(LANES, tokens - t), scores + 4 * t
+            if beyond:
+                _dot_fetching(query, dim, here, count, target, beyond)
+            else:
+                _dot(query, dim, here, count, target, 0)
     else:
-        a, b, target = vector(query, dim), matrix(keys, tokens, dim), vector(scores, tokens)
+        a, b, plain = vector(query, dim), matrix(keys, tokens, dim), vector(scores, tokens)
         for t in range(tokens):
             total = np.float32(0)
             for j in range(dim):
                 total += a[j] * b[t, j]
-            target[t] = total
+            plain[t] = total
 
 
 @numba.njit(**OPTIONS)
-def _mix(weights: int, values: int, dim: int, tokens: int, output: int) -> None:
-    """output += sum of weights[t] * values[t], by addresses."""
+def _mix(weights: int, values: int, dim: int, tokens: int, output: int, beyond: int) -> None:
+    """output += sum of weights[t] * values[t], by addresses.
+
+    Where `beyond` is not 0, what lies as many bytes behind the values is asked for.
+    """
     if dim % LANES == 0:
         step = _WIDE_MIX * LANES
         wide = dim // step * step
         for j in range(0, wide, step):
-            _mix_wide(weights, values + 4 * j, dim, tokens, output + 4 * j)
+            here, target = values + 4 * j, output + 4 * j
+            if beyond:
+                _mix_wide_fetching(weights, here, dim, tokens, target, beyond)
+            else:
+                _mix_wide(weights, here, dim, tokens, target, 0)
         for j in range(wide, dim, LANES):
-            _mix_narrow(weights, values + 4 * j, dim, tokens, output + 4 * j)
+            _mix_narrow(weights, values + 4 * j, dim, tokens, output + 4 * j, 0)
     else:
-        a, b, target = vector(weights, tokens), matrix(values, tokens, dim), vector(output, dim)
+        a, b, plain = vector(weights, tokens), matrix(values, tokens, dim), vector(output, dim)
         for t in range(tokens):
             for j in range(dim):
-                target[j] += a[t] * b[t, j]
+                plain[j] += a[t] * b[t, j]
 
 
 @numba.njit(**OPTIONS)
@@ -211,7 +247,7 @@ def _score_prompt(
     for number in range(segment[PART], segment[PART] + segment[NUM_PARTS]):
         part = parts[number]
         first = 4 * dim * (head * part[STORED] + part[FIRST])
-        _dots(query, dim, part[KEYS] + first, part[COUNT], scores + 4 * t)
+        _dots(query, dim, part[KEYS] + first, part[COUNT], scores + 4 * t, 0)
         t += part[COUNT]
 
 
@@ -229,7 +265,7 @@ def _mix_prompt(
     for number in range(segment[PART], segment[PART] + segment[NUM_PARTS]):
         part = parts[number]
         first = 4 * dim * (head * part[STORED] + part[FIRST])
-        _mix(weights + 4 * t, part[VALUES] + first, dim, part[COUNT], output)
+        _mix(weights + 4 * t, part[VALUES] + first, dim, part[COUNT], output, 0)
         t += part[COUNT]
 
 
@@ -240,23 +276,27 @@ def _attend_row(job: Any, segment: Any, parts: Any, row: int, reals: Any, scores
     group = heads // job[KV_HEADS]
     at, first = segment[ROW] + row, segment[FIRST_OWN]
     own, scores_at = segment[LENGTH] - first, scores.ctypes.data
-    own_at = scores_at + 4 * tokens
+    own_at, room = scores_at + 4 * tokens, 4 * segment[ROOM] * dim
     for head in range(job[KV_HEADS]):
         keys, values = _store(job, segment, row, head)
         keys, values = keys + 4 * first * dim, values + 4 * first * dim
         for number in range(head * group, (head + 1) * group):
+            # The first query's keys are followed by the values, the last one's values by the keys
+            # of the next head, or of the next row.
+            to_values = values - keys if number == head * group else 0
+            to_keys = keys + room - values if number == (head + 1) * group - 1 else 0
             query = job[QUERY] + 4 * (at * job[QUERY_ROW] + number * job[QUERY_HEAD])
             output = job[OUTPUT] + 4 * (at * heads + number) * dim
             line = (head * segment[ROWS] + row) * group + number - head * group
             shared = segment[SHARED] + 4 * line * tokens
             _score_prompt(job, segment, parts, head, query, shared, scores_at)
-            _dots(query, dim, keys, own, own_at)
+            _dots(query, dim, keys, own, own_at, to_values)
             _softmax(scores, tokens + own, reals[0], reals[1])
             mixed = vector(output, dim)
             for j in range(dim):
                 mixed[j] = 0
             _mix_prompt(job, segment, parts, head, scores_at, shared, output)
-            _mix(own_at, values, dim, own, output)
+            _mix(own_at, values, dim, own, output, to_keys)
 
 
 def _attention(job_words: Any) -> None:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from generator_service import cpu_kernels as kernels
 from generator_service import norm
-from generator_service.attention import PrefillSegment, Scaling, Segment, attend_rows
+from generator_service.attention import Decoder, PrefillSegment, Scaling, Segment, attend_rows
 from generator_service.cpu_attention import CPUDecoder
-from generator_service.cpu_attention import decoder as new_decoder
 from generator_service.cpu_jobs import Program
 from generator_service.cpu_product import INPUT, OUTPUT, ROWS, product
 from generator_service.kv import KVShape, PromptKV
@@ -103,7 +102,7 @@ class CPULayer(nn.Module):
         *,
         position_embeddings: tuple[Tensor, Tensor],
         segments: list[Segment],
-        decoder: CPUDecoder,
+        decoder: Decoder | None = None,
         **_: Any,
     ) -> Tensor:
         """[1, R, hidden] to the same, in place."""
@@ -111,7 +110,8 @@ class CPULayer(nn.Module):
         pass_ = _pass(self._sizes, rows, position_embeddings, decoder)
         words, work = self._program.words, self._work * len(rows)
         np.add(self._constants, pass_.words, out=words)
-        if decoder.is_one_job(len(rows), self._scaled.window):
+        window = self._scaled.window
+        if isinstance(decoder, CPUDecoder) and decoder.is_one_job(len(rows), window):
             attention = decoder.words(self._layer, pass_.qkv, pass_.mixed, self._scaled)
             _fill(words[_ATTENTION], attention)
             self._program.run(_NORM_IN, _END, work)
@@ -158,8 +158,12 @@ class _Pass:
         _fill(self.words[_ROTATE], rotate)
 
 
-def _pass(sizes: _Sizes, rows: Tensor, turns: tuple[Tensor, Tensor], decoder: CPUDecoder) -> _Pass:
+def _pass(
+    sizes: _Sizes, rows: Tensor, turns: tuple[Tensor, Tensor], decoder: Decoder | None
+) -> _Pass:
     """The same for all layers of a pass that are of one kind."""
+    if not isinstance(decoder, CPUDecoder):
+        return _Pass(sizes, rows, turns)
     key = (sizes, rows.data_ptr(), turns[0].data_ptr())
     if key not in decoder.kept:
         decoder.kept[key] = _Pass(sizes, rows, turns)
@@ -214,10 +218,9 @@ def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
 
 
 def _trial(turns: tuple[Tensor, Tensor], shape: KVShape) -> dict[str, Any]:
-    segments = [PrefillSegment((PromptKV(shape, _TRIAL_ROWS),), 0, 0, _TRIAL_ROWS)]
+    prompt = PromptKV(shape, _TRIAL_ROWS)
     return {
         "position_embeddings": turns,
-        "segments": segments,
-        "decoder": new_decoder(shape, 0, segments),
+        "segments": [PrefillSegment((prompt,), 0, 0, _TRIAL_ROWS)],
         "attention_mask": None,
     }
