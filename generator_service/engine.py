@@ -423,7 +423,10 @@ class Engine:
         if suffix.length == suffix.tokens_room:
             share = self.ledger.share_of(session.id)
             try:
-                suffix.reserve(min(session.until - 1, share // suffix.live))
+                most = share // suffix.live
+                wanted = min(session.until - 1, most)
+                # Later rounds have fewer rows and more tokens in the same slots: all of them.
+                suffix.reserve(wanted, slots=share if wanted == most else 0)
             except Exception:
                 log.exception("no memory for a session's tokens")
                 self._fail(session, InternalError("the generator cannot hold the session"))

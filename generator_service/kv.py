@@ -133,11 +133,14 @@ class SuffixKV:
         """All layers have written the next token."""
         self.length += 1
 
-    def reserve(self, tokens_room: int) -> None:
-        """Make room for `tokens_room` tokens per live row: layer by layer, in place if it fits."""
+    def reserve(self, tokens_room: int, slots: int = 0) -> None:
+        """Make room for `tokens_room` tokens per live row: layer by layer, in place if it fits.
+
+        What does not fit moves to where there are at least `slots`, so that it is the last move.
+        """
         for store in (self._keys, self._values):
             for layer, flat in enumerate(store):
-                store[layer] = self._restride(flat, tokens_room)
+                store[layer] = self._restride(flat, tokens_room, slots)
         self.tokens_room = tokens_room
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -165,19 +168,21 @@ class SuffixKV:
                 store[layer] = self._copied(flat, tokens_room)
         self.tokens_room = tokens_room
 
-    def _restride(self, flat: Tensor, tokens_room: int) -> Tensor:
+    def _restride(self, flat: Tensor, tokens_room: int, slots: int) -> Tensor:
         needed = self.live * tokens_room * self._shape.kv_heads * self._shape.head_dim
         if needed > flat.numel():
-            return self._copied(flat, tokens_room)
+            return self._copied(flat, tokens_room, slots)
         stored = self._stored(flat).clone()
         self._view(flat, tokens_room)[: self.live, :, : self.length] = stored
         return flat
 
-    def _copied(self, flat: Tensor, tokens_room: int) -> Tensor:
-        fresh = self._shape.empty(self.live, self._shape.kv_heads, tokens_room)
+    def _copied(self, flat: Tensor, tokens_room: int, slots: int = 0) -> Tensor:
+        slots = max(slots, self.live * tokens_room)
+        fresh = self._shape.empty(slots, self._shape.kv_heads).view(-1)
         if self.live:  # else there is room for no token, not even in shape
-            fresh[:, :, : self.length] = self._stored(flat)
-        return fresh.view(-1)
+            view = self._view(fresh, tokens_room)
+            view[: self.live, :, : self.length] = self._stored(flat)
+        return fresh
 
     def _stored(self, flat: Tensor) -> Tensor:
         return self._view(flat, self.tokens_room)[: self.live, :, : self.length]

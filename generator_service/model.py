@@ -125,6 +125,9 @@ class CausalLM:
             cpu_layer.replace(self._model, self.shape)
             linear.pack(self._model)
             norm.replace(self._model)
+            # What is left of the weights would keep the file that all of them came from in memory.
+            for parameter in self._model.parameters():
+                parameter.data = parameter.data.clone()
             self._decoder = partial(cpu_attention.decoder, self.shape, self._heads)
 
 

@@ -22,6 +22,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
+        weight = weight.clone()  # the model's own may keep a whole file in memory
         self.register_buffer("_weight", weight, persistent=False)
         self._size = weight.numel()
         self._epsilon = np.array([epsilon], np.float32)
