@@ -1,8 +1,8 @@
 """All products of one decode step, three ways, by rows: `python -m benchmarks.linear`.
 
-torch's own with plain weights, oneDNN's with weights packed ahead of time, and ours, interleaved, for
-the weight shapes of the embedded model. Every layer has its own weights, so they come from memory,
-as they do in a step. The last line on stdout is one JSON object.
+torch's own with plain weights, oneDNN's with weights packed ahead of time, and ours, interleaved,
+for the weight shapes of the embedded model. Every layer has its own weights, so they come from
+memory, as they do in a step. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations

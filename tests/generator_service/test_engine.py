@@ -936,10 +936,10 @@ def test_memory_that_cannot_be_had_ends_one_session(monkeypatch: pytest.MonkeyPa
     assert store
     reserve = SuffixKV.reserve
 
-    def exhausted(suffix: SuffixKV, tokens_room: int) -> None:
+    def exhausted(suffix: SuffixKV, tokens_room: int, slots: int = 0) -> None:
         if suffix is store:
             raise MemoryError
-        reserve(suffix, tokens_room)
+        reserve(suffix, tokens_room, slots)
 
     monkeypatch.setattr(SuffixKV, "reserve", exhausted)
     running, failing = engine.extend(others, 24), engine.extend(poor, 24)

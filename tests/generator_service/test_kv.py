@@ -253,11 +253,12 @@ def test_a_prune_takes_one_layer_more(num_waiting: int) -> None:
 
 def test_later_rounds_need_no_new_memory() -> None:
     """Tokens that no longer fit by a few moved to new memory beside the old, layer by layer."""
-    suffix = SuffixKV(SHAPE, 7)
+    shape = shape_of()
+    suffix = SuffixKV(shape, 7)
     suffix.reserve(4, slots=30)
     before = suffix.key_addresses(), suffix.value_addresses()
     for rows in (range(3), range(2), range(1)):
         suffix.keep(rows)
         suffix.reserve(30 // suffix.live, slots=30)
     assert (suffix.key_addresses(), suffix.value_addresses()) == before
-    assert suffix.num_bytes == 30 * SHAPE.slot_bytes
+    assert suffix.num_bytes == 30 * shape.slot_bytes
