@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.machine import describe_machine
-from generator_service.attention import Segment
 from generator_service.engine import Engine, OpenCommand
 from generator_service.model import CausalLM
+from inference.attention import Segment
 from specrej.contracts import Sampling
 
 MODES = ("torch", "triton", "graphs")

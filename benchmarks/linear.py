@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from benchmarks.engine import products_seconds
 from benchmarks.machine import describe_machine
-from generator_service.linear import PackedLinear
+from inference.linear import PackedLinear
 
 # [out, in] of a layer's products, and of the last one; SmolLM2-135M's.
 _LAYERS, _LAYER = 30, ((960, 576), (576, 576), (3072, 576), (576, 1536))

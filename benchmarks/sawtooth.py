@@ -22,10 +22,10 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from benchmarks.services import RELEVANCE
-from generator_service.attention import DecodeSegment, Segment
 from generator_service.loading import load_generator
 from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
+from inference.attention import DecodeSegment, Segment
 from orchestrator.run import run
 from reward_service.local import LocalScorer
 from reward_service.relevance import RelevanceReward

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from generator_service.cpu_jobs import OPTIONS, Job, Kernel, doubles, exp, next_share, vector, words
-from generator_service.cpu_vectors import highest
+from inference.cpu_jobs import OPTIONS, Job, Kernel, doubles, exp, next_share, vector, words
+from inference.cpu_vectors import highest
 
 # int64 words of a job; the first is its counter.
 _ROWS, _LOGITS, _VOCABULARY, _UNIFORM, _TEMPERATURE, _FORBIDDEN, _NUM_FORBIDDEN = range(1, 8)

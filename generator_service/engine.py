@@ -21,11 +21,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from generator_service.attention import DecodeSegment, PrefillSegment, Segment
-from generator_service.kv import KVShape, PromptKV, SuffixKV
 from generator_service.prefixes import Piece, PrefixTree
 from generator_service.sampling import sample
-from generator_service.slots import SlotLedger
+from inference.attention import DecodeSegment, PrefillSegment, Segment
+from inference.kv import KVShape, PromptKV, SuffixKV
+from inference.slots import SlotLedger
 from specrej.contracts import FinishReason, Pruned, RoundEnd, Sampling, SlotGauge
 from specrej.errors import (
     InternalError,

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from generator_service import triton_attention
-from generator_service.attention import DecodeSegment, Segment
-from generator_service.kv import KVShape
 from generator_service.model import CausalLM
 from generator_service.triton_attention import Table, TritonDecoder
+from inference.attention import DecodeSegment, Segment
+from inference.kv import KVShape
 
 log = logging.getLogger(__name__)
 

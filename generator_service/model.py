@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from generator_service import attention
-from generator_service.attention import Decoder, Segment
-from generator_service.kv import KVShape
 from generator_service.memory import Sizes
+from inference import attention
+from inference.attention import Decoder, Segment
+from inference.kv import KVShape
 
 AttentionInterface.register(attention.NAME, attention.attend)
 
@@ -118,7 +118,7 @@ class CausalLM:
         """Replace what is slow with few rows, where there is something faster for the device."""
         if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
             # Here, as other devices do without the compiler behind it.
-            from generator_service import cpu_attention, cpu_jobs, cpu_layer, linear, norm
+            from inference import cpu_attention, cpu_jobs, cpu_layer, linear, norm
 
             if not cpu_jobs.ON_ALL_THREADS:
                 return

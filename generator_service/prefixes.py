@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
 
-from generator_service.slots import SlotLedger
+from inference.slots import SlotLedger
 
 
 class Store(Protocol):

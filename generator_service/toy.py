@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from generator_service.slots import SlotLedger
+from inference.slots import SlotLedger
 from specrej.contracts import (
     Candidate,
     FinishReason,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from generator_service.attention import DecodeSegment, Scaling, Segment
+from inference.attention import DecodeSegment, Scaling, Segment
 
 # Typed, as triton is not. One compilation serves all layers, row counts and windows.
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from generator_service.attention import DecodeSegment, PrefillSegment, Segment
 from generator_service.engine import Engine, Model
+from inference.attention import DecodeSegment, PrefillSegment, Segment
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from generator_service.attention import Segment
 from generator_service.engine import Engine, OpenCommand, PrefixBatch
 from generator_service.model import CausalLM
 from generator_service.text import Text
+from inference.attention import Segment
 from specrej.contracts import Prompt, Sampling
 from tests.generator_service import tiny
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from generator_service.attention import Segment
 from generator_service.engine import Engine, OpenCommand, Opened, PrefixBatch
-from generator_service.kv import SuffixKV
 from generator_service.model import CausalLM
+from inference.attention import Segment
+from inference.kv import SuffixKV
 from specrej.contracts import FinishReason, RoundEnd, Sampling
 from specrej.errors import (
     InternalError,

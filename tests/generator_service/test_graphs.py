@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from generator_service.attention import Segment
 from generator_service.engine import Engine, OpenCommand
 from generator_service.model import CausalLM
+from inference.attention import Segment
 from specrej.contracts import Sampling
 from tests.generator_service import interpreter, tiny
 

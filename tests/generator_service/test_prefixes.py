@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from generator_service import prefixes
 from generator_service.prefixes import MIN_SHARED_TOKENS, Piece, PrefixTree
-from generator_service.slots import SlotLedger
+from inference.slots import SlotLedger
 
 LEAST = MIN_SHARED_TOKENS
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from generator_service.attention import Segment
 from generator_service.engine import Engine
-from generator_service.kv import KVShape
 from generator_service.local import LocalGenerator, ModelCard
 from generator_service.text import Text
+from inference.attention import Segment
+from inference.kv import KVShape
 from specrej.contracts import Candidate, FinishReason, Prompt, Sampling
 
 DIRECTORY = Path(".models/SmolLM2-135M-Instruct")

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from generator_service import attention
-from generator_service.attention import DecodeSegment, PrefillSegment, Scaling, Segment
-from generator_service.kv import KVShape, PromptKV, SuffixKV
+from inference import attention
+from inference.attention import DecodeSegment, PrefillSegment, Scaling, Segment
+from inference.kv import KVShape, PromptKV, SuffixKV
 from tests.generator_service import interpreter
 
 pytest.importorskip("triton")

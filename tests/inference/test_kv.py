@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from generator_service.attention import Segment
 from generator_service.engine import Engine, OpenCommand
-from generator_service.kv import KVShape, PromptKV, SuffixKV
+from inference.attention import Segment
+from inference.kv import KVShape, PromptKV, SuffixKV
 from specrej.contracts import Pruned, Sampling
 from tests.generator_service import stepping
 

@@ -20,8 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from generator_service.cpu_jobs import OPTIONS, Kernel, exp, next_share, vector
-from generator_service.cpu_vectors import IS_WIDE, LANES, Code
+from inference.cpu_jobs import OPTIONS, Kernel, exp, next_share, vector
+from inference.cpu_vectors import IS_WIDE, LANES, Code
 
 # int64 words of a product's job; the first is its counter.
 ROWS, INPUT, INPUTS, WEIGHT, BIAS, OUTPUT, OUTPUTS, ADDS, GATES = range(1, 10)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from generator_service.kv import PromptKV, SuffixKV
+from inference.kv import PromptKV, SuffixKV
 
 NAME = "specrej"
 

@@ -18,8 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from generator_service.cpu_jobs import OPTIONS, Kernel, exp, matrix, next_share, vector, words
-from generator_service.cpu_vectors import LANES, Code, highest
+from inference.cpu_jobs import OPTIONS, Kernel, exp, matrix, next_share, vector, words
+from inference.cpu_vectors import LANES, Code, highest
 
 # Rows a thread takes at a time.
 CHUNK_ROWS = 4

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from generator_service import cpu_kernels as kernels
-from generator_service.cpu_jobs import Job
+from inference import cpu_kernels as kernels
+from inference.cpu_jobs import Job
 
 # Between a module and its replacement, on values around 1.
 _TOLERANCE = 1e-5

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from generator_service.attention import (
+from inference.attention import (
     DecodeSegment,
     PrefillSegment,
     Scaling,
     Segment,
     attend_rows,
 )
-from generator_service.cpu_attention import decoder
-from generator_service.kv import KVShape, PromptKV, SuffixKV
+from inference.cpu_attention import decoder
+from inference.kv import KVShape, PromptKV, SuffixKV
 
 QKV = tuple[Tensor, Tensor, Tensor]
 

@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from generator_service.cpu_jobs import vector
+from inference.cpu_jobs import vector
 
 # Registers: 32 of 16 float32, or 16 of 8.
 IS_WIDE = bool(binding.get_host_cpu_features().get("avx512f"))

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from generator_service import cpu_kernels as kernels
-from generator_service.attention import DecodeSegment, Scaling, Segment
-from generator_service.cpu_jobs import Job
-from generator_service.kv import KVShape, PromptKV, SuffixKV
+from inference import cpu_kernels as kernels
+from inference.attention import DecodeSegment, Scaling, Segment
+from inference.cpu_jobs import Job
+from inference.kv import KVShape, PromptKV, SuffixKV
 
 Words = NDArray[np.int64]
+QKV = tuple[Tensor, Tensor, Tensor]
 
 # Products of a prompt's tokens with its rows from which on a dense product is faster.
 _DENSE_FROM = 10_000
@@ -79,60 +79,62 @@ class CPUDecoder:
         self._heads = heads
         self._batch = batch
         self._num_rows = sum(rows.suffix.live for rows in batch)
-        self._reals = np.zeros(2, np.float32)
-        self._reals_at: int = self._reals.ctypes.data
         self._job = Job(kernels.JOB_WORDS)
-        self._plans: dict[int | None, _Plan] = {}
-        # What layers set up once for a whole forward pass; theirs alone to read.
-        self.kept: dict[Any, Any] = {}
+        self._plans: dict[Scaling, _Plan] = {}
 
-    def attend(
-        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scaled: Scaling
-    ) -> None:
+    def attend(self, layer: int, qkv: QKV, output: Tensor, scaled: Scaling) -> None:
         """Store the rows' keys and values, write their attention to `output` [R, heads, d].
 
         qkv: [heads, R, d], [kv_heads, R, d], [kv_heads, R, d]; any strides but the last.
         """
         if not self._batch:
             return
-        plan = self._plan(scaled.window)
+        plan = self._plan(scaled)
         for view in plan.dense:
             _multiply(view, layer, qkv[0])
-        work = 2 * plan.tokens * self._heads * self._shape.head_dim
-        kernels.attention.run(self._job, self.words(layer, qkv, output, scaled), work)
+        self._job.words[:] = self.words([layer], qkv, output, scaled)[0]
+        kernels.attention.run_filled(self._job, self.work(scaled))
         for view in plan.dense:
             _add_values(view, layer, output)
 
-    def is_one_job(self, rows: int, window: int | None) -> bool:
+    def is_one_job(self, rows: int, scaled: Scaling) -> bool:
         """Whether the attention of a pass's `rows` rows is one compiled job and nothing beside."""
-        return rows == self._num_rows and not self._plan(window).dense
+        return rows == self._num_rows and not self._plan(scaled).dense
 
-    def _plan(self, window: int | None) -> _Plan:
-        if window not in self._plans:
-            views = [_view(rows, window, self._shape, self._heads) for rows in self._batch]
-            self._plans[window] = _Plan(views, self._shape)
-        return self._plans[window]
+    def work(self, scaled: Scaling) -> int:
+        """Multiplications in one layer."""
+        return 2 * self._plan(scaled).tokens * self._heads * self._shape.head_dim
 
-    def words(
-        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scaled: Scaling
-    ) -> list[int]:
-        """All words of the attention's job after the counter, in their order."""
-        self._reals[:] = scaled.scale, scaled.softcap or 0.0
-        plan, shape = self._plan(scaled.window), self._shape
-        words = [plan.chunks, self._reals_at, *plan.tables_at(layer)]
+    def words(self, layers: Sequence[int], qkv: QKV, output: Tensor, scaled: Scaling) -> Words:
+        """The words of the attention's job in each of these layers, [layers, JOB_WORDS]."""
+        plan, shape = self._plan(scaled), self._shape
+        words = np.zeros((len(layers), kernels.JOB_WORDS), np.int64)
+        same: list[int] = []
         for tensor in qkv:
             heads, rows, last = tensor.stride()
             assert last == 1
-            words += [tensor.data_ptr(), rows, heads]
-        sizes = (self._heads, shape.kv_heads, shape.head_dim, plan.longest)
-        return [*words, output.data_ptr(), *sizes]
+            same += [tensor.data_ptr(), rows, heads]
+        same += [output.data_ptr(), self._heads, shape.kv_heads, shape.head_dim, plan.longest]
+        words[:, kernels.QUERY :] = same
+        words[:, kernels.CHUNKS : kernels.SEGMENTS] = plan.chunks, plan.reals.ctypes.data
+        words[:, kernels.NUM_SEGMENTS] = len(plan.views)
+        for word, table in ((kernels.SEGMENTS, plan.segments), (kernels.PARTS, plan.parts)):
+            words[:, word] = table.ctypes.data + table.strides[0] * np.asarray(layers)
+        return words
+
+    def _plan(self, scaled: Scaling) -> _Plan:
+        if scaled not in self._plans:
+            views = [_view(rows, scaled.window, self._shape, self._heads) for rows in self._batch]
+            self._plans[scaled] = _Plan(views, self._shape, scaled)
+        return self._plans[scaled]
 
 
 class _Plan:
-    """The kernel's tables for all layers that see the same tokens."""
+    """The kernel's tables for all layers that see the same tokens in the same way."""
 
-    def __init__(self, views: Sequence[_View], shape: KVShape) -> None:
+    def __init__(self, views: Sequence[_View], shape: KVShape, scaled: Scaling) -> None:
         self.views = views
+        self.reals = np.array([scaled.scale, scaled.softcap or 0.0], np.float32)
         self.dense = [view for view in views if view.products is not None]
         rows = sum(view.rows.suffix.live for view in views)
         self.chunks = -(-rows // kernels.CHUNK_ROWS)
@@ -156,17 +158,6 @@ class _Plan:
                 self.parts[:, at, kernels.KEYS] = [key.data_ptr() for key in part.piece.keys]
                 self.parts[:, at, kernels.VALUES] = [v.data_ptr() for v in part.piece.values]
                 at += 1
-        self._segments_at, self._parts_at = self.segments.ctypes.data, self.parts.ctypes.data
-        self._strides = self.segments.strides[0], self.parts.strides[0]
-
-    def tables_at(self, layer: int) -> tuple[int, int, int]:
-        """Address and length of a layer's segments, address of its parts."""
-        segments, parts = self._strides
-        return (
-            self._segments_at + layer * segments,
-            len(self.views),
-            self._parts_at + layer * parts,
-        )
 
 
 def _segment(view: _View, part: int) -> list[int]:

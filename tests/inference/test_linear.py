@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from generator_service.cpu_jobs import Job
-from generator_service.cpu_product import PANEL, WORDS
-from generator_service.cpu_product import product as multiplication
-from generator_service.linear import PackedLinear, joined
+from inference.cpu_jobs import Job
+from inference.cpu_product import PANEL, WORDS
+from inference.cpu_product import product as multiplication
+from inference.linear import PackedLinear, joined
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 40, 127, 128, 129, 300)
 

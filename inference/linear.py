@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from generator_service.cpu_jobs import Job
-from generator_service.cpu_product import HALF, PANEL, WORDS, product
+from inference.cpu_jobs import Job
+from inference.cpu_product import HALF, PANEL, WORDS, product
 
 
 class PackedLinear(nn.Module):

@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from generator_service import cpu_kernels as kernels
-from generator_service import norm
-from generator_service.attention import Decoder, PrefillSegment, Scaling, Segment, attend_rows
-from generator_service.cpu_attention import CPUDecoder
-from generator_service.cpu_jobs import Program
-from generator_service.cpu_product import INPUT, OUTPUT, ROWS, product
-from generator_service.kv import KVShape, PromptKV
-from generator_service.linear import joined
-from generator_service.norm import RMSNorm
+from inference import cpu_kernels as kernels
+from inference import norm
+from inference.attention import Decoder, PrefillSegment, Scaling, Segment, attend_rows
+from inference.cpu_attention import CPUDecoder
+from inference.cpu_jobs import Program
+from inference.cpu_product import INPUT, OUTPUT, ROWS, product
+from inference.kv import KVShape, PromptKV
+from inference.linear import joined
+from inference.norm import RMSNorm
 
 _PARTS = {
     "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
@@ -61,16 +61,16 @@ class _Sizes:
 
 
 class CPULayer(nn.Module):
-    """Takes a transformers layer's place in its model's forward pass."""
+    """A layer's weights and the words of its jobs that do not change."""
 
     def __init__(
         self, layer: Any, norms: tuple[RMSNorm, RMSNorm], shape: KVShape, scaled: Scaling
     ) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self._layer: int = attention.layer_idx
-        self._scaled = scaled
-        self._sizes = _Sizes(
+        self.number: int = attention.layer_idx
+        self.scaled = scaled
+        self.sizes = _Sizes(
             hidden=attention.q_proj.in_features,
             heads=attention.q_proj.out_features // shape.head_dim,
             kv_heads=shape.kv_heads,
@@ -83,9 +83,8 @@ class CPULayer(nn.Module):
         self._gate_up = joined(mlp.gate_proj, mlp.up_proj, gates=True)
         self._down = joined(mlp.down_proj)
         products = (self._qkv, self._o, self._gate_up, self._down)
-        self._work = sum(each.in_features * each.out_features for each in products)  # of a row
-        self._program = Program(_KERNELS, kernels.JOB_WORDS)
-        self._constants = np.zeros_like(self._program.words)
+        self.work = sum(each.in_features * each.out_features for each in products)  # of a row
+        self.words = np.zeros((_END, kernels.JOB_WORDS), np.int64)
         for job, words in (
             (_NORM_IN, self._norm_in.words(0, 0, 0)),
             (_QKV, self._qkv.words(0, 0, 0)),
@@ -94,7 +93,25 @@ class CPULayer(nn.Module):
             (_GATE_UP, self._gate_up.words(0, 0, 0)),
             (_DOWN, self._down.words(0, 0, 0, adds=True)),
         ):
-            _fill(self._constants[job], words)
+            _fill(self.words[job], words)
+
+
+class CPULayers(nn.Module):
+    """Takes the place of consecutive layers in their model's forward pass."""
+
+    def __init__(self, layers: Sequence[CPULayer]) -> None:
+        """`layers`: at least one, of equal sizes."""
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._sizes = layers[0].sizes
+        self._places = [(layer.number, layer.scaled) for layer in layers]
+        self._work = sum(layer.work for layer in layers)
+        self._program = Program(_KERNELS * len(layers), kernels.JOB_WORDS)
+        self._words = self._program.words.reshape(len(layers), _END, kernels.JOB_WORDS)
+        self._constants = np.stack([layer.words for layer in layers])
+        self._alike: dict[Scaling, list[int]] = {}
+        for place, (_, scaled) in enumerate(self._places):
+            self._alike.setdefault(scaled, []).append(place)
 
     def forward(
         self,
@@ -107,19 +124,35 @@ class CPULayer(nn.Module):
     ) -> Tensor:
         """[1, R, hidden] to the same, in place."""
         rows = hidden_states[0]
-        pass_ = _pass(self._sizes, rows, position_embeddings, decoder)
-        words, work = self._program.words, self._work * len(rows)
-        np.add(self._constants, pass_.words, out=words)
-        window = self._scaled.window
-        if isinstance(decoder, CPUDecoder) and decoder.is_one_job(len(rows), window):
-            attention = decoder.words(self._layer, pass_.qkv, pass_.mixed, self._scaled)
-            _fill(words[_ATTENTION], attention)
-            self._program.run(_NORM_IN, _END, work)
+        pass_ = _Pass(self._sizes, rows, position_embeddings)
+        np.add(self._constants, pass_.words, out=self._words)
+        if isinstance(decoder, CPUDecoder) and self._are_one_job(decoder, len(rows)):
+            self._run_whole(pass_, decoder, len(rows))
         else:
-            self._program.run(_NORM_IN, _ATTENTION, work)
-            attend_rows(self._layer, pass_.qkv, segments, self._scaled, decoder, out=pass_.mixed)
-            self._program.run(_O, _END, work)
+            self._run_apart(pass_, segments, decoder, len(rows))
         return hidden_states
+
+    def _are_one_job(self, decoder: CPUDecoder, rows: int) -> bool:
+        return all(decoder.is_one_job(rows, scaled) for scaled in self._alike)
+
+    def _run_whole(self, pass_: _Pass, decoder: CPUDecoder, rows: int) -> None:
+        """All jobs of all layers in one call."""
+        for scaled, places in self._alike.items():
+            layers = [self._places[place][0] for place in places]
+            words = decoder.words(layers, pass_.qkv, pass_.mixed, scaled)
+            self._words[places, _ATTENTION] = words
+        self._program.run(0, _END * len(self._places), self._work * rows)
+
+    def _run_apart(
+        self, pass_: _Pass, segments: list[Segment], decoder: Decoder | None, rows: int
+    ) -> None:
+        """Layer by layer, with torch's attention between their jobs."""
+        work = self._work * rows // len(self._places)
+        for place, (layer, scaled) in enumerate(self._places):
+            first = _END * place
+            self._program.run(first, first + _ATTENTION, work)
+            attend_rows(layer, pass_.qkv, segments, scaled, decoder, out=pass_.mixed)
+            self._program.run(first + _O, first + _END, work)
 
 
 class _Pass:
@@ -139,36 +172,21 @@ class _Pass:
         q, k, v = torch.split(heads, [sizes.heads, sizes.kv_heads, sizes.kv_heads])
         self.qkv = q, k, v
         self._held = rows, turns, normed, joint, gated
-        stream, turned = rows.data_ptr(), sizes.heads + sizes.kv_heads
+        stream, norm_to, gated_at = rows.data_ptr(), normed.data_ptr(), gated.data_ptr()
         self.words = np.zeros((_END, kernels.JOB_WORDS), np.int64)
+        for job in (_NORM_IN, _NORM_OUT):
+            _fill(self.words[job], (count, stream, norm_to))
         for job, source, target in (
-            (_NORM_IN, stream, normed.data_ptr()),
-            (_NORM_OUT, stream, normed.data_ptr()),
-        ):
-            _fill(self.words[job], (count, source, target))
-        for job, source, target in (
-            (_QKV, normed.data_ptr(), joint.data_ptr()),
+            (_QKV, norm_to, joint.data_ptr()),
             (_O, self.mixed.data_ptr(), stream),
-            (_GATE_UP, normed.data_ptr(), gated.data_ptr()),
-            (_DOWN, gated.data_ptr(), stream),
+            (_GATE_UP, norm_to, gated_at),
+            (_DOWN, gated_at, stream),
         ):
             self.words[job, [ROWS, INPUT, OUTPUT]] = count, source, target
         angles = [turn.data_ptr() for turn in turns]
+        turned = sizes.heads + sizes.kv_heads
         rotate = (count, joint.data_ptr(), *angles, joint.shape[1], turned, sizes.dim)
         _fill(self.words[_ROTATE], rotate)
-
-
-def _pass(
-    sizes: _Sizes, rows: Tensor, turns: tuple[Tensor, Tensor], decoder: Decoder | None
-) -> _Pass:
-    """The same for all layers of a pass that are of one kind."""
-    if not isinstance(decoder, CPUDecoder):
-        return _Pass(sizes, rows, turns)
-    key = (sizes, rows.data_ptr(), turns[0].data_ptr())
-    if key not in decoder.kept:
-        decoder.kept[key] = _Pass(sizes, rows, turns)
-    pass_: _Pass = decoder.kept[key]
-    return pass_
 
 
 def _fill(words: NDArray[np.int64], values: Sequence[int]) -> None:
@@ -177,16 +195,21 @@ def _fill(words: NDArray[np.int64], values: Sequence[int]) -> None:
 
 
 def replace(model: nn.Module, shape: KVShape) -> None:
-    """Replace every layer that a `CPULayer` can stand in for."""
+    """Replace every layer that a `CPULayer` can stand in for; all of them by one, if possible."""
     base: Any = model
     decoder = base.get_decoder()
     rotary, layers = getattr(decoder, "rotary_emb", None), getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or rotary is None:
         return
-    for number, layer in enumerate(layers):
-        replacement = _equal(layer, rotary, shape)
+    found = [_equal(layer, rotary, shape) for layer in layers]
+    replacements = [each for each in found if each]
+    if len(replacements) == len(layers) and len({each.sizes for each in replacements}) == 1:
+        base.get_decoder().layers = nn.ModuleList([CPULayers(replacements)])
+        return
+    # One by one: models count their layers.
+    for number, replacement in enumerate(found):
         if replacement:
-            layers[number] = replacement
+            layers[number] = CPULayers([replacement])
 
 
 def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
@@ -210,7 +233,7 @@ def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
         if not seen:  # its attention is not ours
             return None
         candidate = CPULayer(layer, (norms[0], norms[1]), shape, seen[0])
-        found = candidate(rows.clone(), **_trial(turns, shape))
+        found = CPULayers([candidate])(rows.clone(), **_trial(turns, shape))
     # transformers' layers return tensors or tuples that begin with one, depending on the version.
     expected = expected[0] if isinstance(expected, tuple) else expected
     close = torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)

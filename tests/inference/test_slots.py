@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from generator_service.slots import SlotLedger
+from inference.slots import SlotLedger
 
 
 class LedgerMachine(RuleBasedStateMachine):
