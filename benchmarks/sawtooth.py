@@ -27,7 +27,6 @@ from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
 from inference.attention import DecodeSegment, Segment
 from orchestrator.run import run
-from reward_service.local import LocalScorer
 from reward_service.relevance import RelevanceReward
 from reward_service.worker import Worker
 from specrej.contracts import (
@@ -100,7 +99,7 @@ async def _measure(arguments: argparse.Namespace) -> tuple[Steps, list[RoundTrac
     _watch(steps)
     settings = GeneratorSettings(kv_slots=arguments.n * arguments.new // 4)
     generator = await asyncio.to_thread(load_generator, settings)
-    scorer = LocalScorer(await Worker.start(lambda: RelevanceReward(RELEVANCE)))
+    scorer = await Worker.start(lambda: RelevanceReward(RELEVANCE))
     request = GenerationRequest(
         prompt=Prompt.from_user(_PROMPT),
         sampling=Sampling(max_tokens=arguments.new, seed=1, ignore_eos=True),

@@ -24,7 +24,6 @@ from benchmarks.rejection import PROMPTS
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
 from orchestrator.run import run
-from reward_service.local import LocalScorer
 from reward_service.relevance import RelevanceReward
 from reward_service.worker import Worker
 from specrej import Client
@@ -72,7 +71,7 @@ def _arguments() -> argparse.Namespace:
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     generator = await asyncio.to_thread(load_generator, GeneratorSettings())
-    scorer = LocalScorer(await Worker.start(lambda: RelevanceReward(RELEVANCE)))
+    scorer = await Worker.start(lambda: RelevanceReward(RELEVANCE))
     seconds: dict[str, list[float]] = {"services": [], "in_process": []}
     async with Stack() as stack, Client(stack.orchestrator_address, timeout_s=600) as client:
         for number in range(arguments.rounds + 1):

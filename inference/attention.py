@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -158,27 +159,38 @@ def _prefill(segment: PrefillSegment, layer: int, query: Tensor, scaled: Scaling
     heads, chunk, dim = query.shape
     end, last = segment.start + chunk, segment.offset + chunk
     *earlier, own = segment.pieces
-    keys = _joined([piece.keys[layer] for piece in earlier], own.keys[layer][:, :last])
-    values = _joined([piece.values[layer] for piece in earlier], own.values[layer][:, :last])
-    kv_heads = keys.shape[0]
+    keys = [*(piece.keys[layer] for piece in earlier), own.keys[layer][:, :last]]
+    values = [*(piece.values[layer] for piece in earlier), own.values[layer][:, :last]]
+    kv_heads = keys[0].shape[0]
     grouped = query.reshape(kv_heads, -1, dim)  # [kv_heads, group * chunk, d]
-    scores = _capped(torch.bmm(grouped, keys.transpose(1, 2)), scaled)
-    scores = scores.view(kv_heads, -1, chunk, end)
-    scores.masked_fill_(_hidden(segment.start, chunk, scaled.window, query.device), -torch.inf)
+    # Pieces side by side under one softmax; their keys and values are not copied together.
+    parts = [torch.bmm(grouped, part.transpose(1, 2)) for part in keys]
+    scores = _capped(torch.cat(parts, dim=-1), scaled).view(kv_heads, -1, chunk, end)
+    if scaled.window is None:
+        # All that stands before the chunk is seen.
+        scores[..., segment.start :].masked_fill_(_later(chunk, query.device), -torch.inf)
+    else:
+        hidden = _hidden(segment.start, chunk, scaled.window, query.device)
+        scores.masked_fill_(hidden, -torch.inf)
     weights = _softmax(scores).view(kv_heads, -1, end)
-    return torch.bmm(weights, values).view(heads, chunk, dim).transpose(0, 1)
+    shares = torch.split(weights, [part.shape[1] for part in keys], dim=-1)
+    output = torch.bmm(shares[0], values[0])
+    for share, part in zip(shares[1:], values[1:], strict=True):
+        output.baddbmm_(share, part)
+    return output.view(heads, chunk, dim).transpose(0, 1)
 
 
-def _joined(earlier: list[Tensor], own: Tensor) -> Tensor:
-    return torch.cat((*earlier, own), dim=1) if earlier else own
+@lru_cache(maxsize=64)
+def _later(chunk: int, device: torch.device) -> Tensor:
+    """[chunk, chunk], True where a key lies after its query; the same in every layer."""
+    return torch.ones(chunk, chunk, dtype=torch.bool, device=device).triu(1)
 
 
-def _hidden(start: int, chunk: int, window: int | None, device: torch.device) -> Tensor:
+def _hidden(start: int, chunk: int, window: int, device: torch.device) -> Tensor:
     """[chunk, start + chunk], True where a key lies after its query or before the window."""
     queries = torch.arange(start, start + chunk, device=device)[:, None]
     keys = torch.arange(start + chunk, device=device)[None, :]
-    hidden = keys > queries
-    return hidden if window is None else hidden | (keys <= queries - window)
+    return (keys > queries) | (keys <= queries - window)
 
 
 def _decode(segment: DecodeSegment, layer: int, query: Tensor, scaled: Scaling) -> Tensor:

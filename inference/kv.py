@@ -50,6 +50,24 @@ class PromptKV:
         """What is really allocated."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
+    def head(self, count: int) -> PromptKV:
+        """The first `count` tokens, in the same memory."""
+        if count == self.num_tokens:
+            return self
+        view = PromptKV(self._shape, 0)
+        view.num_tokens = count
+        view.keys = [key[:, :count] for key in self.keys]
+        view.values = [value[:, :count] for value in self.values]
+        return view
+
+    def grown(self, num_tokens: int, filled: int) -> PromptKV:
+        """A store with room for `num_tokens` tokens, the first `filled` copied from this one."""
+        store = PromptKV(self._shape, num_tokens)
+        for layer in range(len(store.keys)):
+            keys, values = self.keys[layer][:, :filled], self.values[layer][:, :filled]
+            store.write(layer, 0, keys, values)
+        return store
+
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store a chunk, each [kv_heads, chunk, d], at positions start ..."""
         end = start + keys.shape[1]

@@ -15,10 +15,15 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from reward_service.batching import TokenIds, distinct, in_micro_batches, pad
+from reward_service.batching import distinct
+from reward_service.causal import CausalScorer, KeptPrefixes, Tokens
+from reward_service.prefixes import common
 from specrej import fingerprint
-from specrej.contracts import Message, Prompt, Scores
+from specrej.contracts import Candidate, Message, Prompt, Scores
 from specrej.errors import InvalidRequest, Violation
+
+# Stands for a response where only what is around it is looked for.
+_ANY_RESPONSE = "Response"
 
 
 class ClassifierReward:
@@ -27,9 +32,9 @@ class ClassifierReward:
     A raw text prompt is one user message. A prompt must fit the model's limit (the smaller of the
     tokenizer's and the position embeddings', `max_tokens`); where prompt and response together do
     not, the last `max_tokens` tokens count, because the responses are what differs.
-    float32 on the CPU, where padding and batch size change no score by more than 1e-4; the
-    checkpoint's own precision elsewhere. `threads` is the number of CPU threads torch uses; 0
-    leaves it alone.
+    float32 on the CPU, where batch size and what was scored before change no score by more than
+    1e-4; the checkpoint's own precision elsewhere. `threads` is the number of CPU threads torch
+    uses; 0 leaves it alone. Open sessions keep up to `kept_tokens` tokens' keys and values.
 
     Raises:
         ValueError: the directory holds no such model; says why.
@@ -45,6 +50,7 @@ class ClassifierReward:
         device: str = "cpu",
         threads: int = 0,
         token_budget: int = 8192,
+        kept_tokens: int = 65_536,
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
@@ -52,65 +58,106 @@ class ClassifierReward:
         dtype: Any = torch.float32 if device == "cpu" else "auto"
         settings = {"kind": "classifier", "dtype": str(dtype)}
         self.fingerprint = fingerprint.of_directory(directory, settings)
-        self._device = device
-        self._token_budget = token_budget
-        self._tokenizer: Any = _load_tokenizer(directory)
-        self._model: Any = _load_model(directory, dtype).to(device).eval()
-        self.max_tokens: int = min(
-            self._tokenizer.model_max_length,
-            getattr(
-                self._model.config, "max_position_embeddings", self._tokenizer.model_max_length
-            ),
-        )
+        self.tokenizer: Any = _load_tokenizer(directory)
+        model: Any = _load_model(directory, dtype).to(device)
+        self.scorer = CausalScorer(model, token_budget, kept_tokens)
+        self._head: Any = model.score
+        limit: int = self.tokenizer.model_max_length
+        self.max_tokens = min(limit, getattr(model.config, "max_position_embeddings", limit))
+
+    def open(self, prompt: Prompt) -> ClassifierSession:
+        """A session that keeps what it has computed.
+
+        Raises:
+            InvalidRequest: the model cannot take this prompt.
+        """
+        return ClassifierSession(self, prompt)
+
+    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+        """Of whole answers; nothing is kept."""
+        session = self.open(prompt)
+        try:
+            return session.score([Candidate(i, text, 0, 0.0) for i, text in enumerate(texts)])
+        finally:
+            session.close()
 
     @torch.inference_mode()
-    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
-        """One forward pass over prompt and response per different text."""
-        messages = prompt.messages or (Message("user", prompt.text),)
-        self._check_fits(self._render(messages, [""])[0])
-        unique, where = distinct(texts)
-        sequences = [ids[-self.max_tokens :] for ids in self._render(messages, unique)]
-        logits = in_micro_batches(sequences, self._token_budget, self._logits)
-        values = tuple(logits[index] for index in where)
-        return Scores(values, sum(len(sequence) for sequence in sequences))
-
-    def _render(self, messages: Sequence[Message], texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of the conversation with each text as its last turn, not cut."""
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        conversations = [[*turns, {"role": "assistant", "content": text}] for text in texts]
-        try:
-            rendered = self._tokenizer.apply_chat_template(conversations, tokenize=False)
-        except TemplateError as error:
-            # Templates refuse what the model was not trained on, such as a system turn.
-            reason = f"reward {self.name} does not take this conversation: {str(error)[:200]}"
-            raise InvalidRequest([Violation("prompt.messages", reason)]) from error
-        # The template has written the special tokens, the first one (BOS) included.
-        encoded = self._tokenizer(rendered, add_special_tokens=False, padding=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
-    def _check_fits(self, without_response: TokenIds) -> None:
-        if len(without_response) > self.max_tokens:
-            reason = (
-                f"has {len(without_response)} tokens, reward {self.name} takes {self.max_tokens}"
-            )
-            raise InvalidRequest([Violation("prompt", reason)])
-
-    def _logits(self, rows: Sequence[TokenIds]) -> list[float]:
-        """One logit per row, from the hidden state at its true last token.
+    def logits(self, kept: KeptPrefixes, sequences: Sequence[Tokens]) -> tuple[list[float], int]:
+        """One per sequence, and the tokens computed for them.
 
         transformers' own head looks for the last token that is not the pad token, which fails
         where a model has none, and is off by one where the pad token is also the last real one.
         """
-        ids = torch.tensor(pad(rows), device=self._device)  # [rows, width], padded on the right
-        mask = torch.tensor(pad([[1] * len(row) for row in rows]), device=self._device)
-        hidden = self._model.base_model(
-            input_ids=ids, attention_mask=mask, use_cache=False
-        ).last_hidden_state  # [rows, width, hidden]
-        last = mask.sum(dim=1) - 1
-        pooled = hidden[torch.arange(len(rows), device=self._device), last]
-        logits: list[float] = self._model.score(pooled).squeeze(-1).float().tolist()
-        return logits
+        states, num_computed = self.scorer.score(kept, sequences)
+        logits: list[float] = self._head(torch.stack(states)).squeeze(-1).float().tolist()
+        return logits, num_computed
+
+    def render(self, prompt: Prompt, texts: Sequence[str]) -> list[str]:
+        """The conversation with each text as its last turn.
+
+        Raises:
+            InvalidRequest: the model's template does not take it.
+        """
+        messages = prompt.messages or (Message("user", prompt.text),)
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        conversations = [[*turns, {"role": "assistant", "content": text}] for text in texts]
+        try:
+            rendered: list[str] = self.tokenizer.apply_chat_template(conversations, tokenize=False)
+        except TemplateError as error:
+            # Templates refuse what the model was not trained on, such as a system turn.
+            reason = f"reward {self.name} does not take this conversation: {str(error)[:200]}"
+            raise InvalidRequest([Violation("prompt.messages", reason)]) from error
+        return rendered
+
+    def encode(self, rendered: Sequence[str]) -> list[list[int]]:
+        """Token ids, not cut; the template has written the special tokens, BOS included."""
+        encoded = self.tokenizer(
+            list(rendered), add_special_tokens=False, padding=False, verbose=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+
+class ClassifierSession:
+    """One prompt's growing texts: of each, only the tokens that are new are computed."""
+
+    def __init__(self, reward: ClassifierReward, prompt: Prompt) -> None:
+        self._reward = reward
+        self._prompt = prompt
+        empty, some = reward.render(prompt, ["", _ANY_RESPONSE])
+        # What the template writes around a response: not kept, as a longer one takes its place.
+        opening, self._closing = some.rsplit(_ANY_RESPONSE, 1)
+        opening_ids, empty_ids = reward.encode([opening, empty])
+        if len(empty_ids) > reward.max_tokens:
+            reason = f"has {len(empty_ids)} tokens, reward {reward.name} takes {reward.max_tokens}"
+            raise InvalidRequest([Violation("prompt", reason)])
+        self._kept = KeptPrefixes(opening_ids)
+
+    def score(self, candidates: Sequence[Candidate]) -> Scores:
+        """Candidates missing from the batch are forgotten; equal texts are computed once."""
+        texts, where = distinct([candidate.text for candidate in candidates])
+        keys: dict[int, int] = {}
+        for candidate, place in zip(candidates, where, strict=True):
+            keys.setdefault(place, candidate.id)
+        sequences = self._sequences(texts, [keys[place] for place in range(len(texts))])
+        logits, num_computed = self._reward.logits(self._kept, sequences)
+        return Scores(tuple(logits[place] for place in where), num_computed)
+
+    def close(self) -> None:
+        """Free what is kept."""
+        self._reward.scorer.close(self._kept)
+
+    def _sequences(self, texts: Sequence[str], keys: Sequence[int]) -> list[Tokens]:
+        rendered = self._reward.render(self._prompt, texts)
+        unclosed = [text.removesuffix(self._closing) for text in rendered]
+        ids = self._reward.encode([*rendered, *unclosed])
+        whole, begun = ids[: len(texts)], ids[len(texts) :]
+        sequences = []
+        for key, token_ids, first in zip(keys, whole, begun, strict=True):
+            cut = max(0, len(token_ids) - self._reward.max_tokens)
+            keep = 0 if cut else common(token_ids, first)
+            sequences.append(Tokens(key, token_ids[cut:], keep))
+        return sequences
 
 
 def _load_tokenizer(directory: Path) -> Any:

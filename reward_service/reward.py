@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from specrej.contracts import Prompt, Scores
+from specrej.contracts import Candidate, Prompt, Scores
 
 
 class Reward(Protocol):
@@ -31,3 +32,46 @@ class Reward(Protocol):
         Raises:
             InvalidRequest: the model cannot take this prompt.
         """
+
+
+class RewardSession(Protocol):
+    """One reward, bound to one prompt; called by the reward's thread."""
+
+    def score(self, candidates: Sequence[Candidate]) -> Scores:
+        """One finite score per candidate; those missing from the batch are forgotten."""
+
+    def close(self) -> None:
+        """Free what is kept."""
+
+
+@runtime_checkable
+class KeepingReward(Protocol):
+    """A reward that keeps what it has computed of a prompt's growing texts."""
+
+    def open(self, prompt: Prompt) -> RewardSession:
+        """A session that keeps nothing yet.
+
+        Raises:
+            InvalidRequest: the model cannot take this prompt.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetfulSession:
+    """A session of a reward that keeps nothing but the prompt."""
+
+    reward: Reward
+    prompt: Prompt
+
+    def score(self, candidates: Sequence[Candidate]) -> Scores:
+        return self.reward.score(self.prompt, [candidate.text for candidate in candidates])
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+def open_session(reward: Reward, prompt: Prompt) -> RewardSession:
+    """Raises InvalidRequest where the model cannot take this prompt, now or at the first batch."""
+    if isinstance(reward, KeepingReward):
+        return reward.open(prompt)
+    return ForgetfulSession(reward, prompt)

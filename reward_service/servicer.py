@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
 
-from reward_service.local import LocalScorer, LocalScoringSession
-from reward_service.worker import Worker
+from reward_service.worker import Worker, WorkerSession
 from specrej import serving, wire
 from specrej.contracts import Candidate
 from specrej.errors import InvalidRequest, NotFound, OutOfOrder, Unavailable, Violation
@@ -112,7 +111,7 @@ class _ScoringStream:
     def __init__(self, servicer: RewardServicer, stack: AsyncExitStack) -> None:
         self._servicer = servicer
         self._stack = stack
-        self._session: LocalScoringSession | None = None
+        self._session: WorkerSession | None = None
 
     async def answer(self, request: pb.ScoreSessionRequest) -> pb.ScoreSessionResponse:
         match request.WhichOneof("command"):
@@ -129,7 +128,7 @@ class _ScoringStream:
         prompt = wire.prompt_from_wire(request.prompt)
         raise_if_any(list(check_prompt(prompt, "open.prompt")))
         worker = self._servicer.find(request.reward)
-        self._session = await self._stack.enter_async_context(LocalScorer(worker).open(prompt))
+        self._session = await self._stack.enter_async_context(worker.open(prompt))
         return pb.ScoringOpened(fingerprint=worker.description.fingerprint)
 
     async def _score(self, request: pb.ScoreBatch) -> pb.BatchScores:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import ParamSpec, TypeVar
 
-from reward_service.reward import Reward
-from specrej.contracts import Prompt, RewardDescription, Scores
+from reward_service.reward import Reward, RewardSession, open_session
+from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import Overloaded, RewardInvalid
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _WARM_UP_PROMPT = Prompt.from_user("Hello?")
 
@@ -60,21 +65,43 @@ class Worker:
             Overloaded: too many calls wait already.
             RewardInvalid: the reward returned something else.
         """
+        return self._checked(await self._run(self._reward.score, prompt, texts), len(texts))
+
+    @asynccontextmanager
+    async def open(self, prompt: Prompt) -> AsyncIterator[WorkerSession]:
+        """A session, which frees what it keeps when the context is left.
+
+        Raises:
+            Overloaded: too many calls wait already.
+            InvalidRequest: the model cannot take this prompt.
+        """
+        session = await self._run(open_session, self._reward, prompt)
+        try:
+            yield WorkerSession(self, session)
+        finally:
+            # Behind what the session may still be computing; without a thread, nothing is kept.
+            with suppress(RuntimeError):
+                self._thread.submit(session.close)
+
+    async def score_with(self, session: RewardSession, candidates: Sequence[Candidate]) -> Scores:
+        """A session's next batch; raises as `score` does."""
+        return self._checked(await self._run(session.score, candidates), len(candidates))
+
+    async def _run(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call in the reward's thread, if not too many calls wait for it."""
         if not self._room.acquire(blocking=False):
             text = f"reward {self._reward.name}: {self._queue_limit} calls wait already"
             raise Overloaded(text)
-        job = self._thread.submit(self._reward.score, prompt, texts)
+        job = self._thread.submit(call, *args, **options)
         # Runs when the job ends or is cancelled in the queue, not when its caller gives up.
         job.add_done_callback(lambda _: self._room.release())
-        scores = await asyncio.wrap_future(job)
-        self._check(scores, len(texts))
-        return scores
+        return await asyncio.wrap_future(job)
 
     def close(self) -> None:
         """Drop what waits; a running call ends by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, scores: Scores, num_texts: int) -> None:
+    def _checked(self, scores: Scores, num_texts: int) -> Scores:
         name = self._reward.name
         if len(scores.values) != num_texts:
             text = f"reward {name} returned {len(scores.values)} scores for {num_texts} texts"
@@ -82,3 +109,16 @@ class Worker:
         if not all(math.isfinite(value) for value in scores.values):
             text = f"reward {name} returned a score that is not finite"
             raise RewardInvalid(text, metadata={"reward": name})
+        return scores
+
+
+class WorkerSession:
+    """One reward, bound to one prompt; made by `Worker.open`."""
+
+    def __init__(self, worker: Worker, session: RewardSession) -> None:
+        self._worker = worker
+        self._session = session
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        """Raises Overloaded, RewardInvalid as `Worker.score` does."""
+        return await self._worker.score_with(self._session, candidates)

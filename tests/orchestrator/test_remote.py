@@ -18,7 +18,6 @@ from orchestrator.remote import RemoteGenerator, RemoteRewards
 from orchestrator.run import run
 from orchestrator.scoring import LikelihoodScorer, WeightedScorer
 from orchestrator.service import _Recent
-from reward_service.local import LocalScorer
 from reward_service.servicer import RewardServicer
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
@@ -153,7 +152,7 @@ async def test_the_same_events_as_local(
     """Guards against anything lost, rounded or reordered on the way: every field, bit by bit."""
     worker = await Worker.start(ToyReward)
     near = ToyGenerator(capacity, end_every=end_every)
-    local = await events_of(wanted, near, LocalScorer(worker))
+    local = await events_of(wanted, near, worker)
     worker.close()
     async with remotes(HeldGenerator(capacity, end_every=end_every)) as far:
         afar = await events_of(wanted, far.generator, far.scorer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,7 @@ def save(directory: Path, config: Any, tokenizer: Any) -> Path:
 
 def references(directory: Path, texts: list[str]) -> list[float]:
     """Logits by transformers' own classifier, one text at a time, nothing padded."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    model: Any = AutoModelForSequenceClassification.from_pretrained(directory).eval()
-    model.config.pad_token_id = None  # the head then takes the last token there is
+    tokenizer, model = _plain(directory)
     logits = []
     for text in texts:
         turns = [*PROMPT.messages, Message("assistant", text)]
@@ -107,6 +106,14 @@ def references(directory: Path, texts: list[str]) -> list[float]:
         with torch.inference_mode():
             logits.append(model(input_ids=ids).logits[0, 0].item())
     return logits
+
+
+@cache
+def _plain(directory: Path) -> tuple[Any, Any]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    model.config.pad_token_id = None  # the head then takes the last token there is
+    return tokenizer, model
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +160,8 @@ def test_tokens_are_the_templates_with_one_bos_and_no_padding(llama: Path) -> No
     prompt = Prompt(text="hi")
     rendered = 1 + len("<user>hi") + 1 + len("<assistant>") + 1
     assert reward.score(prompt, [""]).computed_tokens == rendered
-    assert reward.score(prompt, ["abc", "", "abc"]).computed_tokens == 2 * rendered + 3
+    # The prompt is computed once, and so is what comes twice.
+    assert reward.score(prompt, ["abc", "", "abc"]).computed_tokens == rendered + 3 + 1
 
 
 def test_raw_text_is_one_user_message(llama: Path) -> None:

@@ -7,16 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
-from reward_service.local import LocalScorer
 from reward_service.reward import Reward
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scorer, Scores
-from specrej.errors import Overloaded, RewardInvalid
+from specrej.errors import InvalidRequest, Overloaded, RewardInvalid
 from tests.reward_service.fakes import FixedReward, GatedReward
 
 PROMPT = Prompt.from_user("Say it.")
@@ -139,9 +138,9 @@ async def test_a_running_call_keeps_its_place_when_its_caller_gives_up() -> None
         reward.gate.set()
 
 
-async def test_the_local_scorer_gives_the_rewards_scores() -> None:
+async def test_a_worker_is_a_scorer() -> None:
     async with started(ToyReward()) as worker:
-        scorer: Scorer = LocalScorer(worker)
+        scorer: Scorer = worker
         async with scorer.open(PROMPT) as session:
             scores = await session.score([candidate(3, "aab"), candidate(1, "")])
             assert scores == Scores((2 / 3, 0.0), 1)
@@ -156,7 +155,7 @@ def test_the_toy_is_deterministic_and_computes_equal_texts_once() -> None:
     assert reward.score(PROMPT, ["AEi x", "", "b", "AEi x"]) == scores
 
 
-@pytest.mark.parametrize("module", ["local", "toy", "settings", "batching", "embedded"])
+@pytest.mark.parametrize("module", ["reward", "worker", "toy", "settings", "batching", "embedded"])
 def test_in_process_parts_import_without_grpc_and_torch(module: str) -> None:
     """Guards experiments on machines without grpc, and the start of services without models."""
     code = (
@@ -166,3 +165,50 @@ def test_in_process_parts_import_without_grpc_and_torch(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class CountingReward(ToyReward):
+    """Counts its open sessions; they refuse a text "!"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_open = 0
+        self.closed = threading.Event()
+
+    def open(self, prompt: Prompt) -> CountingSession:
+        self.num_open += 1
+        return CountingSession(self)
+
+
+class CountingSession:
+    def __init__(self, reward: CountingReward) -> None:
+        self._reward = reward
+
+    def score(self, candidates: Sequence[Candidate]) -> Scores:
+        if any(candidate.text == "!" for candidate in candidates):
+            raise InvalidRequest([])
+        return Scores(tuple(float(candidate.id) for candidate in candidates))
+
+    def close(self) -> None:
+        self._reward.num_open -= 1
+        self._reward.closed.set()
+
+
+@pytest.mark.parametrize("text", ["a", "!"])
+async def test_a_session_is_closed_however_it_ends(text: str) -> None:
+    """Guards keys and values of prefixes against staying behind."""
+    reward = CountingReward()
+    async with started(reward) as worker:
+        with suppress(InvalidRequest):
+            async with worker.open(PROMPT) as session:
+                assert reward.num_open == 1
+                scores = await session.score([candidate(3, text), candidate(1, "")])
+                assert scores == Scores((3.0, 1.0))
+        assert await asyncio.to_thread(reward.closed.wait, 10)
+        assert reward.num_open == 0
+
+
+async def test_a_session_that_ends_after_its_worker_is_no_error() -> None:
+    """Guards shutdown: the thread is gone before the streams are."""
+    async with AsyncExitStack() as stack, started(CountingReward()) as worker:
+        await stack.enter_async_context(worker.open(PROMPT))

@@ -1,0 +1,32 @@
+"""What of a sequence is known, against the definition."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reward_service.prefixes import common, match
+
+TOKENS = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(TOKENS, TOKENS)
+def test_common_is_the_longest_equal_beginning(first: list[int], second: list[int]) -> None:
+    length = common(first, second)
+    assert first[:length] == second[:length]
+    assert length == min(len(first), len(second)) or first[length] != second[length]
+
+
+@given(TOKENS.filter(len), TOKENS, TOKENS, st.data())
+def test_what_is_known_is_what_is_there(
+    token_ids: list[int], prompt: list[int], own: list[int], data: st.DataObject
+) -> None:
+    """Guards against keys and values of other tokens, and against nothing left to compute."""
+    shared = data.draw(st.integers(0, len(prompt)))
+    found = match(token_ids, prompt, shared, own)
+    chain = [*prompt[: found.shared], *own[: found.own]]
+    assert chain == token_ids[: found.total]
+    assert found.total < len(token_ids)
+    assert not found.own or found.shared == shared
+    if not found.own and not own:
+        assert found.shared == common(token_ids[:-1], prompt)
