@@ -57,14 +57,16 @@ def load_reward(spec: RewardSpec, settings: RewardSettings) -> Reward:
         return ToyReward(spec.name)
     if not spec.directory.is_dir():
         raise FileNotFoundError(f"reward {spec.name}: no model directory {spec.directory}")
-    make = _relevance if spec.kind == "relevance" else _classifier
-    return make(
-        spec.directory,
-        name=spec.name,
-        device=settings.device,
-        threads=settings.threads,
-        token_budget=settings.token_budget,
-    )
+    options: dict[str, Any] = {
+        "name": spec.name,
+        "device": settings.device,
+        "threads": settings.threads,
+        "token_budget": settings.token_budget,
+    }
+    if spec.kind == "relevance":
+        return _relevance(spec.directory, **options)
+    kept_tokens = settings.kept_tokens
+    return _classifier(spec.directory, head=spec.head, kept_tokens=kept_tokens, **options)
 
 
 # Imported when called: torch loads in the background, and not at all for toys.

@@ -7,12 +7,16 @@ grpc. Code that comes with a model is never run.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from reward_service.batching import distinct
@@ -21,6 +25,9 @@ from reward_service.prefixes import common
 from specrej import fingerprint
 from specrej.contracts import Candidate, Message, Prompt, Scores
 from specrej.errors import InvalidRequest, Violation
+
+# The tensor in a head's file, [hidden].
+HEAD_TENSOR = "head"
 
 # Stands for a response where only what is around it is looked for.
 _ANY_RESPONSE = "Response"
@@ -35,6 +42,7 @@ class ClassifierReward:
     float32 on the CPU, where batch size and what was scored before change no score by more than
     1e-4; the checkpoint's own precision elsewhere. `threads` is the number of CPU threads torch
     uses; 0 leaves it alone. Open sessions keep up to `kept_tokens` tokens' keys and values.
+    `head`: a file that `training` has written, for a `directory` that holds the backbone only.
 
     Raises:
         ValueError: the directory holds no such model; says why.
@@ -47,6 +55,7 @@ class ClassifierReward:
         directory: Path,
         *,
         name: str,
+        head: Path | None = None,
         device: str = "cpu",
         threads: int = 0,
         token_budget: int = 8192,
@@ -57,9 +66,11 @@ class ClassifierReward:
         self.name = name
         dtype: Any = torch.float32 if device == "cpu" else "auto"
         settings = {"kind": "classifier", "dtype": str(dtype)}
+        if head:
+            settings["head"] = hashlib.sha256(head.read_bytes()).hexdigest()
         self.fingerprint = fingerprint.of_directory(directory, settings)
         self.tokenizer: Any = _load_tokenizer(directory)
-        model: Any = _load_model(directory, dtype).to(device)
+        model: Any = _load_model(directory, dtype, head).to(device)
         self.scorer = CausalScorer(model, token_budget, kept_tokens)
         self._head: Any = model.score
         limit: int = self.tokenizer.model_max_length
@@ -91,6 +102,15 @@ class ClassifierReward:
         states, num_computed = self.scorer.score(kept, sequences)
         logits: list[float] = self._head(torch.stack(states)).squeeze(-1).float().tolist()
         return logits, num_computed
+
+    def features(self, prompt: Prompt, texts: Sequence[str]) -> Tensor:
+        """What the head sees of each answer, float32 [texts, hidden]; nothing is kept."""
+        session = self.open(prompt)
+        try:
+            states, _ = self.scorer.score(session.kept, session.sequences(texts, range(len(texts))))
+            return torch.stack(states).float()
+        finally:
+            session.close()
 
     def render(self, prompt: Prompt, texts: Sequence[str]) -> list[str]:
         """The conversation with each text as its last turn.
@@ -131,7 +151,7 @@ class ClassifierSession:
         if len(empty_ids) > reward.max_tokens:
             reason = f"has {len(empty_ids)} tokens, reward {reward.name} takes {reward.max_tokens}"
             raise InvalidRequest([Violation("prompt", reason)])
-        self._kept = KeptPrefixes(opening_ids)
+        self.kept = KeptPrefixes(opening_ids)
 
     def score(self, candidates: Sequence[Candidate]) -> Scores:
         """Candidates missing from the batch are forgotten; equal texts are computed once."""
@@ -139,15 +159,15 @@ class ClassifierSession:
         keys: dict[int, int] = {}
         for candidate, place in zip(candidates, where, strict=True):
             keys.setdefault(place, candidate.id)
-        sequences = self._sequences(texts, [keys[place] for place in range(len(texts))])
-        logits, num_computed = self._reward.logits(self._kept, sequences)
+        sequences = self.sequences(texts, [keys[place] for place in range(len(texts))])
+        logits, num_computed = self._reward.logits(self.kept, sequences)
         return Scores(tuple(logits[place] for place in where), num_computed)
 
     def close(self) -> None:
         """Free what is kept."""
-        self._reward.scorer.close(self._kept)
+        self._reward.scorer.close(self.kept)
 
-    def _sequences(self, texts: Sequence[str], keys: Sequence[int]) -> list[Tokens]:
+    def sequences(self, texts: Sequence[str], keys: Sequence[int]) -> list[Tokens]:
         rendered = self._reward.render(self._prompt, texts)
         unclosed = [text.removesuffix(self._closing) for text in rendered]
         ids = self._reward.encode([*rendered, *unclosed])
@@ -169,8 +189,24 @@ def _load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def _load_model(directory: Path, dtype: Any) -> Any:
+def _head_weights(path: Path, hidden: int) -> Tensor:
+    """[1, hidden].
+
+    Raises:
+        ValueError: the file is no head, or one of another backbone.
+    """
+    try:
+        weights = load_file(path)[HEAD_TENSOR]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path}: not a reward's head: {error}") from None
+    if weights.shape != (hidden,):
+        raise ValueError(f"{path}: a head of {list(weights.shape)}, the backbone has {hidden}")
+    return weights[None]
+
+
+def _load_model(directory: Path, dtype: Any, head: Path | None) -> Any:
     model: Any
+    options = {"num_labels": 1} if head else {}
     model, loading = AutoModelForSequenceClassification.from_pretrained(
         directory,
         local_files_only=True,
@@ -178,7 +214,11 @@ def _load_model(directory: Path, dtype: Any) -> Any:
         use_safetensors=True,
         dtype=dtype,
         output_loading_info=True,
+        **options,
     )
+    if head:
+        model.score.weight.data.copy_(_head_weights(head, model.score.weight.shape[1]))
+        loading["missing_keys"] = set(loading["missing_keys"]) - {"score.weight"}
     # transformers would fill what is missing, such as the head, with random numbers.
     if loading["missing_keys"] or loading["mismatched_keys"]:
         missing = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))

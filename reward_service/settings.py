@@ -22,6 +22,7 @@ class RewardSpec(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
     kind: Literal["relevance", "classifier", "toy"]
     directory: Path | None = None
+    head: Path | None = None
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> RewardSpec:
@@ -30,6 +31,8 @@ class RewardSpec(BaseModel):
         if (self.kind == "toy") != (self.directory is None):
             needs = "takes no" if self.kind == "toy" else "needs a"
             raise ValueError(f"reward {self.name}: kind {self.kind} {needs} directory")
+        if self.head and self.kind != "classifier":
+            raise ValueError(f"reward {self.name}: kind {self.kind} takes no head")
         return self
 
 
@@ -41,7 +44,8 @@ class RewardSettings(ServiceSettings):
     rewards is a JSON list; the first is the default of requests that name none. Kinds:
       relevance   cosine of all-MiniLM-L6-v2 embeddings of prompt and response
                   (python -m reward_service.embedded .models/relevance makes the directory)
-      classifier  a local Bradley-Terry sequence classifier with one label and a chat template
+      classifier  a local Bradley-Terry sequence classifier with one label and a chat template; or
+                  any causal model with one, and the "head" that specrej train-reward fitted on it
       toy         the share of vowels, needs no directory
     such as [{"name": "helpful", "kind": "classifier", "directory": "/models/helpful"}].
 
@@ -54,7 +58,7 @@ class RewardSettings(ServiceSettings):
     port: Port = Field(50052, description="port to listen on; 0 picks a free one")
     rewards: tuple[RewardSpec, ...] = Field(
         (RewardSpec(name="relevance", kind="relevance", directory=Path(".models/relevance")),),
-        description="JSON list of {name, kind, directory}; the first is the default",
+        description="JSON list of {name, kind, directory, head}; the first is the default",
     )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
@@ -65,6 +69,9 @@ class RewardSettings(ServiceSettings):
     )
     token_budget: Annotated[int, Field(ge=512)] = Field(
         8192, description="most tokens per forward pass, padding included"
+    )
+    kept_tokens: Annotated[int, Field(ge=0)] = Field(
+        65_536, description="most tokens whose keys and values a classifier keeps for its sessions"
     )
     queue_limit: Annotated[int, Field(ge=0, le=65536)] = Field(
         64, description="most calls that wait, per reward"

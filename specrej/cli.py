@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -274,6 +275,18 @@ def demo(
 ) -> None:
     """Start everything on free ports, answer one prompt, stop everything."""
     _run(demonstration.run(prompt, Console()))
+
+
+@app.command(
+    "train-reward",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def train_reward(context: typer.Context) -> None:
+    """Fit a reward on pairs of answers (--help says more)."""
+    # In a process of its own, as every part that holds a model is.
+    command = [sys.executable, "-m", "reward_service.training", *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:

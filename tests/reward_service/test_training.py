@@ -1,0 +1,140 @@
+"""Heads on frozen backbones: what is read, what is computed once, what is learned."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
+from reward_service import training
+from reward_service.classifier import HEAD_TENSOR, ClassifierReward
+from reward_service.training import BadPairs, Pair, accuracy, fit, read_pairs, wilson
+from specrej.contracts import Prompt
+from tests.reward_service.test_classifier import make_config, make_tokenizer
+
+PAIRS = [
+    Pair(Prompt.from_user(f"What is {number}?"), "A number. " * (number % 3), "No" * (number % 4))
+    for number in range(24)
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal model without a head."""
+    directory = tmp_path_factory.mktemp("backbone")
+    torch.manual_seed(0)
+    LlamaForCausalLM(make_config("llama", None)).save_pretrained(directory)
+    make_tokenizer(None).save_pretrained(directory)
+    return directory
+
+
+def written(path: Path, *lines: Any) -> Path:
+    text = "\n".join(json.dumps(line) for line in lines) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.jsonl.gz"])
+def test_pairs_are_prompts_or_conversations(tmp_path: Path, name: str) -> None:
+    """Guards against a line separator inside a text that ends the line."""
+    turns = [{"role": "user", "content": "Hi\u2028there"}]
+    path = written(
+        tmp_path / name,
+        {"prompt": "Hi", "chosen": "a", "rejected": "b"},
+        {"messages": turns, "chosen": "c", "rejected": "d"},
+    )
+    first, second = read_pairs(path)
+    assert first == Pair(Prompt.from_user("Hi"), "a", "b")
+    assert second.prompt.messages[0].content == "Hi\u2028there"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [[], {}, {"prompt": "Hi", "chosen": "a"}, {"prompt": "Hi", "chosen": 1, "rejected": "b"}],
+)
+def test_a_bad_line_is_told_by_its_number(tmp_path: Path, line: Any) -> None:
+    good = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
+    path = written(tmp_path / "pairs.jsonl", good, line)
+    with pytest.raises(BadPairs, match=r"pairs\.jsonl:2: "):
+        read_pairs(path)
+
+
+def test_a_head_learns_what_is_there_and_nothing_else() -> None:
+    """Guards the sign of the differences, and against fitting noise until it is remembered."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.zeros(16)
+    truth[3], truth[5] = 2.0, -1.0
+    inputs = torch.randn(600, 16, generator=generator)
+    signs = torch.where(inputs @ truth + torch.randn(600, generator=generator) > 0, 1.0, -1.0)
+    differences = inputs * signs[:, None]  # the chosen one is ahead, now and then by chance
+    weights, steps = fit(differences[:400], differences[400:500], decay=0.01)
+    assert steps > 0
+    assert accuracy(differences[500:], weights) > 0.8
+    assert weights[3] > 0 > weights[5]
+    noise = torch.randn(600, 16, generator=generator)
+    useless, _ = fit(noise[:400], noise[400:500], decay=0.01)
+    assert abs(accuracy(noise[500:], useless) - 0.5) < 0.15
+
+
+def test_wilsons_interval() -> None:
+    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    low, high = wilson(1.0, 10)
+    assert low == pytest.approx(0.7225, abs=1e-4)
+    assert high == pytest.approx(1.0)
+
+
+def test_features_go_on_where_they_were(
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards hours of work against a stop, and against features of other pairs."""
+    whole = training.features(backbone, PAIRS, tmp_path / "whole.npy").copy()
+    seen: list[Prompt] = []
+    score = ClassifierReward.features
+
+    def stops(reward: ClassifierReward, prompt: Prompt, texts: list[str]) -> Any:
+        seen.append(prompt)
+        if len(seen) == 20:
+            raise KeyboardInterrupt
+        return score(reward, prompt, texts)
+
+    monkeypatch.setattr(ClassifierReward, "features", stops)
+    with pytest.raises(KeyboardInterrupt):
+        training.features(backbone, PAIRS, tmp_path / "kept.npy")
+    again = training.features(backbone, PAIRS, tmp_path / "kept.npy")
+    assert len(seen) == 20 + 8  # 16 of the 24 were kept
+    np.testing.assert_allclose(again, whole, atol=1e-5)
+    others = [Pair(pair.prompt, pair.rejected, pair.chosen) for pair in PAIRS]
+    anew = training.features(backbone, others, tmp_path / "kept.npy")
+    np.testing.assert_allclose(anew, whole[:, ::-1], atol=1e-5)
+
+
+def test_a_head_scores_what_it_was_fitted_on(tmp_path: Path, backbone: Path) -> None:
+    """Guards against scores by other states than those of the training."""
+    found = training.features(backbone, PAIRS, tmp_path / "features.npy")
+    weights = torch.randn(found.shape[2])
+    save_file({HEAD_TENSOR: weights}, tmp_path / "head.safetensors")
+    reward = ClassifierReward(backbone, name="bt", head=tmp_path / "head.safetensors")
+    scores = reward.score(PAIRS[1].prompt, [PAIRS[1].chosen, PAIRS[1].rejected]).values
+    assert scores == pytest.approx((torch.from_numpy(found[1]) @ weights).tolist(), abs=1e-3)
+
+
+def test_a_head_of_another_backbone_is_refused(tmp_path: Path, backbone: Path) -> None:
+    path = tmp_path / "head.safetensors"
+    save_file({HEAD_TENSOR: torch.zeros(7)}, path)
+    with pytest.raises(ValueError, match=r"a head of \[7\], the backbone has 32"):
+        ClassifierReward(backbone, name="bt", head=path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="not a reward's head"):
+        ClassifierReward(backbone, name="bt", head=path)
