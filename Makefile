@@ -23,7 +23,7 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection bench-engine bench-services bench-peers loadtest clean
+.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection bench-engine bench-services bench-scoring bench-peers loadtest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ bench-engine: $(READY) models ## share of the bound, sessions at once, long prom
 
 bench-services: $(READY) models ## what services and gRPC cost over one process
 	@$(BIN)/python -m benchmarks.services $(ARGS)
+
+bench-scoring: $(READY) models ## incremental scoring against scoring from scratch
+	@$(BIN)/python -m benchmarks.scoring $(ARGS)
 
 bench-peers: $(READY) models ## ours against transformers, vLLM, llama.cpp: make bench-peers CASES="n=64,new=64"
 	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
