@@ -2,9 +2,9 @@
 
 A pair of answers is right if the chosen one scores higher than the rejected one; the head is the
 linear map that makes that likeliest (Bradley and Terry 1952), with weight decay, from the hidden
-states at the last token of each conversation. These are computed once and kept beside the head, so
-that a run that was stopped goes on where it was. Part of the pairs is held out to choose when to
-stop; another part may be, to report on.
+states at the last token of each conversation. These are computed once and kept beside the head:
+a run that was stopped goes on where it was. Some pairs are held out to choose the weight decay,
+the last ones of the file to report on.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ HEAD = "head.safetensors"
 REPORT = "training.json"
 FEATURES = "features.npy"
 
+# Weight decays to try, strong to weak.
+_DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
+
 # Pairs between two notes of how far it is; what lies between them is computed again after a stop.
 _PAIRS_AT_ONCE = 16
 
@@ -56,12 +59,10 @@ class Pair:
 class Report:
     """How good the head is; accuracies are shares of pairs ranked right."""
 
-    steps: int
-    train_pairs: int
-    validation_pairs: int
+    decay: float
+    pairs: int
+    accuracy: float  # on the pairs it was fitted on
     test_pairs: int
-    train_accuracy: float
-    validation_accuracy: float
     test_accuracy: float
     test_interval: tuple[float, float]  # 95 %, Wilson
 
@@ -92,36 +93,41 @@ def _pair(line: str, where: str) -> Pair:
     return pair
 
 
-def fit(
-    differences: Tensor,
-    validation: Tensor,
-    decay: float,
-    most_steps: int = 2000,
-    patience: int = 50,
-) -> tuple[Tensor, int]:
-    """The head's weights [hidden], and the steps they took.
+def fit(differences: Tensor, validation: Tensor) -> tuple[Tensor, float]:
+    """The head's weights [hidden], and the weight decay that they were found with.
 
-    differences: chosen - rejected features [pairs, hidden]. Minimises the mean of
-    -log sigmoid(difference . weights) + decay / 2 * |weights|^2 over standardised features, by
-    Adam; stops when the held-out loss has not fallen for `patience` steps, and returns to its best.
+    differences: chosen - rejected features [pairs, hidden]. Decays are tried from strong to weak,
+    until the held-out loss has risen twice; with the best of them, all pairs are fitted again.
     """
-    scale = differences.std(dim=0).clamp(min=1e-6)
-    inputs, held_out = differences / scale, validation / scale
-    weights = torch.zeros(inputs.shape[1], requires_grad=True)
-    optimizer = torch.optim.Adam([weights], lr=0.003)
-    best, best_loss, best_step = weights.detach().clone(), math.inf, 0
-    for step in range(most_steps):
-        with torch.no_grad():
-            loss = -F.logsigmoid(held_out @ weights).mean().item()
+    scale = torch.cat((differences, validation)).std(dim=0).clamp(min=1e-6)
+    best_decay, best_loss, rises = _DECAYS[0], math.inf, 0
+    for decay in _DECAYS:
+        weights = _fit(differences / scale, decay)
+        loss = -F.logsigmoid(validation / scale @ weights).mean().item()
+        right = accuracy(validation / scale, weights)
+        note(f"decay {decay}: held-out loss {loss:.4f}, accuracy {right:.3f}")
         if loss < best_loss:
-            best, best_loss, best_step = weights.detach().clone(), loss, step
-        if step - best_step >= patience:
+            best_decay, best_loss = decay, loss
+        else:
+            rises += 1
+        if rises == 2:
             break
+    return _fit(torch.cat((differences, validation)) / scale, best_decay) / scale, best_decay
+
+
+def _fit(inputs: Tensor, decay: float) -> Tensor:
+    """Minimises mean(-log sigmoid(inputs . weights)) + decay / 2 * |weights|^2, by L-BFGS."""
+    weights = torch.zeros(inputs.shape[1], requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=500, line_search_fn="strong_wolfe")
+
+    def objective() -> float:
         optimizer.zero_grad()
-        objective = -F.logsigmoid(inputs @ weights).mean() + decay / 2 * weights.square().sum()
-        objective.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return best / scale, best_step
+        loss = -F.logsigmoid(inputs @ weights).mean() + decay / 2 * weights.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    optimizer.step(objective)
+    return weights.detach()
 
 
 def accuracy(differences: Tensor, weights: Tensor) -> float:
@@ -166,19 +172,19 @@ def train(arguments: argparse.Namespace) -> Report:
     out.mkdir(parents=True, exist_ok=True)
     found = torch.from_numpy(features(arguments.backbone, pairs, out / FEATURES))
     differences = found[:, 0] - found[:, 1]
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(arguments.seed))
-    sizes = [len(pairs) - held_out, arguments.validation, arguments.test]
-    fitting, validation, test = torch.split(differences[order], sizes)
-    weights, steps = fit(fitting, validation, arguments.decay)
+    differences, test = differences[: len(pairs) - arguments.test], differences[-arguments.test :]
+    order = torch.randperm(
+        len(differences), generator=torch.Generator().manual_seed(arguments.seed)
+    )
+    validation, fitting = differences[order].split([arguments.validation, len(pairs) - held_out])
+    weights, decay = fit(fitting, validation)
     save_file({HEAD_TENSOR: weights}, out / HEAD)
     right = accuracy(test, weights)
     report = Report(
-        steps=steps,
-        train_pairs=sizes[0],
-        validation_pairs=sizes[1],
-        test_pairs=sizes[2],
-        train_accuracy=round(accuracy(fitting, weights), 4),
-        validation_accuracy=round(accuracy(validation, weights), 4),
+        decay=decay,
+        pairs=len(differences),
+        accuracy=round(accuracy(differences, weights), 4),
+        test_pairs=len(test),
         test_accuracy=round(right, 4),
         test_interval=wilson(right, len(test)),
     )
@@ -212,9 +218,14 @@ def features(backbone: Path, pairs: Sequence[Pair], kept: Path) -> NDArray[np.fl
         if (number + 1) % _PAIRS_AT_ONCE == 0 or number + 1 == len(pairs):
             found.flush()
             done_file.write_text(f"{digest} {number + 1}")
-            print(f"features of {number + 1} of {len(pairs)} pairs", file=sys.stderr, flush=True)
+            note(f"features of {number + 1} of {len(pairs)} pairs")
     untrained.unlink()
     return np.asarray(found)
+
+
+def note(text: str) -> None:
+    """Progress, for who waits."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _digest(backbone: Path, pairs: Sequence[Pair]) -> str:
@@ -232,11 +243,16 @@ def _arguments() -> argparse.Namespace:
         "--pairs", type=Path, required=True, help="JSON lines of {prompt, chosen, rejected}"
     )
     parser.add_argument("--out", type=Path, required=True, help="where head and features go")
-    parser.add_argument("--validation", type=int, default=200, help="pairs that say when to stop")
-    parser.add_argument("--test", type=int, default=300, help="pairs that are only reported on")
-    parser.add_argument("--decay", type=float, default=0.01, help="weight decay")
-    parser.add_argument("--seed", type=int, default=0, help="how pairs are told apart")
+    parser.add_argument("--validation", type=_count, default=200, help="pairs to choose decay by")
+    parser.add_argument("--test", type=_count, default=300, help="last pairs, only reported on")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the pairs to choose decay by")
     return parser.parse_args()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return int(text)
 
 
 if __name__ == "__main__":
