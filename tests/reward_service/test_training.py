@@ -79,13 +79,12 @@ def test_a_head_learns_what_is_there_and_nothing_else() -> None:
     inputs = torch.randn(600, 16, generator=generator)
     signs = torch.where(inputs @ truth + torch.randn(600, generator=generator) > 0, 1.0, -1.0)
     differences = inputs * signs[:, None]  # the chosen one is ahead, now and then by chance
-    weights, steps = fit(differences[:400], differences[400:500], decay=0.01)
-    assert steps > 0
+    weights, decay = fit(differences[:400], differences[400:500])
+    assert decay < 1
     assert accuracy(differences[500:], weights) > 0.8
     assert weights[3] > 0 > weights[5]
     noise = torch.randn(600, 16, generator=generator)
-    useless, decay = fit(noise[:400], noise[400:500])
-    assert decay >= 1
+    useless, _ = fit(noise[:400], noise[400:500])
     assert abs(accuracy(noise[500:], useless) - 0.5) < 0.15
 
 
