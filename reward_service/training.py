@@ -126,7 +126,7 @@ def _fit(inputs: Tensor, decay: float) -> Tensor:
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    optimizer.step(objective)
+    optimizer.step(objective)  # type: ignore[no-untyped-call]
     return weights.detach()
 
 
@@ -176,7 +176,8 @@ def train(arguments: argparse.Namespace) -> Report:
     order = torch.randperm(
         len(differences), generator=torch.Generator().manual_seed(arguments.seed)
     )
-    validation, fitting = differences[order].split([arguments.validation, len(pairs) - held_out])
+    sizes = [arguments.validation, len(pairs) - held_out]
+    validation, fitting = torch.split(differences[order], sizes)
     weights, decay = fit(fitting, validation)
     save_file({HEAD_TENSOR: weights}, out / HEAD)
     right = accuracy(test, weights)
