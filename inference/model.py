@@ -22,7 +22,10 @@ AttentionInterface.register(attention.NAME, attention.attend)
 
 
 class SegmentedModel:
-    """Weights on a device, and what must be known of them to store keys and values."""
+    """Weights on a device, and what must be known of them to store keys and values.
+
+    One forward pass at a time: compiled layers have one set of jobs.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes over `model`: its attention becomes ours.
