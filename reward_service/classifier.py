@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from reward_service.batching import distinct
 from reward_service.causal import CausalScorer, KeptPrefixes, Tokens
@@ -207,16 +208,22 @@ def _head_weights(path: Path, hidden: int) -> Tensor:
 def _load_model(directory: Path, dtype: Any, head: Path | None) -> Any:
     model: Any
     options = {"num_labels": 1} if head else {}
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
-        directory,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        dtype=dtype,
-        output_loading_info=True,
-        **options,
-    )
-    if head:
+    # What is missing is looked at here; transformers' own report tells users to train the model.
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=dtype,
+            output_loading_info=True,
+            **options,
+        )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if head and isinstance(getattr(model, "score", None), torch.nn.Module):
         model.score.weight.data.copy_(_head_weights(head, model.score.weight.shape[1]))
         loading["missing_keys"] = set(loading["missing_keys"]) - {"score.weight"}
     # transformers would fill what is missing, such as the head, with random numbers.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaForCausalLM
 
 from reward_service import training
 from reward_service.classifier import HEAD_TENSOR, ClassifierReward
@@ -138,6 +138,16 @@ def test_a_head_of_another_backbone_is_refused(tmp_path: Path, backbone: Path) -
     path.write_text("{}")
     with pytest.raises(ValueError, match="not a reward's head"):
         ClassifierReward(backbone, name="bt", head=path)
+
+
+def test_a_head_on_an_encoder_is_refused(tmp_path: Path) -> None:
+    """Guards against an answer that names an attribute instead of what is wrong."""
+    config = BertConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    BertModel(config).save_pretrained(tmp_path)
+    make_tokenizer("<pad>").save_pretrained(tmp_path)
+    save_file({HEAD_TENSOR: torch.zeros(32)}, tmp_path / "head.safetensors")
+    with pytest.raises(ValueError, match="not a trained classifier|must be decoder-only"):
+        ClassifierReward(tmp_path, name="bt", head=tmp_path / "head.safetensors")
 
 
 def test_the_shipped_head_prefers_what_it_was_trained_to() -> None:
