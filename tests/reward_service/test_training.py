@@ -146,7 +146,7 @@ def test_a_head_on_an_encoder_is_refused(tmp_path: Path) -> None:
     BertModel(config).save_pretrained(tmp_path)
     make_tokenizer("<pad>").save_pretrained(tmp_path)
     save_file({HEAD_TENSOR: torch.zeros(32)}, tmp_path / "head.safetensors")
-    with pytest.raises(ValueError, match="not a trained classifier|must be decoder-only"):
+    with pytest.raises(ValueError, match=r"not a trained classifier|must be decoder-only"):
         ClassifierReward(tmp_path, name="bt", head=tmp_path / "head.safetensors")
 
 
