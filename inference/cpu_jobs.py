@@ -184,7 +184,7 @@ class Kernel:
             _OPEN_MP.GOMP_parallel(self.address, job.address, threads, 0)
 
 
-# int64 words of a program's own job: address and number of its steps.
+# int64 words of a program's own job: address and number of its steps, address of what to wait by.
 _STEPS, _NUM_STEPS, _WAIT = range(1, 4)
 
 

@@ -1,9 +1,8 @@
 """What torch does slowly on a CPU with few rows, compiled by numba: all but the products.
 
 A decode step's attention is many tiny products; as torch operations, most of its time goes into
-calling them. Here one call per layer serves all rows of all sessions, on torch's own threads. All
-tensors are float32; the compiled code is kept on disk, so that only the first start waits for it.
-Knows addresses and sizes only.
+calling them. Here one job per layer serves all rows of all sessions. All tensors are float32. Knows
+addresses and sizes only.
 """
 
 from __future__ import annotations

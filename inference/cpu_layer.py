@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama kind in a few calls, on a CPU.
+"""Decoder layers of the Llama kind in one call, on a CPU.
 
 With few rows, transformers' layers spend more time between operations than in them. A layer made of
 the usual parts (two RMS norms, attention with rotary embedding, a gated SiLU network: Llama,
@@ -204,7 +204,7 @@ def replace(model: nn.Module, shape: KVShape) -> None:
     found = [_equal(layer, rotary, shape) for layer in layers]
     replacements = [each for each in found if each]
     if len(replacements) == len(layers) and len({each.sizes for each in replacements}) == 1:
-        base.get_decoder().layers = nn.ModuleList([CPULayers(replacements)])
+        decoder.layers = nn.ModuleList([CPULayers(replacements)])
         return
     # One by one: models count their layers.
     for number, replacement in enumerate(found):
