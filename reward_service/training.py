@@ -198,13 +198,15 @@ def features(backbone: Path, pairs: Sequence[Pair], kept: Path) -> NDArray[np.fl
 
     Kept in a file as far as they are computed; those that are there already are read.
     """
-    hidden = AutoConfig.from_pretrained(backbone).hidden_size
+    hidden = AutoConfig.from_pretrained(backbone, local_files_only=True).hidden_size
     shape, digest = (len(pairs), 2, hidden), _digest(backbone, pairs)
     done_file = kept.with_suffix(".done")
     done = 0
     if kept.exists() and done_file.exists():
         known, count = done_file.read_text().split()
         done = int(count) if known == digest else 0
+    if not done:  # nothing may vouch for what is overwritten now
+        done_file.unlink(missing_ok=True)
     found = np.lib.format.open_memmap(
         kept, mode="r+" if done else "w+", dtype=np.float32, shape=None if done else shape
     )

@@ -120,6 +120,23 @@ def test_features_go_on_where_they_were(
     np.testing.assert_allclose(anew, whole[:, ::-1], atol=1e-5)
 
 
+def test_features_overwritten_by_others_are_not_taken_for_the_old_ones(
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop before the first note left the old note beside the new, empty file."""
+    pairs, kept = PAIRS[:3], tmp_path / "kept.npy"
+    whole = training.features(backbone, pairs, kept).copy()
+
+    def stops(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ClassifierReward, "features", stops)
+        with pytest.raises(KeyboardInterrupt):
+            training.features(backbone, PAIRS[3:6], kept)
+    np.testing.assert_allclose(training.features(backbone, pairs, kept), whole, atol=1e-5)
+
+
 def test_a_head_scores_what_it_was_fitted_on(tmp_path: Path, backbone: Path) -> None:
     """Guards against scores by other states than those of the training."""
     found = training.features(backbone, PAIRS, tmp_path / "features.npy")
