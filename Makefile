@@ -64,8 +64,9 @@ proto-check: $(READY) ## lint the schema; fail if specrej/v1 is not what it gene
 
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
-bench: $(READY) models ## decode throughput against transformers generate
+bench: $(READY) models ## decode and scoring throughput against transformers and vLLM
 	@$(BIN)/python -m benchmarks.decode
+	@$(BIN)/python -m benchmarks.scoring --texts
 
 bench-rejection: $(READY) models ## tokens and time of Speculative Rejection against Best-of-N
 	@$(BIN)/python -m benchmarks.rejection

@@ -2,9 +2,9 @@
 
 A classifier of the embedded backbone's shape (its own weights, a random head) scores growing
 candidates of one prompt, round after round: incrementally, and from scratch with transformers,
-which reads prompt and prefix of every candidate again. Then 64 finished texts once, with ours and
-with transformers' pipeline. Interleaved; seconds are medians; 15 minutes. The last line on stdout
-is one JSON object.
+which reads prompt and prefix of every candidate again. Then 64 finished texts once, with ours, with
+transformers' pipeline and with vLLM's pooling runner (`--texts` does only this). Interleaved;
+seconds are medians; 15 minutes. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from rich.table import Table
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from benchmarks.machine import describe_machine
-from reward_service.batching import in_micro_batches, pad
-from reward_service.classifier import ClassifierReward
+from benchmarks.workers.engines import vllm_pooling
+from reward_service.batching import pad, plan
+from reward_service.causal_reward import CausalReward, Options
+from reward_service.classifier import load_classifier
+from reward_service.reward import score, score_batch
 from specrej.contracts import Candidate, Prompt
 
 _BACKBONE = Path(".models/SmolLM2-135M-Instruct")
 _PROMPT = Prompt.from_user("Explain to a curious child why the sky is blue, step by step.")
-_TOKEN_BUDGET = 8192
+_TOKEN_BUDGET = 2048
 _N = 64
 
 # Decision tokens and the part of the candidates that each cut rejects.
@@ -41,25 +44,34 @@ _SCHEDULES = {
     "24 rounds of 8": (tuple(range(8, 8 * 24 + 1, 8)), 0.1),
 }
 
+# OpenMP's threads wait busily, for a fifth of a second at most, before they sleep.
+_SETTLE_S = 0.3
+
 # Per round, the text of each candidate that is left.
 Rounds = list[dict[int, str]]
+
+# Scores, and the tokens computed for them.
+Outcome = tuple[list[float], int]
 
 
 def main() -> None:
     """Measure, print a table and a JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    repeats = parser.parse_args().rounds
-    with tempfile.TemporaryDirectory() as directory:
-        make_classifier(Path(directory))
-        ours = ClassifierReward(Path(directory), name="bt", token_budget=_TOKEN_BUDGET)
-        plain = Plain(Path(directory), ours)
-        results: dict[str, dict[str, float]] = {}
-        for name, (decision_tokens, alpha) in _SCHEDULES.items():
-            results[name] = _compare_rounds(ours, plain, decision_tokens, alpha, repeats)
-            print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
-        results["64 texts"] = _compare_texts(ours, Path(directory), repeats)
-    table = Table(title=f"scoring, N={_N}: ours / transformers")
+    parser.add_argument("--texts", action="store_true", help="only the 64 finished texts")
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        make_classifier(directory)
+        ours = load_classifier(Options("bt", directory, token_budget=_TOKEN_BUDGET))
+        for name, (decision_tokens, alpha) in {} if arguments.texts else _SCHEDULES.items():
+            plain = Plain(directory, ours)
+            found = _compare_rounds(ours, plain, decision_tokens, alpha, arguments.rounds)
+            results[f"{name}: from scratch"] = found
+            print(f"{name}: {found}", file=sys.stderr, flush=True)
+        results |= _compare_texts(ours, directory, arguments.rounds)
+    table = Table(title=f"scoring, N={_N}: ours as a share of theirs")
     for heading in ("what", "tokens", "seconds", "largest difference of scores"):
         table.add_column(heading)
     for name, found in results.items():
@@ -81,14 +93,18 @@ def make_classifier(directory: Path) -> None:
 class Plain:
     """The same model in plain transformers: whole sequences in padded micro-batches."""
 
-    def __init__(self, directory: Path, reward: ClassifierReward) -> None:
-        self._reward = reward
+    def __init__(self, directory: Path, reward: CausalReward) -> None:
+        self._conversation = reward.conversation
         self._model: Any = AutoModelForSequenceClassification.from_pretrained(directory).eval()
 
     @torch.inference_mode()
     def score(self, texts: Sequence[str]) -> tuple[list[float], int]:
-        sequences = self._reward.encode(self._reward.render(_PROMPT, texts))
-        scores = in_micro_batches(sequences, _TOKEN_BUDGET, self._logits)
+        sequences = self._conversation.encode(self._conversation.render(_PROMPT, texts))
+        scores = [0.0] * len(sequences)
+        for indices in plan([len(sequence) for sequence in sequences], _TOKEN_BUDGET):
+            logits = self._logits([sequences[index] for index in indices])
+            for index, logit in zip(indices, logits, strict=True):
+                scores[index] = logit
         return scores, sum(map(len, sequences))
 
     def _logits(self, rows: Sequence[Sequence[int]]) -> list[float]:
@@ -132,77 +148,103 @@ def make_rounds(tokenizer: Any, decision_tokens: Sequence[int], alpha: float) ->
 
 
 def _compare_rounds(
-    ours: ClassifierReward,
+    ours: CausalReward,
     plain: Plain,
     decision_tokens: Sequence[int],
     alpha: float,
     repeats: int,
 ) -> dict[str, float]:
-    rounds = make_rounds(ours.tokenizer, decision_tokens, alpha)
+    rounds = make_rounds(ours.conversation.tokenizer, decision_tokens, alpha)
 
-    def incrementally() -> tuple[list[float], int]:
+    def incrementally() -> Outcome:
         session = ours.open(_PROMPT)
         scores: list[float] = []
         num_tokens = 0
         for texts in rounds:
-            found = session.score([Candidate(key, text, 0, 0.0) for key, text in texts.items()])
+            batch = [Candidate(key, text, 0, 0.0) for key, text in texts.items()]
+            found = score_batch(session, ours, batch)
             scores += found.values
             num_tokens += found.computed_tokens
         session.close()
         return scores, num_tokens
 
-    def from_scratch() -> tuple[list[float], int]:
+    def from_scratch() -> Outcome:
         parts = [plain.score(list(texts.values())) for texts in rounds]
         return [score for scores, _ in parts for score in scores], sum(count for _, count in parts)
 
-    return _compare(incrementally, from_scratch, repeats)
+    return _compare(incrementally, {"from scratch": from_scratch}, repeats)["from scratch"]
 
 
-def _compare_texts(ours: ClassifierReward, directory: Path, repeats: int) -> dict[str, float]:
-    """Against transformers' pipeline, in batches of 16, the fastest found."""
-    texts = list(make_rounds(ours.tokenizer, (128,), 0.5)[0].values())
+def _compare_texts(
+    ours: CausalReward, directory: Path, repeats: int
+) -> dict[str, dict[str, float]]:
+    """Against transformers' pipeline, in batches of 16, the fastest found; and vLLM's pooling."""
+    texts = list(make_rounds(ours.conversation.tokenizer, (128,), 0.5)[0].values())
+    rendered = ours.conversation.render(_PROMPT, texts)
+    token_ids = ours.conversation.encode(rendered)
+    num_tokens = sum(map(len, token_ids))
     scorer: Any = pipeline("text-classification", model=str(directory), device="cpu")
     scorer.tokenizer.pad_token = scorer.tokenizer.eos_token
     scorer.model.config.pad_token_id = scorer.tokenizer.pad_token_id
+    right = list(score(ours, _PROMPT, texts).values)
+    spec = vllm_pooling(directory, context_tokens=512)
+    spec.install()
+    vllm = spec.start(torch.get_num_threads())
 
-    def by_ours() -> tuple[list[float], int]:
-        found = ours.score(_PROMPT, texts)
+    def by_ours() -> Outcome:
+        found = score(ours, _PROMPT, texts)
         return list(found.values), found.computed_tokens
 
-    def by_pipeline() -> tuple[list[float], int]:
-        rendered = ours.render(_PROMPT, texts)
+    def by_pipeline() -> Outcome:
         outputs = scorer(
             rendered, function_to_apply="none", batch_size=16, add_special_tokens=False
         )
-        return [output["score"] for output in outputs], sum(map(len, ours.encode(rendered)))
+        return [output["score"] for output in outputs], num_tokens
 
-    return _compare(by_ours, by_pipeline, repeats)
+    def by_vllm() -> Outcome:
+        # It compares the scores itself; what its prefix cache spares is not told.
+        vllm.ask({"token_ids": token_ids, "scores": right})
+        return right, num_tokens
+
+    try:
+        print(f"vLLM: {vllm.ready()}", file=sys.stderr, flush=True)
+        others = {"transformers pipeline": by_pipeline, "vLLM pooling": by_vllm}
+        found = _compare(by_ours, others, repeats)
+    finally:
+        vllm.stop()
+    return {f"64 texts: {name}": result for name, result in found.items()}
 
 
 def _compare(
-    ours: Callable[[], tuple[list[float], int]],
-    theirs: Callable[[], tuple[list[float], int]],
-    repeats: int,
-) -> dict[str, float]:
-    seconds: list[tuple[float, float]] = []
+    ours: Callable[[], Outcome], others: dict[str, Callable[[], Outcome]], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Ours and the others in turn; the first round warms up."""
+    seconds: dict[str, list[float]] = {"ours": [], **{name: [] for name in others}}
+    outcomes: dict[str, Outcome] = {}
     for number in range(repeats + 1):
-        began = time.perf_counter()
-        our_scores, our_tokens = ours()
-        between = time.perf_counter()
-        their_scores, their_tokens = theirs()
-        if number:  # the first round warms up
-            seconds.append((between - began, time.perf_counter() - between))
-    mine, plain = (statistics.median(column) for column in zip(*seconds, strict=True))
-    differences = [abs(a - b) for a, b in zip(our_scores, their_scores, strict=True)]
+        for name, measured in {"ours": ours, **others}.items():
+            time.sleep(_SETTLE_S)
+            began = time.perf_counter()
+            outcomes[name] = measured()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "tokens_ratio": round(our_tokens / their_tokens, 3),
-        "seconds_ratio": round(mine / plain, 3),
-        "tokens": our_tokens,
-        "their_tokens": their_tokens,
-        "seconds": round(mine, 3),
-        "their_seconds": round(plain, 3),
-        "difference": max(differences),
+        name: {
+            "tokens_ratio": round(outcomes["ours"][1] / outcomes[name][1], 3),
+            "seconds_ratio": round(medians["ours"] / medians[name], 3),
+            "tokens": outcomes["ours"][1],
+            "their_tokens": outcomes[name][1],
+            "seconds": round(medians["ours"], 3),
+            "their_seconds": round(medians[name], 3),
+            "difference": _largest(outcomes["ours"][0], outcomes[name][0]),
+        }
+        for name in others
     }
+
+
+def _largest(first: Sequence[float], second: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ class SegmentedModel:
         """Takes over `model`: its attention becomes ours.
 
         Raises:
-            ValueError: its layers do not all keep plain keys and values.
+            ValueError: its layers do not all keep plain keys and values, or see what comes later.
         """
+        if not all(getattr(module, "is_causal", True) for module in model.modules()):
+            raise ValueError("must be decoder-only, its tokens see those after them")
         model.set_attn_implementation(attention.NAME)
         self._model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()
@@ -44,6 +46,7 @@ class SegmentedModel:
             raise ValueError(f"layers of kind {', '.join(sorted(kinds))} are not supported")
         heads = config.num_attention_heads
         self.num_heads: int = heads
+        self.hidden_size: int = config.hidden_size
         self.shape = KVShape(
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,

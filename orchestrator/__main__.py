@@ -47,6 +47,8 @@ async def _serve(settings: OrchestratorSettings) -> None:
             cache,
             Admission(settings.max_running, settings.max_queued),
             default_schedule=settings.default_schedule,
+            composites=settings.composites,
+            default_reward=settings.default_reward,
         )
         servicer = OrchestratorServicer(orchestrator)
         server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -25,15 +25,30 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import ResponseError
 
 from specrej import telemetry
-from specrej.contracts import Algorithm, Generation, GenerationRequest, Schedule
+from specrej.contracts import (
+    Algorithm,
+    Generation,
+    GenerationRequest,
+    Normalization,
+    Schedule,
+    WeightedReward,
+)
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2  # of keys and values; raise it when either changes
+FORMAT_VERSION = 3  # of keys and values; raise it when either changes
 ALGORITHM_VERSION = 1  # raise it when the same request would get another answer
 COMPRESS_ABOVE_BYTES = 1024
 
-_SCHEDULE_FIELDS = {"memory": (), "tokens": ("tokens",), "geometric": ("first", "factor")}
+# The fields that count for each kind of schedule, and of normalization.
+_FIELDS_OF_KIND: Mapping[str, tuple[str, ...]] = {
+    "memory": (),
+    "tokens": ("tokens",),
+    "geometric": ("first", "factor"),
+    "none": (),
+    "fixed": ("mean", "deviation"),
+    "batch": (),
+}
 
 
 def tenant_digest(tenant: str) -> str:
@@ -70,8 +85,9 @@ def _digest(request: GenerationRequest) -> str:
     # The generator's fingerprint says more than the model's name does.
     del fields["cache"], fields["model"]
     selection = fields["selection"]
-    selection["rewards"] = sorted(selection["rewards"], key=lambda reward: str(reward["name"]))
-    selection["schedule"] = _schedule_fields(request.selection.schedule)
+    rewards = sorted(request.selection.rewards, key=lambda reward: reward.name)
+    selection["rewards"] = [_reward_fields(reward) for reward in rewards]
+    selection["schedule"] = _fields_of(request.selection.schedule)
     if request.selection.algorithm is Algorithm.BEST_OF_N:
         del selection["alpha"], selection["schedule"]
     # Escaped to ASCII, so that NFC and NFD stay apart and no text is too strange to encode.
@@ -79,10 +95,14 @@ def _digest(request: GenerationRequest) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _schedule_fields(schedule: Schedule) -> dict[str, object]:
+def _reward_fields(reward: WeightedReward) -> dict[str, object]:
+    return {**asdict(reward), "normalization": _fields_of(reward.normalization)}
+
+
+def _fields_of(value: Schedule | Normalization) -> dict[str, object]:
     """The fields that count for its kind."""
-    fields = {name: getattr(schedule, name) for name in _SCHEDULE_FIELDS[schedule.kind]}
-    return {"kind": schedule.kind, **fields}
+    fields = {name: getattr(value, name) for name in _FIELDS_OF_KIND[value.kind]}
+    return {"kind": value.kind, **fields}
 
 
 def _canonical(value: Any) -> Any:

@@ -28,21 +28,35 @@ def num_kept(num_ranked: int, alpha: float) -> int:
     return max(1, int(exact.to_integral_value(rounding=ROUND_HALF_EVEN)))
 
 
-def rank(scores: Mapping[int, float]) -> list[int]:
-    """Candidate ids by descending score; ties: the lower id first."""
-    return sorted(scores, key=lambda candidate: (-scores[candidate], candidate))
+def rank(scores: Mapping[int, float], vetoed: Collection[int] = ()) -> list[int]:
+    """Candidate ids by descending score, vetoed ones last; ties: the lower id first."""
+    return sorted(
+        scores, key=lambda candidate: (candidate in vetoed, -scores[candidate], candidate)
+    )
 
 
 def cut(
-    scores: Mapping[int, float], live: Collection[int], alpha: float, *, must_release: bool
+    scores: Mapping[int, float],
+    live: Collection[int],
+    alpha: float,
+    *,
+    must_release: bool,
+    vetoed: Collection[int] = (),
+    has_answer: bool = False,
 ) -> Cut:
     """Reject the lowest fraction alpha of the ranked candidates, finished and live together.
 
     At least one candidate is kept. With `must_release` (the slots are full) at least one *live*
     candidate is rejected unless only one is live: a round that frees nothing could never end.
+
+    Vetoed candidates are the lowest, and are rejected however many may stay. If all are vetoed, the
+    best that is live goes on, so that there is an answer; nobody does with `has_answer`, when there
+    is a complete one already that no reward vetoes, though it was ranked out.
     """
-    ranking = rank(scores)
-    kept = ranking[: num_kept(len(ranking), alpha)]
+    ranking = rank(scores, vetoed)
+    kept = [each for each in ranking[: num_kept(len(ranking), alpha)] if each not in vetoed]
+    if not kept and not has_answer:
+        kept = ([each for each in ranking if each in live] or ranking)[:1]
     live_kept = [candidate for candidate in kept if candidate in live]
     if must_release and len(live) > 1 and len(live_kept) == len(live):
         kept.remove(live_kept[-1])

@@ -16,6 +16,7 @@ import grpc.aio
 from specrej import telemetry, wire
 from specrej.contracts import (
     Candidate,
+    FinishReason,
     GeneratorDescription,
     Prompt,
     Pruned,
@@ -232,7 +233,10 @@ class RemoteScoringSession:
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
         batch = reward_pb2.ScoreBatch(
             candidates=[
-                reward_pb2.ScoreCandidate(candidate_id=c.id, text=c.text) for c in candidates
+                reward_pb2.ScoreCandidate(
+                    candidate_id=c.id, text=c.text, finished=c.finish is FinishReason.STOP
+                )
+                for c in candidates
             ]
         )
         scores = (await self._stream.ask(batch=batch)).scores

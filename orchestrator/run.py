@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator import rejection
+from orchestrator.composition import Verdict
 from orchestrator.schedule import next_decision_token
-from orchestrator.scoring import checked
+from orchestrator.scoring import Panel, PanelSession, Ratings, judged
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
@@ -31,35 +32,44 @@ from specrej.contracts import (
     RoundEnd,
     RoundTrace,
     Scorer,
-    ScoringSession,
     Session,
     Timings,
     Usage,
+    WeightedReward,
 )
 from specrej.errors import InternalError
 
+# For a request that names no reward: what the scorer says, as it is.
+_PLAIN = (WeightedReward(""),)
+
 
 async def run(
-    request: GenerationRequest, generator: Generator, scorer: Scorer, cache_salt: str = ""
+    request: GenerationRequest, generator: Generator, scorer: Scorer | Panel, cache_salt: str = ""
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, the last one `Finished`; ids and fingerprints are the caller's.
+
+    `scorer` judges by the request's reward; for several it is a panel, with a scorer for each in
+    the request's order. Names are the caller's business: none is looked up, no composite known.
 
     The generator shares prompt prefixes only between runs with equal salts.
     Close the iterator (`contextlib.aclosing`): its sessions live as long as it does.
     """
     began = time.perf_counter()
     sampling, selection = request.sampling, request.selection
+    panel = scorer if isinstance(scorer, Panel) else Panel([scorer])
     async with (
         generator.open(
             request.prompt, selection.n, sampling, first_round_tokens(request), cache_salt
         ) as session,
-        scorer.open(request.prompt) as judge,
+        panel.open(request.prompt) as judges,
     ):
-        board = _Board(session.n, session.prompt_tokens, keeps_tokens=sampling.logprobs)
+        board = _Board(
+            session.n, session.prompt_tokens, selection.rewards or _PLAIN, sampling.logprobs
+        )
         open_ms = _ms_since(began)
         yield Admitted(session.n, session.prompt_tokens)
         while board.live:
-            completed = await _round(request, session, judge, board)
+            completed = await _round(request, session, judges, board)
             if len(board.rounds) == 1:
                 board.first_round_ms = _ms_since(began)
             yield completed
@@ -81,7 +91,7 @@ def first_round_tokens(request: GenerationRequest) -> int:
 
 
 async def _round(
-    request: GenerationRequest, session: Session, judge: ScoringSession, board: _Board
+    request: GenerationRequest, session: Session, judges: PanelSession, board: _Board
 ) -> RoundCompleted:
     """Extend all live candidates, score them, reject the lowest, free their slots."""
     number = len(board.rounds) + 1
@@ -91,9 +101,8 @@ async def _round(
         ended = await session.extend(until)
         extend_ms = clock.lap_ms()
         board.take(ended)
-        scores = await checked(judge, ended.candidates) if ended.candidates else None
-        if scores:
-            board.score(ended.candidates, scores.values, scores.computed_tokens)
+        if ended.candidates:
+            board.judge(ended.candidates, await judges.rate(ended.candidates))
         score_ms = clock.lap_ms()
         freed = await _reject(request, session, board, ended)
         trace = board.trace(number, ended, freed, (extend_ms, score_ms, clock.lap_ms()))
@@ -113,10 +122,12 @@ async def _reject(request: GenerationRequest, session: Session, board: _Board, e
         return 0
     best_of_n = request.selection.algorithm is Algorithm.BEST_OF_N
     outcome = rejection.cut(
-        board.ranked,
+        board.scores(board.ranked),
         board.live,
         0.0 if best_of_n else request.selection.alpha,
         must_release=ended.ended_by is RoundEnd.SLOTS_FULL,
+        vetoed=board.vetoed,
+        has_answer=board.has_answer,
     )
     rejected = board.live & outcome.rejected
     board.keep(outcome.kept)
@@ -127,17 +138,20 @@ async def _reject(request: GenerationRequest, session: Session, board: _Board, e
 class _Board:
     """Everything known of a request's candidates.
 
-    `ranked`: scores of those still in the ranking, finished or live. A finished candidate that is
-    ranked out leaves the ranking but can still be the answer: it holds no slots.
+    `ranked`: those still in the ranking, finished or live. A finished candidate that is ranked out
+    leaves the ranking but can still be the answer: it holds no slots.
+    `verdicts`: on all that count, ranked or finished, as of the last decision token.
     """
 
     n: int
     prompt_tokens: int
-    keeps_tokens: bool = False  # whether the answers show their tokens and logprobs
+    rewards: tuple[WeightedReward, ...]
+    keeps_tokens: bool  # whether the answers show their tokens and logprobs
     live: set[int] = field(default_factory=set)
-    ranked: dict[int, float] = field(default_factory=dict)
+    ranked: set[int] = field(default_factory=set)
     latest: dict[int, Candidate] = field(default_factory=dict)
-    scores: dict[int, float] = field(default_factory=dict)
+    raw: dict[int, tuple[float, ...]] = field(default_factory=dict)  # a value per reward
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
     token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds: list[RoundTrace] = field(default_factory=list)
@@ -164,26 +178,50 @@ class _Board:
         if self.keeps_tokens:
             self._add_tokens(ended.candidates)
 
-    def score(
-        self, candidates: Sequence[Candidate], values: Sequence[float], computed_tokens: int
-    ) -> None:
-        """The scores of the newest prefixes and answers; a finished one keeps its score."""
-        fresh = {c.id: value for c, value in zip(candidates, values, strict=True)}
-        self.scores |= fresh
-        self.ranked |= fresh
-        self.reward_tokens += computed_tokens
+    def judge(self, candidates: Sequence[Candidate], ratings: Ratings) -> None:
+        """The values of the newest prefixes and answers, and what follows for all that count.
+
+        A finished candidate keeps its values. Its score may still change, where it is held against
+        those of others.
+        """
+        fresh = {c.id: values for c, values in zip(candidates, ratings.values, strict=True)}
+        self.raw |= fresh
+        self.ranked |= fresh.keys()
+        counting = sorted({*self.ranked, *self._ended()})
+        self.verdicts = judged({number: self.raw[number] for number in counting}, self.rewards)
+        self.reward_tokens += ratings.computed_tokens
+
+    def scores(self, numbers: Iterable[int]) -> dict[int, float]:
+        """Scores of some that count, as of the last decision token."""
+        return {number: self.verdicts[number].score for number in numbers}
+
+    @property
+    def vetoed(self) -> set[int]:
+        """Those that count and are vetoed, as of the last decision token."""
+        return {number for number, verdict in self.verdicts.items() if verdict.vetoed}
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is a complete answer that no reward vetoes."""
+        vetoed = self.vetoed
+        return any(n not in vetoed and not self._is_truncated(n) for n in self._ended())
 
     def keep(self, kept: frozenset[int]) -> None:
         """Who stays in the ranking after a cut."""
-        self.ranked = {number: score for number, score in self.ranked.items() if number in kept}
+        self.ranked &= kept
         self.live &= kept
 
     def answers(self) -> list[int]:
-        """Ids by merit: complete answers by score; truncated ones only where none is complete."""
-        return self._ended_by(FinishReason.STOP) + self._ended_by(FinishReason.LENGTH)
+        """Ids by merit: complete answers by score; truncated ones only where none is complete.
+
+        All vetoed ones follow, in the same order.
+        """
+        vetoed = self.vetoed
+        by_score = rejection.rank(self.scores(self._ended()), vetoed)
+        return sorted(by_score, key=lambda n: (n in vetoed, self._is_truncated(n)))
 
     def best_text(self) -> str:
-        """The text with the highest reward so far, finished or live."""
+        """The text with the highest reward so far, finished or live; a vetoed one if all are."""
         best = self._best()
         return self.latest[best].text if best is not None else ""
 
@@ -192,8 +230,9 @@ class _Board:
     ) -> RoundTrace:
         """The record of a round; laps are extend, score, prune."""
         finished = sum(candidate.finish is not None for candidate in ended.candidates)
+        vetoed = self.vetoed
         best = self._best()
-        round_scores = sorted((self.scores[c.id] for c in ended.candidates), reverse=True)
+        round_scores = self.scores(c.id for c in ended.candidates).values()
         trace = RoundTrace(
             number=number,
             decision_token=ended.num_tokens,
@@ -202,8 +241,8 @@ class _Board:
             num_finished=finished,
             num_rejected=self.num_started - finished - len(self.live),
             num_live=len(self.live),
-            best_score=self.scores[best] if best is not None else 0.0,
-            scores=tuple(round_scores),
+            best_score=self.verdicts[best].score if best is not None else 0.0,
+            scores=tuple(sorted(round_scores, reverse=True)),
             session_slots=ended.slots.session,
             freed_slots=freed,
             capacity_slots=ended.slots.capacity,
@@ -211,6 +250,7 @@ class _Board:
             extend_ms=laps_ms[0],
             score_ms=laps_ms[1],
             prune_ms=laps_ms[2],
+            num_vetoed=sum(c.finish is None and c.id in vetoed for c in ended.candidates),
         )
         self.rounds.append(trace)
         return trace
@@ -239,14 +279,15 @@ class _Board:
             self.token_ids[candidate.id] += candidate.new_token_ids
             self.logprobs[candidate.id] += candidate.new_logprobs
 
-    def _ended_by(self, finish: FinishReason) -> list[int]:
-        """Ids of the candidates that ended so, best first."""
-        ended = {c.id: self.scores[c.id] for c in self.latest.values() if c.finish is finish}
-        return rejection.rank(ended)
+    def _ended(self) -> list[int]:
+        """Ids of the candidates that ended, ranked out or not."""
+        return [number for number, candidate in self.latest.items() if candidate.finish]
+
+    def _is_truncated(self, number: int) -> bool:
+        return self.latest[number].finish is FinishReason.LENGTH
 
     def _best(self) -> int | None:
-        considered = {*self.ranked, *(i for i, c in self.latest.items() if c.finish)}
-        ranking = rejection.rank({number: self.scores[number] for number in considered})
+        ranking = rejection.rank(self.scores({*self.ranked, *self._ended()}), self.vetoed)
         return ranking[0] if ranking else None
 
     def _ranked(self, number: int) -> RankedCandidate:
@@ -255,12 +296,14 @@ class _Board:
         return RankedCandidate(
             id=number,
             text=candidate.text,
-            score=self.scores[number],
+            score=self.verdicts[number].score,
             finish=candidate.finish,
             num_tokens=candidate.num_tokens,
             mean_logprob=candidate.mean_logprob,
             token_ids=tuple(self.token_ids[number]),
             logprobs=tuple(self.logprobs[number]),
+            rewards=self.raw[number],
+            vetoed=self.verdicts[number].vetoed,
         )
 
     def _usage(self, answer_tokens: int) -> Usage:

@@ -1,16 +1,16 @@
-"""Rewards as the run loop sees them: the generator's own likelihood, and weighted sums."""
+"""Rewards as the run loop sees them: the generator's own likelihood, and a panel of several."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
-from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession
+from orchestrator.composition import Verdict, combine
+from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
 from specrej.errors import RewardInvalid
-
-LIKELIHOOD = "likelihood"
 
 
 class LikelihoodScorer:
@@ -24,37 +24,45 @@ class LikelihoodScorer:
         return Scores(tuple(candidate.mean_logprob for candidate in candidates))
 
 
-class WeightedScorer:
-    """The weighted sum of several rewards, asked at the same time."""
+@dataclass(frozen=True, slots=True)
+class Ratings:
+    """Raw values per candidate, in the order asked, of every scorer; and the tokens computed."""
 
-    def __init__(self, parts: Sequence[tuple[Scorer, float]]) -> None:
-        """`parts`: scorers and their weights, at least one."""
-        self._parts = tuple(parts)
+    values: tuple[tuple[float, ...], ...]
+    computed_tokens: int
+
+
+class Panel:
+    """Several scorers that are opened together and asked at the same time."""
+
+    def __init__(self, scorers: Sequence[Scorer]) -> None:
+        """`scorers`: at least one."""
+        self._scorers = tuple(scorers)
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def open(self, prompt: Prompt) -> AsyncIterator[PanelSession]:
         async with AsyncExitStack() as stack:
-            sessions = [
-                (await stack.enter_async_context(scorer.open(prompt)), weight)
-                for scorer, weight in self._parts
-            ]
-            yield _WeightedSession(sessions)
+            yield PanelSession(
+                [await stack.enter_async_context(scorer.open(prompt)) for scorer in self._scorers]
+            )
 
 
-class _WeightedSession:
-    def __init__(self, sessions: Sequence[tuple[ScoringSession, float]]) -> None:
+class PanelSession:
+    """A panel's scoring sessions, bound to one prompt."""
+
+    def __init__(self, sessions: Sequence[ScoringSession]) -> None:
         self._sessions = sessions
 
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+    async def rate(self, candidates: Sequence[Candidate]) -> Ratings:
+        """What every scorer says of every candidate.
+
+        Raises:
+            RewardInvalid: one of them talks rubbish.
+        """
         # Not a TaskGroup: it would hide which error a caller must be told in an ExceptionGroup.
-        parts = await asyncio.gather(*(checked(each, candidates) for each, _ in self._sessions))
-        weights = [weight for _, weight in self._sessions]
-        totals = tuple(
-            # Exactly rounded, so that the order of the rewards does not matter.
-            math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
-            for values in zip(*(part.values for part in parts), strict=True)
-        )
-        return Scores(totals, sum(part.computed_tokens for part in parts))
+        parts = await asyncio.gather(*(checked(each, candidates) for each in self._sessions))
+        values = tuple(zip(*(part.values for part in parts), strict=True))
+        return Ratings(values, sum(part.computed_tokens for part in parts))
 
 
 async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> Scores:
@@ -69,3 +77,17 @@ async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> S
     if not all(map(math.isfinite, scores.values)):
         raise RewardInvalid("a score is not finite")
     return scores
+
+
+def judged(
+    values: Mapping[int, Sequence[float]], rewards: Sequence[WeightedReward]
+) -> dict[int, Verdict]:
+    """`combine`, with scores that are finite.
+
+    Raises:
+        RewardInvalid: one is not: finite values whose weighted sum is too large.
+    """
+    verdicts = combine(values, rewards)
+    if not all(math.isfinite(verdict.score) for verdict in verdicts.values()):
+        raise RewardInvalid("a combined score is not finite")
+    return verdicts

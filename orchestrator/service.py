@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.admission import Admission
 from orchestrator.cache import Cache, cache_key, tenant_digest
+from orchestrator.composition import LIKELIHOOD, Composite, check_expansion, expanded
 from orchestrator.flight import Flights
 from orchestrator.run import run
-from orchestrator.scoring import LIKELIHOOD, LikelihoodScorer, WeightedScorer
+from orchestrator.scoring import LikelihoodScorer, Panel
 from specrej import fingerprint
 from specrej.contracts import (
     Admitted,
@@ -39,6 +48,8 @@ from specrej.validation import check_request, raise_if_any
 
 T = TypeVar("T")
 
+_REWARDS_PATH = "selection.rewards"
+
 
 class Rewards(Protocol):
     """What the orchestrator needs of a reward service."""
@@ -50,9 +61,14 @@ class Rewards(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A request that can be served: canonical, with what will make its answer."""
+    """A request that can be served: canonical, with what will make its answer.
+
+    Its rewards are in the order of their names, so that equal requests have equal answers to the
+    last field; `reward_order` has the index of each reward in the caller's order.
+    """
 
     request: GenerationRequest
+    reward_order: tuple[int, ...]
     tenant: str  # others share neither its answers nor its prompt prefixes
     generator_fingerprint: str
     reward_fingerprint: str
@@ -70,13 +86,19 @@ class Orchestrator:
         admission: Admission,
         *,
         default_schedule: Schedule | None = None,
+        composites: Sequence[Composite] = (),
+        default_reward: str = "",
         describe_every_s: float = 2.0,
     ) -> None:
         """Backends are asked to describe themselves at most every `describe_every_s` seconds.
 
         `default_schedule` is for requests that name none; whoever unpacks them fills it in.
+        `composites`, valid ones, come before rewards of their names. `default_reward` is for
+        requests that name none: a reward, a composite or, if empty, the reward service's first.
         """
         self.default_schedule = default_schedule or Schedule()
+        self._composites = {composite.name: composite for composite in composites}
+        self._default_reward = default_reward
         self._generator = generator
         self._rewards = rewards
         self._cache = cache
@@ -87,10 +109,10 @@ class Orchestrator:
 
     async def describe(self) -> ServiceDescription:
         """Models, rewards and load, as of now."""
-        rewards = await self._described_rewards.get()
+        names = self._names(reward.name for reward in await self._described_rewards.get())
         return ServiceDescription(
             generator=await self._generator.describe(),
-            rewards=(*(reward.name for reward in rewards), LIKELIHOOD),
+            rewards=tuple(sorted(names, key=lambda name: name != self._default_reward)),
             cache_available=await self._cache.available(),
             running=self._admission.running,
             queued=self._admission.queued,
@@ -111,7 +133,7 @@ class Orchestrator:
         request_id = uuid.uuid4().hex
         async with aclosing(self._answer(plan)) as events:
             async for event in events:
-                yield _signed(event, request_id)
+                yield _signed(event, request_id, plan.reward_order)
 
     def _answer(self, plan: _Plan) -> AsyncGenerator[Event, None]:
         """From the cache, from a flight under way, or from a run of its own."""
@@ -156,9 +178,10 @@ class Orchestrator:
         waiting = time.perf_counter()
         async with self._admission.enter():
             queue_ms, before_run_ms = _ms_since(waiting), _ms_since(plan.arrived)
-            scorer, salt = self._scorer(plan.request.selection), tenant_digest(plan.tenant)
+            panel = Panel([self._scorer(each.name) for each in plan.request.selection.rewards])
+            salt = tenant_digest(plan.tenant)
             with _public_paths():
-                async with aclosing(run(plan.request, self._generator, scorer, salt)) as events:
+                async with aclosing(run(plan.request, self._generator, panel, salt)) as events:
                     async for event in events:
                         yield _completed(event, plan, queue_ms, before_run_ms)
 
@@ -180,30 +203,52 @@ class Orchestrator:
         if request.model not in ("", generator.model):
             raise NotFound(f"no such model, there is: {generator.model}")
         chosen = request.selection
-        known = {}
-        if not chosen.rewards or any(r.name != LIKELIHOOD for r in chosen.rewards):
-            known = {reward.name: reward for reward in await self._described_rewards.get()}
-        if not chosen.rewards:
-            chosen = replace(chosen, rewards=(WeightedReward(next(iter(known))),))
         if chosen.algorithm is Algorithm.BEST_OF_N:
             chosen = replace(chosen, alpha=0.0)
-        raise_if_any(list(_check_batches(chosen, known)))
-        prints = [[r.name, r.weight, _print_of(r.name, known)] for r in chosen.rewards]
+        rewards, reward_fingerprint = await self._plan_rewards(chosen)
+        ordered = sorted(rewards, key=lambda reward: reward.name)
         return _Plan(
-            replace(request, selection=chosen),
+            replace(request, selection=replace(chosen, rewards=tuple(ordered))),
+            tuple(ordered.index(reward) for reward in rewards),
             tenant,
             generator.fingerprint,
-            fingerprint.of_values(rewards=sorted(prints)),
+            reward_fingerprint,
             arrived,
         )
 
-    def _scorer(self, selection: Selection) -> Scorer:
-        parts = [(self._single(reward.name), reward.weight) for reward in selection.rewards]
-        if len(parts) == 1 and parts[0][1] == 1:
-            return parts[0][0]
-        return WeightedScorer(parts)
+    async def _plan_rewards(self, selection: Selection) -> tuple[list[WeightedReward], str]:
+        """The rewards that judge, composites expanded, and their fingerprint."""
+        named = selection.rewards or (WeightedReward(await self._default_name()),)
+        raise_if_any(list(check_expansion(named, self._composites, _REWARDS_PATH)))
+        parts = expanded(named, self._composites)
+        known: dict[str, RewardDescription] = {}
+        if any(part.name != LIKELIHOOD for _, part in parts):
+            known = {reward.name: reward for reward in await self._described_rewards.get()}
+        for index, part in parts:
+            self._check_known(part.name, named[index].name, known)
+        raise_if_any(list(_check_batches(parts, selection.n, known)))
+        rewards = [part for _, part in parts]
+        prints = {
+            part.name: [asdict(part), known[part.name].fingerprint if part.name in known else ""]
+            for part in rewards
+        }
+        return rewards, fingerprint.of_values(rewards=prints)
 
-    def _single(self, name: str) -> Scorer:
+    async def _default_name(self) -> str:
+        return self._default_reward or (await self._described_rewards.get())[0].name
+
+    def _check_known(self, name: str, asked: str, known: Mapping[str, RewardDescription]) -> None:
+        """Raises NotFound unless there is the reward that was asked for, perhaps in a composite."""
+        if name == LIKELIHOOD or name in known:
+            return
+        what = f"reward {name} of composite {asked}" if asked in self._composites else "such reward"
+        raise NotFound(f"no {what}, there are: {', '.join(self._names(known))}")
+
+    def _names(self, served: Iterable[str]) -> list[str]:
+        """What a request may ask for: what the reward service serves, composites, likelihood."""
+        return list(dict.fromkeys((*served, *self._composites, LIKELIHOOD)))
+
+    def _scorer(self, name: str) -> Scorer:
         return LikelihoodScorer() if name == LIKELIHOOD else self._rewards.scorer(name)
 
 
@@ -230,22 +275,14 @@ class _Recent(Generic[T]):
 
 
 def _check_batches(
-    selection: Selection, known: dict[str, RewardDescription]
+    parts: Sequence[tuple[int, WeightedReward]], n: int, known: Mapping[str, RewardDescription]
 ) -> Iterator[Violation]:
     """Every reward must take all candidates at once: better found out before the first round."""
-    for index, reward in enumerate(selection.rewards):
-        limit = known[reward.name].max_batch if reward.name in known else selection.n
-        if selection.n > limit:
-            description = f"{reward.name} takes at most {limit} candidates, n is {selection.n}"
-            yield Violation(f"selection.rewards[{index}]", description)
-
-
-def _print_of(name: str, known: dict[str, RewardDescription]) -> str:
-    if name == LIKELIHOOD:
-        return LIKELIHOOD
-    if name not in known:
-        raise NotFound(f"no such reward, there are: {', '.join((*known, LIKELIHOOD))}")
-    return known[name].fingerprint
+    for index, reward in parts:
+        limit = known[reward.name].max_batch if reward.name in known else n
+        if n > limit:
+            description = f"{reward.name} takes at most {limit} candidates, n is {n}"
+            yield Violation(f"{_REWARDS_PATH}[{index}]", description)
 
 
 def _completed(event: Event, plan: _Plan, queue_ms: float, before_run_ms: float) -> Event:
@@ -288,12 +325,16 @@ def _ms_since(then: float) -> float:
     return (time.perf_counter() - then) * 1e3
 
 
-def _signed(event: Event, request_id: str) -> Event:
-    """An event with its request's id."""
+def _signed(event: Event, request_id: str, reward_order: Sequence[int]) -> Event:
+    """An event as its caller gets it: with the request's id, values in the order of its rewards."""
     match event:
         case Admitted():
             return replace(event, request_id=request_id)
         case Finished(generation):
-            return Finished(replace(generation, request_id=request_id))
+            candidates = tuple(
+                replace(ranked, rewards=tuple(ranked.rewards[index] for index in reward_order))
+                for ranked in generation.candidates
+            )
+            return Finished(replace(generation, candidates=candidates, request_id=request_id))
         case _:
             return event

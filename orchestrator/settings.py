@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from orchestrator.composition import Composite, check_composites
 from specrej.contracts import Schedule
+from specrej.errors import Violation
 from specrej.settings import Port, Seconds, ServiceSettings
 from specrej.validation import check_schedule
 
@@ -22,6 +25,15 @@ class OrchestratorSettings(ServiceSettings):
 
     Every setting is a flag (--max-running 8) or an environment variable
     (SPECREJ_ORCHESTRATOR_MAX_RUNNING=8); flags win.
+
+    composites is a JSON list of rewards that requests can ask for by one name, such as
+      [{"name": "balanced", "rewards": [
+        {"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
+        {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}
+      ]}]
+    Its rewards are those of the reward service, and likelihood; no composites. Each has a weight
+    (1 if absent), a normalization of kind none, fixed or batch (none if absent), and vetoes what it
+    gives less than veto_below (nothing if absent). A composite hides a reward of its name.
     """
 
     model_config = SettingsConfigDict(env_prefix="SPECREJ_ORCHESTRATOR_")
@@ -44,6 +56,14 @@ class OrchestratorSettings(ServiceSettings):
         description="JSON of kind (memory, tokens, geometric), tokens, first, factor; such as "
         '{"kind": "geometric", "first": 32, "factor": 2}',
     )
+    composites: tuple[Composite, ...] = Field(
+        (), description="JSON list of {name, rewards}: several rewards under one name"
+    )
+    default_reward: str = Field(
+        "",
+        description="reward or composite of requests that name none; empty: the reward service's "
+        "first",
+    )
 
     @field_validator("redis_url")
     @classmethod
@@ -59,7 +79,17 @@ class OrchestratorSettings(ServiceSettings):
     def _schedule_is_valid(cls, schedule: Schedule) -> Schedule:
         if schedule.kind not in _SCHEDULES:
             raise ValueError(f"kind must be one of {', '.join(_SCHEDULES)}")
-        problems = [f"{v.field} {v.description}" for v in check_schedule(schedule, "schedule")]
-        if problems:
-            raise ValueError("; ".join(problems))
+        _raise_if_any(check_schedule(schedule, "schedule"))
         return schedule
+
+    @field_validator("composites")
+    @classmethod
+    def _composites_are_valid(cls, composites: tuple[Composite, ...]) -> tuple[Composite, ...]:
+        _raise_if_any(check_composites(composites))
+        return composites
+
+
+def _raise_if_any(violations: Iterable[Violation]) -> None:
+    """What is wrong, as pydantic wants to be told."""
+    if problems := [f"{v.field} {v.description}" for v in violations]:
+        raise ValueError("; ".join(problems))

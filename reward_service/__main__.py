@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from reward_service.reward import Reward
+from reward_service.catalog import load_reward
 from reward_service.servicer import RewardServicer
-from reward_service.settings import RewardSettings, RewardSpec
-from reward_service.toy import ToyReward
+from reward_service.settings import RewardSettings
 from reward_service.worker import Worker
 from specrej import settings as settings_loader
 from specrej import telemetry
@@ -36,7 +33,8 @@ async def serve(settings: RewardSettings) -> None:
     async def warm_up() -> None:
         for spec in settings.rewards:
             load = partial(load_reward, spec, settings)
-            workers.append(await Worker.start(load, settings.queue_limit))
+            merge_s = settings.merge_ms / 1000
+            workers.append(await Worker.start(load, settings.queue_limit, merge_s))
         servicer.serve(workers)
 
     try:
@@ -44,44 +42,6 @@ async def serve(settings: RewardSettings) -> None:
     finally:
         for worker in workers:
             worker.close()
-
-
-def load_reward(spec: RewardSpec, settings: RewardSettings) -> Reward:
-    """The reward a spec describes.
-
-    Raises:
-        FileNotFoundError: its directory is not there.
-        OSError, ValueError: its directory holds no such model.
-    """
-    if spec.directory is None:  # kind toy, and no other
-        return ToyReward(spec.name)
-    if not spec.directory.is_dir():
-        raise FileNotFoundError(f"reward {spec.name}: no model directory {spec.directory}")
-    options: dict[str, Any] = {
-        "name": spec.name,
-        "device": settings.device,
-        "threads": settings.threads,
-        "token_budget": settings.token_budget,
-    }
-    if spec.kind == "relevance":
-        return _relevance(spec.directory, **options)
-    kept_tokens = settings.kept_tokens
-    return _classifier(spec.directory, head=spec.head, kept_tokens=kept_tokens, **options)
-
-
-# Imported when called: torch loads in the background, and not at all for toys.
-
-
-def _relevance(directory: Path, **options: Any) -> Reward:
-    from reward_service.relevance import RelevanceReward
-
-    return RelevanceReward(directory, **options)
-
-
-def _classifier(directory: Path, **options: Any) -> Reward:
-    from reward_service.classifier import ClassifierReward
-
-    return ClassifierReward(directory, **options)
 
 
 if __name__ == "__main__":

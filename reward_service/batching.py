@@ -1,21 +1,47 @@
-"""Plans micro-batches: which token sequences share a forward pass, and how they are padded.
+"""Plans forward passes: whose sequences share one, and how they are padded.
 
 Pure: knows no model, no tensor and no text's meaning; standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, TypeVar
 
-T = TypeVar("T")
+Item = TypeVar("Item", bound=Hashable)
 TokenIds = Sequence[int]
 
 
-def distinct(texts: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Every different text once, in order of appearance, and each text's index among them."""
-    places: dict[str, int] = {}
-    where = [places.setdefault(text, len(places)) for text in texts]
+class Task(Protocol):
+    """Gives out pieces of so many tokens, in order; 0 when there are none left."""
+
+    @property
+    def next_tokens(self) -> int: ...
+    def take(self) -> Any: ...
+
+
+def take_fairly(tasks: Sequence[Task], token_budget: int) -> list[Any]:
+    """Pieces for one forward pass, of at most `token_budget` tokens; a larger one goes alone.
+
+    The next piece is always of the task that has the fewest tokens in this pass, the earlier one
+    of equals: what a small task needs is done in a pass or two, whatever else waits.
+    """
+    pieces: list[Any] = []
+    given = [0] * len(tasks)
+    while waiting := [index for index, task in enumerate(tasks) if task.next_tokens]:
+        index = min(waiting, key=given.__getitem__)
+        num_tokens = tasks[index].next_tokens
+        if pieces and sum(given) + num_tokens > token_budget:
+            break
+        given[index] += num_tokens
+        pieces.append(tasks[index].take())
+    return pieces
+
+
+def distinct(items: Sequence[Item]) -> tuple[list[Item], list[int]]:
+    """Every different item once, in order of appearance, and each item's index among them."""
+    places: dict[Item, int] = {}
+    where = [places.setdefault(item, len(places)) for item in items]
     return list(places), where
 
 
@@ -43,19 +69,6 @@ def pad(rows: Sequence[TokenIds], fill: int = 0) -> list[list[int]]:
     """Rows of one width, filled up on the right."""
     width = max(len(row) for row in rows)
     return [[*row, *[fill] * (width - len(row))] for row in rows]
-
-
-def in_micro_batches(
-    sequences: Sequence[TokenIds],
-    token_budget: int,
-    forward: Callable[[Sequence[TokenIds]], Sequence[T]],
-) -> list[T]:
-    """`forward` of every sequence, in order, called with one planned micro-batch at a time."""
-    results: dict[int, T] = {}
-    for indices in plan([len(sequence) for sequence in sequences], token_budget):
-        outputs = forward([sequences[index] for index in indices])
-        results.update(zip(indices, outputs, strict=True))
-    return [results[index] for index in range(len(sequences))]
 
 
 def _bucket(length: int) -> int:

@@ -1,13 +1,15 @@
-"""A decoder-only reward model that keeps keys and values of what it has read.
+"""A decoder-only network that keeps keys and values of what it has read.
 
-Of a text that it has scored before, only the new tokens are computed. Knows token ids, no text, no
-wire and no threads; imports without grpc.
+Of a text that it has read before, only the new tokens are computed. What is read off a text is a
+small vector at each of its marks, which are token positions; these are kept as well. Knows token
+ids, no text, no wire and no threads; imports without grpc.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,8 @@ from transformers import PreTrainedModel
 from inference.attention import PrefillSegment, Segment
 from inference.kv import PromptKV
 from inference.model import SegmentedModel
-from reward_service.prefixes import match
+from inference.slots import SlotLedger
+from reward_service.prefixes import Match, common, match
 
 # Rows of one sequence that are attended to at once: bounds the memory for their scores.
 _CHUNK_TOKENS = 512
@@ -26,173 +29,311 @@ _CHUNK_TOKENS = 512
 # Stores have room for a few more tokens than they are made for, so that not every round moves them.
 _ROOM_TOKENS = 64
 
+# From hidden states [marks, hidden] to what is read there, [marks, width]; also given the token
+# after each mark [marks], 0 behind the last one, or if the scorer does not look ahead.
+Read = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Value:
+    """What is read at a mark, [width], if this token follows; None until it is computed."""
+
+    following: int
+    read: Tensor | None = None
+
+
+Values = dict[int, Value]  # by position
+
+# A text's own values, and behind them the prompt's.
+Reading = ChainMap[int, Value]
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One text's tokens; what stands behind the first `keep` belongs to no longer text."""
+    """One text's tokens and its marks, ascending, at least one.
+
+    What stands behind the first `keep` tokens belongs to no longer text, and is not kept; what
+    stands behind the last mark is not computed.
+    """
 
     key: int
     token_ids: Sequence[int]
     keep: int
+    marks: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """How many tokens there are to compute."""
+        return self.marks[-1] + 1
 
 
 @dataclass(slots=True)
 class _Own:
     """What is known of one text: its tokens after the first `shared` ones of the prompt."""
 
-    shared: int
-    token_ids: Sequence[int]
-    store: PromptKV
+    shared: int = 0
+    token_ids: Sequence[int] = ()
+    store: PromptKV | None = None
+    values: Values = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        """In tokens."""
+        return self.store.num_tokens if self.store else 0
 
 
 @dataclass(eq=False, slots=True)
 class KeptPrefixes:
-    """What is kept of one prompt's texts."""
+    """What is kept of one prompt's texts; `number` tells sessions apart."""
 
+    number: int
     prompt_ids: Sequence[int]
     prompt: PromptKV | None = None
+    prompt_values: Values = field(default_factory=dict)
     own: dict[int, _Own] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         """Room that is taken, in tokens."""
         prompt = self.prompt.num_tokens if self.prompt else 0
-        return prompt + sum(each.store.num_tokens for each in self.own.values())
-
-    def forget(self) -> None:
-        """Free all of it; what is asked for again is computed again."""
-        self.prompt = None
-        self.own.clear()
+        return prompt + sum(each.room for each in self.own.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Tokens to compute, from position `start` on; they go to the last of `pieces`."""
+    """Tokens to compute, from position `start` on; they go to the last of `pieces`.
+
+    `values` are to be read at those of its marks that are among these tokens.
+    """
 
     pieces: tuple[PromptKV, ...]
     token_ids: Sequence[int]
     start: int
     offset: int
-    scored: bool  # whether the last one's score is asked for
+    values: Values
+
+    @property
+    def marks(self) -> list[int]:
+        end = self.start + len(self.token_ids)
+        return [mark for mark in self.values if self.start <= mark < end]
 
     def chunks(self) -> Iterator[_Work]:
         """In parts that are attended to at once."""
         for at in range(0, len(self.token_ids), _CHUNK_TOKENS):
             part = self.token_ids[at : at + _CHUNK_TOKENS]
-            is_last = at + len(part) == len(self.token_ids)
-            scored = self.scored and is_last
-            yield _Work(self.pieces, part, self.start + at, self.offset + at, scored)
+            yield _Work(self.pieces, part, self.start + at, self.offset + at, self.values)
+
+
+class CausalTask:
+    """Some texts of a session on their way."""
+
+    def __init__(
+        self, works: Iterator[_Work], sequences: Sequence[Tokens], read: Sequence[Reading]
+    ) -> None:
+        """`works` are made when they are needed, and add what is read of each text to `read`."""
+        self._works = works
+        self._sequences = sequences
+        self._read = read
+        self._next = next(works, None)
+        self.num_computed = 0
+
+    @property
+    def next_tokens(self) -> int:
+        return len(self._next.token_ids) if self._next else 0
+
+    def take(self) -> _Work:
+        work, self._next = self._next, next(self._works, None)
+        assert work
+        self.num_computed += len(work.token_ids)
+        return work
+
+    def values(self) -> list[Tensor]:
+        """What was read at each text's marks, [marks, width]."""
+        return [
+            torch.stack([_computed(values[mark]) for mark in sequence.marks])
+            for values, sequence in zip(self._read, self._sequences, strict=True)
+        ]
 
 
 class CausalScorer(SegmentedModel):
-    """A sequence classifier; keeps up to `capacity` tokens of all sessions, the latest used."""
+    """Reads texts; keeps up to `capacity` tokens of all sessions, the latest used."""
 
-    def __init__(self, model: PreTrainedModel, token_budget: int, capacity: int) -> None:
-        """Takes over `model`; `token_budget`: most tokens per forward pass.
+    def __init__(
+        self, model: PreTrainedModel, read: Read, capacity: int, *, looks_ahead: bool = False
+    ) -> None:
+        """Takes over `model`; `looks_ahead`: what is read depends on the token that follows.
 
         Raises:
             ValueError: its layers do not all keep plain keys and values.
         """
         super().__init__(model)
-        self._token_budget = token_budget
-        self._capacity = capacity
+        self._read = read
+        self._looks_ahead = looks_ahead
+        self.ledger = SlotLedger(max(1, capacity))
         self._sessions: OrderedDict[KeptPrefixes, None] = OrderedDict()  # last used last
+        self._numbers = itertools.count()
 
-    @property
-    def num_kept_tokens(self) -> int:
-        """Room that all sessions take, in tokens."""
-        return sum(session.num_tokens for session in self._sessions)
+    def open(self, prompt_ids: Sequence[int]) -> KeptPrefixes:
+        """A session for texts that begin with these tokens, most of them."""
+        return KeptPrefixes(next(self._numbers), prompt_ids)
 
     def close(self, session: KeptPrefixes) -> None:
         """Free what a session keeps; it may go on, and computes everything again."""
-        session.forget()
-        self._sessions.pop(session, None)
+        session.prompt = None
+        session.prompt_values = {}
+        session.own = {}
+        if session in self._sessions:
+            del self._sessions[session]
+            self.ledger.close(session.number)
 
-    def score(self, session: KeptPrefixes, sequences: Sequence[Tokens]) -> tuple[list[Tensor], int]:
-        """The hidden state [hidden] at each sequence's last token, and the tokens computed for it.
+    def task(self, session: KeptPrefixes, sequences: Sequence[Tokens]) -> CausalTask:
+        """These texts on their way; what other texts of the session had kept is free.
 
-        Texts of earlier calls that are not among the sequences' keys are forgotten.
+        If any of its passes fails, the session must be closed: it counts on all of them.
         """
-        self._sessions[session] = None
-        self._sessions.move_to_end(session)
+        self._touch(session)
         wanted = {sequence.key for sequence in sequences}
         for key in [key for key in session.own if key not in wanted]:
-            del session.own[key]
-        states: list[Tensor] = []
-        num_computed = 0
-        try:
-            for batch in self._batches(session, sequences):
-                states += self._states(batch)
-                num_computed += sum(len(work.token_ids) for work in batch)
-                self._fit(session)
-        except BaseException:
-            self.close(session)  # it counts on tokens that were not computed
-            raise
-        return states, num_computed
-
-    def _batches(self, session: KeptPrefixes, sequences: Sequence[Tokens]) -> Iterator[list[_Work]]:
-        """What is left to compute, in forward passes' worth, each when the last one has run."""
-        batch: list[_Work] = []
-        num_tokens = 0
-        for work in self._work(session, sequences):
-            for chunk in work.chunks():
-                if batch and num_tokens + len(chunk.token_ids) > self._token_budget:
-                    yield batch
-                    batch, num_tokens = [], 0
-                batch.append(chunk)
-                num_tokens += len(chunk.token_ids)
-        yield batch
-
-    def _work(self, session: KeptPrefixes, sequences: Sequence[Tokens]) -> Iterator[_Work]:
-        prompt = session.prompt_ids[:1]
-        is_used = prompt and any(each.token_ids[:1] == prompt for each in sequences)
-        if session.prompt is None and is_used:  # texts that are cut to the model's limit have none
-            session.prompt = PromptKV(self.shape, len(session.prompt_ids))
-            yield _Work((session.prompt,), session.prompt_ids, 0, 0, scored=False)
-        for sequence in sequences:
-            yield self._continue(session, sequence)
-
-    def _continue(self, session: KeptPrefixes, sequence: Tokens) -> _Work:
-        """What of a sequence is not known yet; afterwards, as much of it as is to be kept is."""
-        known = session.own.get(sequence.key)
-        shared, own_ids = (known.shared, known.token_ids) if known else (0, ())
-        prompt_ids = session.prompt_ids if session.prompt else ()
-        found = match(sequence.token_ids, prompt_ids, shared, own_ids)
-        room = len(sequence.token_ids) - found.shared
-        store = known.store if known else PromptKV(self.shape, 0)
-        if store.num_tokens < room:
-            store = store.grown(-(-room // _ROOM_TOKENS) * _ROOM_TOKENS, filled=found.own)
-        kept = sequence.token_ids[found.shared : sequence.keep]
-        session.own[sequence.key] = _Own(found.shared, kept, store)
-        shared_pieces = (
-            (session.prompt.head(found.shared),) if session.prompt and found.shared else ()
-        )
-        rest = sequence.token_ids[found.total :]
-        return _Work((*shared_pieces, store), rest, found.total, found.own, scored=True)
+            self._give_back(session, session.own.pop(key).room)
+        read: list[Reading] = []
+        return CausalTask(self._works(session, sequences, read), sequences, read)
 
     @torch.inference_mode()
-    def _states(self, batch: Sequence[_Work]) -> list[Tensor]:
-        """Hidden states [hidden] of what is scored, in order."""
+    def compute(self, works: Sequence[_Work]) -> None:
+        """One forward pass over works of any sessions."""
         token_ids: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
-        last: list[int] = []
-        for work in batch:
+        rows: list[int] = []
+        wanted: list[Value] = []
+        for work in works:
+            marks = work.marks
+            rows += [len(token_ids) + mark - work.start for mark in marks]
+            wanted += [work.values[mark] for mark in marks]
             count = len(work.token_ids)
             token_ids += work.token_ids
             positions += range(work.start, work.start + count)
             segments.append(PrefillSegment(work.pieces, work.start, work.offset, count))
-            if work.scored:
-                last.append(len(token_ids) - 1)
         network: Any = self._model.base_model
-        output = self._run(network, token_ids, positions, segments)
-        return list(output.last_hidden_state[0, last])
+        states = self._run(network, token_ids, positions, segments).last_hidden_state[0]
+        if wanted:
+            following = torch.tensor([value.following for value in wanted], device=states.device)
+            for value, read in zip(wanted, self._read(states[rows], following), strict=True):
+                value.read = read
 
-    def _fit(self, session: KeptPrefixes) -> None:
-        """Forget the sessions used longest ago until the rest fits; at last, this one's texts."""
-        while self.num_kept_tokens > self._capacity:
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the books are not about what is kept."""
+        self.ledger.check_integrity()
+        for session in self._sessions:
+            assert self.ledger.owned_by(session.number) == session.num_tokens
+        assert self.ledger.owned == sum(session.num_tokens for session in self._sessions)
+
+    def _works(
+        self, session: KeptPrefixes, sequences: Sequence[Tokens], read: list[Reading]
+    ) -> Iterator[_Work]:
+        """What is left to compute, each made when the one before it was taken."""
+        if session.prompt is None:
+            yield from self._read_prompt(session, sequences)
+        for sequence in sequences:
+            own: Values = {}
+            read.append(ChainMap(own, session.prompt_values))
+            if work := self._continue(session, sequence, own):
+                yield from work.chunks()
+
+    def _read_prompt(self, session: KeptPrefixes, sequences: Sequence[Tokens]) -> Iterator[_Work]:
+        """The prompt, if any text begins with it: those cut to the model's limit do not."""
+        prompt_ids = session.prompt_ids
+        known = [common(sequence.token_ids, prompt_ids) for sequence in sequences]
+        if not max(known, default=0) or not self._take(session, len(prompt_ids)):
+            return
+        session.prompt = PromptKV(self.shape, len(prompt_ids))
+        pairs = zip(sequences, known, strict=True)
+        marks = sorted({mark for each, count in pairs for mark in each.marks if mark < count})
+        values = session.prompt_values = self._to_read(prompt_ids, marks)
+        yield from _Work((session.prompt,), prompt_ids, 0, 0, values).chunks()
+
+    def _continue(self, session: KeptPrefixes, sequence: Tokens, values: Values) -> _Work | None:
+        """What of a text is not known yet; afterwards, as much of it as is to be kept is.
+
+        `values` is filled with what is known of the text's own, and will be with the rest.
+        """
+        known = session.own.get(sequence.key) or _Own()
+        found = self._known(session, sequence, known, values)
+        token_ids = sequence.token_ids
+        if found.total == sequence.end:
+            return None
+        store, is_kept = self._store(session, known, sequence.end - found.shared, found.own)
+        if is_kept:
+            kept_ids = token_ids[found.shared : min(sequence.keep, sequence.end)]
+            session.own[sequence.key] = _Own(found.shared, kept_ids, store, values)
+        else:
+            session.own.pop(sequence.key, None)
+        values |= self._to_read(token_ids, [m for m in sequence.marks if m >= found.total])
+        shared = (session.prompt.head(found.shared),) if session.prompt and found.shared else ()
+        rest = token_ids[found.total : sequence.end]
+        return _Work((*shared, store), rest, found.total, found.own, values)
+
+    def _known(self, session: KeptPrefixes, sequence: Tokens, known: _Own, values: Values) -> Match:
+        """How much of a text need not be computed: up to the first mark that is not known."""
+        prompt_ids = session.prompt_ids if session.prompt else ()
+        token_ids = sequence.token_ids[: sequence.end]
+        found = match(token_ids, prompt_ids, known.shared, known.token_ids)
+        asked = self._to_read(sequence.token_ids, sequence.marks)
+        for mark, value in asked.items():
+            if mark >= found.total:
+                break
+            source = session.prompt_values if mark < found.shared else known.values
+            if mark not in source or source[mark].following != value.following:
+                return found.before(mark)
+            if mark >= found.shared:
+                values[mark] = source[mark]
+        return found
+
+    def _to_read(self, token_ids: Sequence[int], marks: Sequence[int]) -> Values:
+        """Values at these marks, to be computed."""
+        last = len(token_ids) - 1
+        return {
+            mark: Value(token_ids[mark + 1] if self._looks_ahead and mark < last else 0)
+            for mark in marks
+        }
+
+    def _store(
+        self, session: KeptPrefixes, known: _Own, room: int, filled: int
+    ) -> tuple[PromptKV, bool]:
+        """Room for so many tokens, the first of them filled; and whether it is kept."""
+        if known.store and known.room >= room:
+            return known.store, True
+        store = known.store or PromptKV(self.shape, 0)
+        rounded = -(-room // _ROOM_TOKENS) * _ROOM_TOKENS
+        if self._take(session, rounded - known.room):
+            return store.grown(rounded, filled), True
+        self._give_back(session, known.room)
+        return store.grown(room, filled), False
+
+    def _take(self, session: KeptPrefixes, count: int) -> bool:
+        """Own so many slots more; sessions used longest ago are forgotten for it."""
+        self._touch(session)
+        while self.ledger.unshared < count:
             oldest = next(iter(self._sessions))
             if oldest is session:
-                session.own.clear()
-                return
+                return False
             self.close(oldest)
+        self.ledger.widen(session.number, self.ledger.owned_by(session.number) + count, 0)
+        self.ledger.take(session.number, count)
+        return True
+
+    def _give_back(self, session: KeptPrefixes, count: int) -> None:
+        self.ledger.give_back(session.number, count)
+        self.ledger.narrow(session.number, 0, 0, 0)
+
+    def _touch(self, session: KeptPrefixes) -> None:
+        """Note that a session is used now."""
+        if session not in self._sessions:
+            self.ledger.admit(session.number, 0, 0, 0)
+            self._sessions[session] = None
+        self._sessions.move_to_end(session)
+
+
+def _computed(value: Value) -> Tensor:
+    assert value.read is not None, "not computed yet"
+    return value.read

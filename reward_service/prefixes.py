@@ -22,6 +22,11 @@ class Match:
     def total(self) -> int:
         return self.shared + self.own
 
+    def before(self, position: int) -> Match:
+        """What of it stands before a position."""
+        shared = min(self.shared, position)
+        return Match(shared, min(self.own, position - shared) if shared == self.shared else 0)
+
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of equal tokens at the beginning of both."""
@@ -37,10 +42,8 @@ def match(
     """What of `token_ids` is known from the prompt's first `shared` tokens and `own` after them.
 
     Where not even these are all there, nothing of `own` is of use, and `shared` becomes as many as
-    the sequence has in common with the whole prompt. The last token is never known: what is asked
-    for comes out of it.
+    the sequence has in common with the whole prompt.
     """
-    token_ids = token_ids[:-1]
     in_common = common(token_ids, prompt)
     if in_common < shared or not own:
         return Match(in_common, 0)

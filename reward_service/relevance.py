@@ -1,7 +1,7 @@
 """The `relevance` reward: how close a response's embedding lies to the prompt's.
 
 Cosine of mean-pooled, normalised all-MiniLM-L6-v2 embeddings: relevance, not correctness. Knows
-no wire and no threads; imports without grpc.
+no wire and no threads; imports without grpc. A text has no closing tokens, finished or not.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from reward_service.batching import TokenIds, distinct, in_micro_batches, pad
+from reward_service import encoder
+from reward_service.encoder import EncoderTask, Item
 from specrej import fingerprint
-from specrej.contracts import Prompt, Scores
+from specrej.contracts import Candidate, Prompt
 
 # The model's published limit (sentence_bert_config.json), so that scores are those of its card.
 # Text past it does not count: a prefix's score stays what it is once the prefix is that long.
@@ -28,8 +29,9 @@ class RelevanceReward:
     """Scores in [-1, 1].
 
     What is embedded of a prompt is its last user message, or its raw text. Texts longer than
-    `max_tokens` tokens (at most 512; [CLS] and [SEP] count) are cut at their end. Always float32.
-    `threads` is the number of CPU threads torch uses; 0 leaves it alone.
+    `max_tokens` tokens (at most 512; [CLS] and [SEP] count) are cut at their end; an empty one is
+    embedded as these two: a low, finite score. Always float32. `threads` is the number of CPU
+    threads torch uses; 0 leaves it alone.
     """
 
     description = (
@@ -44,7 +46,7 @@ class RelevanceReward:
         name: str = "relevance",
         device: str = "cpu",
         threads: int = 0,
-        token_budget: int = 8192,
+        token_budget: int = 2048,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
         if threads:
@@ -52,8 +54,8 @@ class RelevanceReward:
         self.name = name
         settings = {"kind": "relevance", "max_tokens": max_tokens}
         self.fingerprint = fingerprint.of_directory(directory, settings)
+        self.token_budget = token_budget
         self._device = device
-        self._token_budget = token_budget
         self._max_tokens = max_tokens
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         model: Any = AutoModel.from_pretrained(
@@ -65,28 +67,48 @@ class RelevanceReward:
         )
         self._model = model.to(device).eval()
 
-    @torch.inference_mode()
-    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
-        """An empty text is embedded as its two end tokens: a low, finite score."""
-        unique, where = distinct([_question(prompt), *texts])
-        sequences: list[list[int]] = self._tokenizer(
-            unique, padding=False, truncation=True, max_length=self._max_tokens
-        )["input_ids"]
-        embeddings = torch.stack(in_micro_batches(sequences, self._token_budget, self._embed))
-        cosines: list[float] = (embeddings @ embeddings[0]).tolist()  # [unique]
-        values = tuple(cosines[index] for index in where[1:])
-        return Scores(values, sum(len(sequence) for sequence in sequences))
+    def open(self, prompt: Prompt) -> _RelevanceSession:
+        return _RelevanceSession(self, question(prompt))
 
-    def _embed(self, rows: Sequence[TokenIds]) -> list[Tensor]:
-        """Unit vectors [384], one per row."""
-        ids = torch.tensor(pad(rows), device=self._device)  # [rows, width]
-        mask = torch.tensor(pad([[1] * len(row) for row in rows]), device=self._device)
-        hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+    def compute(self, pieces: Sequence[Item]) -> None:
+        encoder.compute(pieces, self.token_budget, self._device, self._embed)
+
+    def tokenize(self, texts: Sequence[str]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        rows = self._tokenizer(
+            list(texts), padding=False, truncation=True, max_length=self._max_tokens
+        )
+        pairs = zip(rows["input_ids"], rows["token_type_ids"], strict=True)
+        return [(tuple(ids), tuple(types)) for ids, types in pairs]
+
+    def _embed(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
+        """Unit vectors [rows, 384]."""
+        hidden = self._model(
+            input_ids=ids, attention_mask=mask, token_type_ids=types
+        ).last_hidden_state
         weights = mask.unsqueeze(-1)  # [rows, width, 1]
-        means = (hidden * weights).sum(dim=1) / weights.sum(dim=1)
-        return list(F.normalize(means, dim=-1))
+        return F.normalize((hidden * weights).sum(dim=1) / weights.sum(dim=1), dim=-1)
 
 
-def _question(prompt: Prompt) -> str:
+class _RelevanceSession:
+    def __init__(self, reward: RelevanceReward, question: str) -> None:
+        self._reward = reward
+        self._question = question
+
+    def begin(self, candidates: Sequence[Candidate]) -> EncoderTask:
+        texts = [self._question, *(candidate.text for candidate in candidates)]
+        return encoder.make_task(self._reward.tokenize(texts), _cosines)
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+def _cosines(embeddings: list[Tensor]) -> list[float]:
+    """Of all but the first with the first."""
+    values: list[float] = (torch.stack(embeddings[1:]) @ embeddings[0]).tolist()
+    return values
+
+
+def question(prompt: Prompt) -> str:
+    """The last user message, or the raw text."""
     users = [message.content for message in prompt.messages if message.role == "user"]
     return users[-1] if users else prompt.text

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from reward_service.worker import Worker, WorkerSession
 from specrej import serving, wire
-from specrej.contracts import Candidate
+from specrej.contracts import Candidate, FinishReason
 from specrej.errors import InvalidRequest, NotFound, OutOfOrder, Unavailable, Violation
 from specrej.serving import Context
 from specrej.v1 import reward_pb2 as pb
@@ -42,7 +42,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         responses = list(request.responses)
         violations = [*check_prompt(prompt), *self._check_texts(responses, "responses", "")]
         raise_if_any(violations)
-        scores = await self.find(request.reward).score(prompt, responses)
+        worker = self.find(request.reward)
+        scores = await worker.score(prompt, responses, whole=not request.unfinished)
         return pb.ScoreResponse(scores=scores.values, computed_tokens=scores.computed_tokens)
 
     # The stub's type knows async generators only; `specrej.serving` says why this is none.
@@ -137,7 +138,13 @@ class _ScoringStream:
         raise_if_any(list(self._servicer.check_batch(request.candidates)))
         # Token counts and likelihoods are the generator's; no reward looks at them.
         candidates = [
-            Candidate(candidate.candidate_id, candidate.text, num_tokens=0, logprob=0.0)
+            Candidate(
+                candidate.candidate_id,
+                candidate.text,
+                num_tokens=0,
+                logprob=0.0,
+                finish=FinishReason.STOP if candidate.finished else None,
+            )
             for candidate in request.candidates
         ]
         scores = await self._session.score(candidates)

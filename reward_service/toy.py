@@ -8,22 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reward_service.batching import distinct
+from reward_service.reward import WholeBatchReward
 from specrej import fingerprint
-from specrej.contracts import Prompt, Scores
+from specrej.contracts import Candidate, Prompt, Scores
 
 
-class ToyReward:
+class ToyReward(WholeBatchReward):
     """Scores in [0, 1]; an empty response scores 0. Its tokens are words."""
 
-    description = "The share of vowels (a, e, i, o, u) among a response's characters; a toy."
-
     def __init__(self, name: str = "toy") -> None:
-        self.name = name
-        self.fingerprint = fingerprint.of_values(kind="toy", version=1)
+        super().__init__(
+            name,
+            fingerprint.of_values(kind="toy", version=1),
+            "The share of vowels (a, e, i, o, u) among a response's characters; a toy.",
+        )
 
-    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         """The prompt does not matter."""
-        unique, where = distinct(texts)
+        unique, where = distinct([candidate.text for candidate in candidates])
         shares = [_share_of_vowels(text) for text in unique]
         words = sum(len(text.split()) for text in unique)
         return Scores(tuple(shares[index] for index in where), words)

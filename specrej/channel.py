@@ -40,19 +40,21 @@ def open_channel(address: str, *, retries: bool = True) -> grpc.aio.Channel:
 
     `retries` is for the caller's outermost hop; services calling services leave it off.
     """
-    return grpc.aio.insecure_channel(
-        address,
-        options=[
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            # A restarted backend is found again within a second.
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1_000),
-            ("grpc.enable_retries", int(retries)),
-            ("grpc.service_config", json.dumps(SERVICE_CONFIG if retries else {})),
-        ],
-    )
+    return grpc.aio.insecure_channel(address, options=options(retries=retries))
+
+
+def options(*, retries: bool) -> list[tuple[str, int | str]]:
+    """What every channel to a service is opened with."""
+    return [
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # A restarted backend is found again within a second.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.enable_retries", int(retries)),
+        ("grpc.service_config", json.dumps(SERVICE_CONFIG if retries else {})),
+    ]

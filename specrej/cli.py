@@ -29,10 +29,12 @@ from specrej.contracts import (
     CacheControl,
     Generation,
     Message,
+    Normalization,
     Prompt,
     Schedule,
     Scores,
     ServiceDescription,
+    WeightedReward,
 )
 from specrej.processes import ProcessError
 from specrej.rounds_view import watch
@@ -82,13 +84,43 @@ def parse_schedule(text: str) -> Schedule:
     )
 
 
-def parse_reward(text: str) -> tuple[str, float]:
-    """`NAME` or `NAME=WEIGHT`."""
-    name, _, weight = text.partition("=")
+_REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]"
+
+
+def parse_reward(text: str) -> WeightedReward:
+    """`NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]`, all but the name in any order."""
+    first, *rest = text.split(",")
+    name, _, weight = first.partition("=")
+    given = dict(_key_and_value(part) for part in rest)
     try:
-        return name, float(weight or 1)
+        if len(given) < len(rest):
+            raise ValueError("something is there twice")
+        veto = given.pop("veto", None)
+        return WeightedReward(
+            name,
+            float(weight or 1),
+            _normalization(given),
+            None if veto is None else float(veto),
+        )
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: use NAME or NAME=WEIGHT") from None
+        raise typer.BadParameter(f"{text!r}: use {_REWARD_SYNTAX}") from None
+
+
+def _key_and_value(part: str) -> tuple[str, str]:
+    key, _, value = part.partition("=")
+    return key, value
+
+
+def _normalization(given: Mapping[str, str]) -> Normalization:
+    match sorted(given.items()):
+        case []:
+            return Normalization()
+        case [("batch", "")]:
+            return Normalization("batch")
+        case [("deviation", deviation), ("mean", mean)]:
+            return Normalization("fixed", float(mean), float(deviation))
+        case _:
+            raise ValueError("no such normalization")
 
 
 # Flags. What is not given is None and stays absent on the wire: defaults are the server's.
@@ -115,7 +147,11 @@ _Schedule = Annotated[
 _Algorithm = Annotated[Algorithm | None, typer.Option(help="How the best is found.")]
 _Rewards = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME[=WEIGHT]", help="What is best; repeatable: a weighted sum."),
+    typer.Option(
+        metavar=_REWARD_SYNTAX,
+        help="What is best; repeatable: a weighted sum. Values below veto reject their candidate; "
+        "mean and deviation, or those of the batch, normalise them.",
+    ),
 ]
 _MaxTokens = Annotated[int | None, typer.Option(help="Most new tokens per candidate.")]
 _Temperature = Annotated[float | None, typer.Option(help="0 is greedy and needs n = 1.")]
@@ -162,7 +198,7 @@ def generate(
         "alpha": alpha,
         "schedule": schedule,
         "algorithm": algorithm,
-        "rewards": dict(parse_reward(text) for text in reward or ()) or None,
+        "rewards": [parse_reward(text) for text in reward or ()] or None,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -213,19 +249,28 @@ def score(
     responses: Annotated[list[str], typer.Argument(metavar="RESPONSE...")],
     prompt: Annotated[str, typer.Option(help="What was asked; - reads it from stdin.")],
     reward: Annotated[str, typer.Option(help="The reward's name; empty: the default.")] = "",
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="The responses are beginnings of answers.")
+    ] = False,
     address: _RewardAddress = "127.0.0.1:50052",
     timeout: _Timeout = 60.0,
     as_json: _Json = False,
 ) -> None:
     """Score RESPONSEs to a prompt; higher is better."""
-    _run(_score(address, _prompt("", prompt), responses, reward, timeout, as_json))
+    _run(_score(address, _prompt("", prompt), responses, reward, unfinished, timeout, as_json))
 
 
 async def _score(
-    address: str, prompt: Prompt, responses: list[str], reward: str, timeout_s: float, as_json: bool
+    address: str,
+    prompt: Prompt,
+    responses: list[str],
+    reward: str,
+    unfinished: bool,
+    timeout_s: float,
+    as_json: bool,
 ) -> None:
     async with RewardClient(address, timeout_s=timeout_s) as client:
-        scores: Scores = await client.score(prompt, responses, reward=reward)
+        scores: Scores = await client.score(prompt, responses, reward=reward, unfinished=unfinished)
     if as_json:
         _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
         return
@@ -332,7 +377,8 @@ def _print_answers(generation: Generation) -> None:
         typer.echo(generation.best.text)
         return
     for ranked in generation.candidates:
-        typer.echo(f"[{ranked.score:.4f}, candidate {ranked.id}] {ranked.text}")
+        vetoed = ", vetoed" if ranked.vetoed else ""
+        typer.echo(f"[{ranked.score:.4f}, candidate {ranked.id}{vetoed}] {ranked.text}")
 
 
 def _description_table(description: ServiceDescription) -> Table:

@@ -51,7 +51,8 @@ class Options(TypedDict, total=False):
     alpha: float  # fraction of the ranked candidates rejected at each decision token
     schedule: Schedule
     algorithm: Algorithm
-    rewards: Mapping[str, float] | Sequence[WeightedReward]  # name -> weight
+    # Name -> weight, or values that can also be normalised and veto; rewards or composites.
+    rewards: Mapping[str, float] | Sequence[WeightedReward]
     return_candidates: int
     # How tokens are drawn
     max_tokens: int
@@ -225,15 +226,18 @@ class RewardClient(_Connection):
         responses: Sequence[str],
         *,
         reward: str = "",
+        unfinished: bool = False,
         timeout_s: float | None = None,
     ) -> Scores:
         """One score per response, in order; higher is better. `reward` "": the service's first.
+
+        `unfinished`: the responses are beginnings of answers.
 
         Raises:
             SpecrejError: one of its kinds.
         """
         request = reward_pb2.ScoreRequest(
-            reward=reward, prompt=_prompt(prompt), responses=responses
+            reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
         )
         with _errors():
             answer = await self._stub.Score(request, timeout=self._deadline(timeout_s))

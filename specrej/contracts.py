@@ -242,11 +242,27 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class Normalization:
+    """What makes the values of different rewards comparable before they are weighted.
+
+    "none": they are as they are. "fixed": (value - mean) / deviation. "batch": the same, with the
+    mean and the standard deviation over all candidates that still count at the decision token; 0
+    for all where all are equal.
+    """
+
+    kind: str = "none"  # "none", "fixed" or "batch"
+    mean: float = 0.0  # of "fixed" alone, as is the deviation
+    deviation: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """One reward of a weighted sum."""
+    """One reward of a weighted sum; a candidate whose raw value is below `veto_below` is vetoed."""
 
     name: str
     weight: float = 1.0
+    normalization: Normalization = field(default_factory=Normalization)
+    veto_below: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +308,8 @@ class RankedCandidate:
     mean_logprob: float
     token_ids: tuple[int, ...] = ()  # with their logprobs, where the sampling asks for them
     logprobs: tuple[float, ...] = ()
+    rewards: tuple[float, ...] = ()  # raw values, in the order of the request's rewards
+    vetoed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +332,7 @@ class RoundTrace:
     extend_ms: float
     score_ms: float
     prune_ms: float
+    num_vetoed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

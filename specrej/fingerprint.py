@@ -28,6 +28,11 @@ def of_directory(directory: Path, settings: Mapping[str, object] | None = None) 
     return digest.hexdigest()[:16]
 
 
+def of_file(path: Path) -> str:
+    """A digest of all of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 def of_values(**values: object) -> str:
     """A digest of plain values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

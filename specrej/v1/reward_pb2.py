@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specrej.v1 import common_pb2 as specrej_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specrej/v1/reward.proto\x12\nspecrej.v1\x1a\x17specrej/v1/common.proto\"U\n\x0cScoreRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\x11\n\tresponses\x18\x03 \x03(\t\"8\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\"\x84\x01\n\x13ScoreSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.specrej.v1.OpenScoringH\x00\x12\'\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x16.specrej.v1.ScoreBatchH\x00\x42\t\n\x07\x63ommand\"\xb5\x01\n\x14ScoreSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.specrej.v1.ScoringOpenedH\x00\x12)\n\x06scores\x18\x03 \x01(\x0b\x32\x17.specrej.v1.BatchScoresH\x00\x12)\n\x05stale\x18\x04 \x01(\x0b\x32\x18.specrej.v1.StaleScoringH\x00\x42\x08\n\x06result\"A\n\x0bOpenScoring\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\"<\n\nScoreBatch\x12.\n\ncandidates\x18\x01 \x03(\x0b\x32\x1a.specrej.v1.ScoreCandidate\"4\n\x0eScoreCandidate\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\"$\n\rScoringOpened\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"6\n\x0b\x42\x61tchScores\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\"\x0e\n\x0cStaleScoring\"\x1e\n\x1cRewardServiceDescribeRequest\"O\n\x1dRewardServiceDescribeResponse\x12.\n\x07rewards\x18\x01 \x03(\x0b\x32\x1d.specrej.v1.RewardDescription\"^\n\x11RewardDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x11\n\tmax_batch\x18\x04 \x01(\x05\x32\x85\x02\n\rRewardService\x12<\n\x05Score\x12\x18.specrej.v1.ScoreRequest\x1a\x19.specrej.v1.ScoreResponse\x12U\n\x0cScoreSession\x12\x1f.specrej.v1.ScoreSessionRequest\x1a .specrej.v1.ScoreSessionResponse(\x01\x30\x01\x12_\n\x08\x44\x65scribe\x12(.specrej.v1.RewardServiceDescribeRequest\x1a).specrej.v1.RewardServiceDescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specrej/v1/reward.proto\x12\nspecrej.v1\x1a\x17specrej/v1/common.proto\"i\n\x0cScoreRequest\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\x11\n\tresponses\x18\x03 \x03(\t\x12\x12\n\nunfinished\x18\x04 \x01(\x08\"8\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\"\x84\x01\n\x13ScoreSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.specrej.v1.OpenScoringH\x00\x12\'\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x16.specrej.v1.ScoreBatchH\x00\x42\t\n\x07\x63ommand\"\xb5\x01\n\x14ScoreSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.specrej.v1.ScoringOpenedH\x00\x12)\n\x06scores\x18\x03 \x01(\x0b\x32\x17.specrej.v1.BatchScoresH\x00\x12)\n\x05stale\x18\x04 \x01(\x0b\x32\x18.specrej.v1.StaleScoringH\x00\x42\x08\n\x06result\"A\n\x0bOpenScoring\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.specrej.v1.Prompt\"<\n\nScoreBatch\x12.\n\ncandidates\x18\x01 \x03(\x0b\x32\x1a.specrej.v1.ScoreCandidate\"F\n\x0eScoreCandidate\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"$\n\rScoringOpened\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"6\n\x0b\x42\x61tchScores\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x03\"\x0e\n\x0cStaleScoring\"\x1e\n\x1cRewardServiceDescribeRequest\"O\n\x1dRewardServiceDescribeResponse\x12.\n\x07rewards\x18\x01 \x03(\x0b\x32\x1d.specrej.v1.RewardDescription\"^\n\x11RewardDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x11\n\tmax_batch\x18\x04 \x01(\x05\x32\x85\x02\n\rRewardService\x12<\n\x05Score\x12\x18.specrej.v1.ScoreRequest\x1a\x19.specrej.v1.ScoreResponse\x12U\n\x0cScoreSession\x12\x1f.specrej.v1.ScoreSessionRequest\x1a .specrej.v1.ScoreSessionResponse(\x01\x30\x01\x12_\n\x08\x44\x65scribe\x12(.specrej.v1.RewardServiceDescribeRequest\x1a).specrej.v1.RewardServiceDescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,31 +33,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrej.v1.reward_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCOREREQUEST']._serialized_start=64
-  _globals['_SCOREREQUEST']._serialized_end=149
-  _globals['_SCORERESPONSE']._serialized_start=151
-  _globals['_SCORERESPONSE']._serialized_end=207
-  _globals['_SCORESESSIONREQUEST']._serialized_start=210
-  _globals['_SCORESESSIONREQUEST']._serialized_end=342
-  _globals['_SCORESESSIONRESPONSE']._serialized_start=345
-  _globals['_SCORESESSIONRESPONSE']._serialized_end=526
-  _globals['_OPENSCORING']._serialized_start=528
-  _globals['_OPENSCORING']._serialized_end=593
-  _globals['_SCOREBATCH']._serialized_start=595
-  _globals['_SCOREBATCH']._serialized_end=655
-  _globals['_SCORECANDIDATE']._serialized_start=657
-  _globals['_SCORECANDIDATE']._serialized_end=709
-  _globals['_SCORINGOPENED']._serialized_start=711
-  _globals['_SCORINGOPENED']._serialized_end=747
-  _globals['_BATCHSCORES']._serialized_start=749
-  _globals['_BATCHSCORES']._serialized_end=803
-  _globals['_STALESCORING']._serialized_start=805
-  _globals['_STALESCORING']._serialized_end=819
-  _globals['_REWARDSERVICEDESCRIBEREQUEST']._serialized_start=821
-  _globals['_REWARDSERVICEDESCRIBEREQUEST']._serialized_end=851
-  _globals['_REWARDSERVICEDESCRIBERESPONSE']._serialized_start=853
-  _globals['_REWARDSERVICEDESCRIBERESPONSE']._serialized_end=932
-  _globals['_REWARDDESCRIPTION']._serialized_start=934
-  _globals['_REWARDDESCRIPTION']._serialized_end=1028
-  _globals['_REWARDSERVICE']._serialized_start=1031
-  _globals['_REWARDSERVICE']._serialized_end=1292
+  _globals['_SCOREREQUEST']._serialized_end=169
+  _globals['_SCORERESPONSE']._serialized_start=171
+  _globals['_SCORERESPONSE']._serialized_end=227
+  _globals['_SCORESESSIONREQUEST']._serialized_start=230
+  _globals['_SCORESESSIONREQUEST']._serialized_end=362
+  _globals['_SCORESESSIONRESPONSE']._serialized_start=365
+  _globals['_SCORESESSIONRESPONSE']._serialized_end=546
+  _globals['_OPENSCORING']._serialized_start=548
+  _globals['_OPENSCORING']._serialized_end=613
+  _globals['_SCOREBATCH']._serialized_start=615
+  _globals['_SCOREBATCH']._serialized_end=675
+  _globals['_SCORECANDIDATE']._serialized_start=677
+  _globals['_SCORECANDIDATE']._serialized_end=747
+  _globals['_SCORINGOPENED']._serialized_start=749
+  _globals['_SCORINGOPENED']._serialized_end=785
+  _globals['_BATCHSCORES']._serialized_start=787
+  _globals['_BATCHSCORES']._serialized_end=841
+  _globals['_STALESCORING']._serialized_start=843
+  _globals['_STALESCORING']._serialized_end=857
+  _globals['_REWARDSERVICEDESCRIBEREQUEST']._serialized_start=859
+  _globals['_REWARDSERVICEDESCRIBEREQUEST']._serialized_end=889
+  _globals['_REWARDSERVICEDESCRIBERESPONSE']._serialized_start=891
+  _globals['_REWARDSERVICEDESCRIBERESPONSE']._serialized_end=970
+  _globals['_REWARDDESCRIPTION']._serialized_start=972
+  _globals['_REWARDDESCRIPTION']._serialized_end=1066
+  _globals['_REWARDSERVICE']._serialized_start=1069
+  _globals['_REWARDSERVICE']._serialized_end=1330
 # @@protoc_insertion_point(module_scope)

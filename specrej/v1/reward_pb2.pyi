@@ -28,8 +28,13 @@ class ScoreRequest(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     RESPONSES_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """The reward's name, as described; empty: the service's first."""
+    unfinished: _builtins.bool
+    """Whether the responses are unfinished, the beginnings of answers.
+    Whether their turn is closed then is each reward's setting.
+    """
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """What was asked."""
@@ -44,10 +49,11 @@ class ScoreRequest(_message.Message):
         reward: _builtins.str = ...,
         prompt: _common_pb2.Prompt | None = ...,
         responses: _abc.Iterable[_builtins.str] | None = ...,
+        unfinished: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "responses", b"responses", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "responses", b"responses", "reward", b"reward", "unfinished", b"unfinished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -219,19 +225,23 @@ class ScoreCandidate(_message.Message):
 
     CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """The candidate's id; 0 or more."""
     text: _builtins.str
     """Its whole text so far."""
+    finished: _builtins.bool
+    """Whether it ended by itself; what was cut off at its last token did not."""
     def __init__(
         self,
         *,
         candidate_id: _builtins.int = ...,
         text: _builtins.str = ...,
+        finished: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finished", b"finished", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -129,7 +129,15 @@ async def test_the_command_line(stack: Stack) -> None:
     assert (code, out) == (2, "")
     assert "selection.alpha" in err
     code, out, _ = await _run(specrej, "describe", *address, "--json")
-    assert json.loads(out)["rewards"] == ["relevance", "likelihood"]
+    assert json.loads(out)["rewards"] == ["relevance", "harmless", "likelihood"]
+    flags = ("--reward", "relevance,batch", "--reward", "harmless=0.5,veto=1e6", "-n", "4")
+    code, out, err = await _run(
+        specrej, "generate", PROMPT, *address, *flags, "--max-tokens", "20", "--json"
+    )
+    best = json.loads(out)["candidates"][0]
+    assert best["vetoed"]  # nothing is that harmless: the best goes on, and says so
+    assert len(best["rewards"]) == 2
+    assert "vetoed" in err
     code, out, _ = await _run(
         specrej, "score", "--address", stack.reward_address, "--prompt", "How do plants eat?",
         "Plants make food from light.", "My car is red.", "--json",

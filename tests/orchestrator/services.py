@@ -22,6 +22,7 @@ from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
 from orchestrator.admission import Admission
 from orchestrator.cache import Cache
+from orchestrator.composition import Composite
 from orchestrator.remote import RemoteGenerator, RemoteRewards
 from orchestrator.service import Orchestrator
 from orchestrator.servicer import OrchestratorServicer
@@ -187,14 +188,14 @@ class HeldReward(ToyReward):
         self.held = 0
         self.num_batches = -1  # the worker's warm-up does not count
 
-    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         self.num_batches += 1
         self.held += 1
         try:
             assert self.gate.wait(BOUND_S), "nobody opened the gate"
         finally:
             self.held -= 1
-        return super().score(prompt, texts)
+        return super().score(prompt, candidates)
 
 
 class Backend:
@@ -323,6 +324,8 @@ async def whole(
     max_queued: int = 64,
     default_deadline_s: float | None = None,
     default_schedule: Schedule | None = None,
+    composites: Sequence[Composite] = (),
+    default_reward: str = "",
     describe_every_s: float = 2.0,
 ) -> AsyncIterator[Whole]:
     """All three services, the rewards "toy" and "other", and a check that nothing is left."""
@@ -339,6 +342,8 @@ async def whole(
             cache,
             admission,
             default_schedule=default_schedule,
+            composites=composites,
+            default_reward=default_reward,
             describe_every_s=describe_every_s,
         )
         port = OrchestratorServicer(orchestrator).service()

@@ -36,6 +36,7 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     Message,
+    Normalization,
     Prompt,
     RankedCandidate,
     RoundEnd,
@@ -65,9 +66,13 @@ def generation(text: str = "an answer", score: float = 0.5) -> Generation:
         -0.25,
         token_ids=(7, 0, 2),
         logprobs=(-0.5, 0.0, -0.25),
+        rewards=(score, -1.5),
+        vetoed=True,
     )
     trace = RoundTrace(
-        1, 16, RoundEnd.SLOTS_FULL, 4, 1, 2, 1, score, (score, 0.1), 90, 32, 512, 64, 1.5, 0.5, 0.1
+        *(1, 16, RoundEnd.SLOTS_FULL, 4, 1, 2, 1, score, (score, 0.1)),
+        *(90, 32, 512, 64, 1.5, 0.5, 0.1),
+        num_vetoed=2,
     )
     return Generation(
         candidates=(best,),
@@ -133,6 +138,12 @@ _OTHERS = [
             {"rewards": (WeightedReward("a", 0.5),)},
             {"rewards": (WeightedReward("a", 0.5), WeightedReward("b"))},
             {"rewards": (WeightedReward("a"), WeightedReward("b", 0.5))},
+            {"rewards": (WeightedReward("a", normalization=Normalization("batch")),)},
+            {"rewards": (WeightedReward("a", normalization=Normalization("fixed")),)},
+            {"rewards": (WeightedReward("a", normalization=Normalization("fixed", 1.0)),)},
+            {"rewards": (WeightedReward("a", normalization=Normalization("fixed", 0.0, 2.0)),)},
+            {"rewards": (WeightedReward("a", veto_below=0.0),)},
+            {"rewards": (WeightedReward("a", veto_below=-1.0),)},
             {"schedule": Schedule("memory")},
             {"schedule": Schedule("tokens", tokens=(16, 32))},
             {"schedule": Schedule("tokens", tokens=(16, 33))},
@@ -202,6 +213,21 @@ def test_the_order_of_rewards_does_not_matter() -> None:
     assert key_of(first) == key_of(second) != key_of(swapped)
 
 
+def test_the_order_of_vetoing_and_normalised_rewards_does_not_matter() -> None:
+    """Guards against the same, and misses over fields that a kind has no use for."""
+    one = WeightedReward("a", normalization=Normalization("batch", mean=3.0))
+    two = WeightedReward("b", normalization=Normalization("none", deviation=3.0), veto_below=-1)
+    same = (
+        WeightedReward("b", veto_below=-1.0),
+        replace(one, normalization=Normalization("batch")),
+    )
+    first = request(selection=Selection(rewards=(one, two)))
+    second = request(selection=Selection(rewards=same))
+    swapped = (replace(one, veto_below=-1), replace(two, veto_below=None))
+    assert key_of(first) == key_of(second)
+    assert key_of(first) != key_of(request(selection=Selection(rewards=swapped)))
+
+
 def test_best_of_n_has_no_alpha_and_no_schedule() -> None:
     """Guards against misses over settings that Best-of-N does not use."""
     plain = Selection(algorithm=Algorithm.BEST_OF_N)
@@ -220,7 +246,7 @@ def test_composed_and_decomposed_text_stay_apart() -> None:
 def test_a_key_says_nothing_and_has_one_shape(tenant: str, prompt: str, fingerprint: str) -> None:
     """Guards against prompts or tenants readable in Redis, and separators smuggled into a part."""
     key = key_of(request(prompt), tenant, generator=fingerprint)
-    assert re.fullmatch(r"specrej:v2:[0-9a-f]{32}:[^:]*:w:a1:[0-9a-f]{64}", key)
+    assert re.fullmatch(r"specrej:v3:[0-9a-f]{32}:[^:]*:w:a1:[0-9a-f]{64}", key)
     # Rid of its random text a key is the same but for the digests.
     assert key.isascii() and " " not in key
 
@@ -313,8 +339,8 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     "change",
     [
         lambda e: e.update(key="other"),
-        lambda e: e.update(version=1),
-        lambda e: e.update(version="2"),
+        lambda e: e.update(version=2),
+        lambda e: e.update(version="3"),
         lambda e: e.update(more=1),
         lambda e: e.pop("generation"),
         lambda e: e["generation"].update(candidates=[]),
@@ -326,6 +352,8 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
         lambda e: e["generation"]["candidates"][0].update(finish="other"),
         lambda e: e["generation"]["candidates"][0].update(token_ids=["7"]),
         lambda e: e["generation"]["candidates"][0].update(logprobs=[float("-inf")]),
+        lambda e: e["generation"]["candidates"][0].update(rewards=[float("nan")]),
+        lambda e: e["generation"]["candidates"][0].update(vetoed=1),
         lambda e: e["generation"]["rounds"][0].update(scores=[float("-inf")]),
     ],
 )

@@ -16,7 +16,7 @@ from generator_service.toy import ToyGenerator
 from orchestrator import remote
 from orchestrator.remote import RemoteGenerator, RemoteRewards
 from orchestrator.run import run
-from orchestrator.scoring import LikelihoodScorer, WeightedScorer
+from orchestrator.scoring import LikelihoodScorer, Panel
 from orchestrator.service import _Recent
 from reward_service.servicer import RewardServicer
 from reward_service.toy import ToyReward
@@ -36,6 +36,7 @@ from specrej.contracts import (
     Scorer,
     Selection,
     Session,
+    WeightedReward,
 )
 from specrej.errors import (
     Cancelled,
@@ -79,7 +80,9 @@ def request(max_tokens: int = 40, **selection: Any) -> GenerationRequest:
     return GenerationRequest(PROMPT, Sampling(max_tokens=max_tokens, seed=7), chosen)
 
 
-async def events_of(wanted: GenerationRequest, generator: Generator, scorer: Scorer) -> list[Event]:
+async def events_of(
+    wanted: GenerationRequest, generator: Generator, scorer: Scorer | Panel
+) -> list[Event]:
     async with asyncio.timeout(BOUND_S), aclosing(run(wanted, generator, scorer)) as events:
         return [event async for event in events]
 
@@ -166,8 +169,9 @@ async def test_the_same_events_as_local(
 async def test_weighted_remote_rewards_are_asked_side_by_side() -> None:
     """Guards against two streams mixing up their answers: the sum must be exact."""
     async with remotes() as far:
-        parts = [(far.rewards.scorer("toy"), 2.0), (far.rewards.scorer("other"), -0.5)]
-        mixed = await events_of(request(alpha=0.0), far.generator, WeightedScorer(parts))
+        weighted = (WeightedReward("toy", 2.0), WeightedReward("other", -0.5))
+        panel = Panel([far.rewards.scorer(reward.name) for reward in weighted])
+        mixed = await events_of(request(alpha=0.0, rewards=weighted), far.generator, panel)
         plain = await events_of(request(alpha=0.0), far.generator, far.scorer)
     assert isinstance(mixed[-1], Finished) and isinstance(plain[-1], Finished)
     scores = {ranked.id: ranked.score for ranked in plain[-1].generation.candidates}
@@ -504,9 +508,9 @@ async def test_rubbish_in_a_weighted_sum() -> None:
     """Guards against a sum that hides one part's rubbish, as 0 times NaN might."""
     async with remotes() as far, serving(RogueRewards([math.nan] * 12).service()) as channel:
         rogue = RemoteRewards(channel).scorer("rogue")
-        parts: list[tuple[Scorer, float]] = [(LikelihoodScorer(), 1.0), (rogue, 1.0)]
+        wanted = request(rewards=(WeightedReward("likelihood"), WeightedReward("rogue")))
         with pytest.raises(RewardInvalid):
-            await events_of(REQUEST, far.generator, WeightedScorer(parts))
+            await events_of(wanted, far.generator, Panel([LikelihoodScorer(), rogue]))
         await far.idle()
 
 

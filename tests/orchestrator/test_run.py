@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.run import run
-from orchestrator.scoring import LikelihoodScorer, WeightedScorer
+from orchestrator.scoring import LikelihoodScorer, Panel
 from specrej.contracts import (
     Admitted,
     Algorithm,
@@ -24,6 +25,7 @@ from specrej.contracts import (
     FinishReason,
     Generation,
     GenerationRequest,
+    Normalization,
     Prompt,
     Round,
     RoundCompleted,
@@ -34,6 +36,7 @@ from specrej.contracts import (
     Scores,
     ScoringSession,
     Selection,
+    WeightedReward,
 )
 from specrej.errors import InternalError, RewardInvalid
 
@@ -65,14 +68,27 @@ class FixedScorer:
         return Scores(tuple(values), computed_tokens=len(candidates))
 
 
+class LetterScorer(FixedScorer):
+    """The share of one letter: it differs between candidates, and wanders while they grow."""
+
+    def __init__(self, letter: str) -> None:
+        super().__init__()
+        self._letter = letter
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        return Scores(tuple(c.text.count(self._letter) / max(1, len(c.text)) for c in candidates))
+
+
 async def events_of(
-    request: GenerationRequest, generator: ToyGenerator, scorer: Scorer
+    request: GenerationRequest, generator: ToyGenerator, scorer: Scorer | Panel
 ) -> list[Event]:
     async with aclosing(run(request, generator, scorer)) as events:
         return [event async for event in events]
 
 
-async def answer(request: GenerationRequest, generator: ToyGenerator, scorer: Scorer) -> Generation:
+async def answer(
+    request: GenerationRequest, generator: ToyGenerator, scorer: Scorer | Panel
+) -> Generation:
     last = (await events_of(request, generator, scorer))[-1]
     assert isinstance(last, Finished)
     return last.generation
@@ -278,11 +294,235 @@ async def test_the_salt_reaches_the_generator() -> None:
     assert seen == ["pepper"]
 
 
+# Several rewards, normalisation and vetoes
+
+
 async def test_weighted_rewards_add_up() -> None:
+    """Guards against weights on the wrong reward, and raw values that are none, or another's."""
     plain = await answer(request(alpha=0.0), ToyGenerator(), LikelihoodScorer())
-    parts: list[tuple[Scorer, float]] = [(LikelihoodScorer(), 2.0), (FixedScorer(), -0.5)]
-    mixed = await answer(request(alpha=0.0), ToyGenerator(), WeightedScorer(parts))
+    weighted = (WeightedReward("likelihood", 2.0), WeightedReward("length", -0.5))
+    panel = Panel([LikelihoodScorer(), FixedScorer()])
+    mixed = await answer(request(alpha=0.0, rewards=weighted), ToyGenerator(), panel)
     likelihoods = {c.id: c.score for c in plain.candidates}
+    assert {c.id for c in mixed.candidates} == set(likelihoods)
     for candidate in mixed.candidates:
+        assert candidate.rewards == (likelihoods[candidate.id], len(candidate.text))
         expected = 2 * likelihoods[candidate.id] - 0.5 * len(candidate.text)
         assert candidate.score == pytest.approx(expected)
+
+
+async def test_a_sole_reward_has_its_weight_and_its_raw_value() -> None:
+    """Guards against a weight that counts only in company: its sign turns the ranking round."""
+    weighted = request(rewards=(WeightedReward("length", -2.0),))
+    generation = await answer(weighted, ToyGenerator(), FixedScorer())
+    for candidate in generation.candidates:
+        assert candidate.rewards == (len(candidate.text),)
+        assert candidate.score == -2.0 * len(candidate.text)
+        assert not candidate.vetoed
+
+
+async def test_the_order_of_rewards_does_not_matter() -> None:
+    """Guards against equal requests with different answers: raw values alone change places."""
+    parts = {"a": WeightedReward("a", 0.1), "e": WeightedReward("e", 0.3)}
+    one, other = [
+        await answer(
+            request(rewards=tuple(parts[letter] for letter in order)),
+            ToyGenerator(),
+            Panel([LetterScorer(letter) for letter in order]),
+        )
+        for order in ("ae", "ea")
+    ]
+    turned = tuple(replace(c, rewards=c.rewards[::-1]) for c in other.candidates)
+    assert turned == one.candidates
+
+
+async def test_batch_normalisation_compares_all_that_count() -> None:
+    """Guards against answers of early rounds that keep a score of other company, or that no longer
+    count once they are ranked out.
+
+    After the only cut everybody finishes: by hand it must come to the same scores.
+    """
+    rewards = (
+        WeightedReward("a", 1.0, Normalization("batch")),
+        WeightedReward("e", -0.5, Normalization("batch")),
+    )
+    panel = Panel([LetterScorer("a"), LetterScorer("e")])
+    wanted = request(16, schedule=Schedule("tokens", tokens=(8,)), rewards=rewards)
+    generation = await answer(wanted, ToyGenerator(end_every=20), panel)
+    first, last = generation.rounds
+    assert last.num_rejected == 0
+    assert first.num_finished + first.num_live > 8, "nobody finished and was ranked out"
+    columns = [[c.rewards[index] for c in generation.candidates] for index in (0, 1)]
+    for candidate in generation.candidates:
+        one, two = (
+            (value - statistics.fmean(column)) / statistics.pstdev(column)
+            for value, column in zip(candidate.rewards, columns, strict=True)
+        )
+        assert candidate.score == pytest.approx(one - 0.5 * two)
+
+
+async def test_batch_normalisation_knows_no_unit() -> None:
+    """Guards against cuts that hang on a reward's unit: millions of it give the same answers."""
+
+    class Scaled(LetterScorer):
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            scores = await super().score(candidates)
+            return Scores(tuple(2.0**20 * value for value in scores.values))
+
+    rewards = (
+        WeightedReward("a", 1.0, Normalization("batch")),
+        WeightedReward("e", 1.0, Normalization("batch")),
+    )
+    one, other = [
+        await answer(request(rewards=rewards), ToyGenerator(), Panel([LetterScorer("a"), second]))
+        for second in (LetterScorer("e"), Scaled("e"))
+    ]
+    assert [(c.id, c.score) for c in one.candidates] == [(c.id, c.score) for c in other.candidates]
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+async def test_a_veto_overrules_every_score(algorithm: Algorithm) -> None:
+    """Guards against a threshold that a good score outweighs, in a run with cuts and without."""
+
+    def wanted(veto_below: float | None) -> GenerationRequest:
+        reward = WeightedReward("length", -1.0, veto_below=veto_below)
+        return request(algorithm=algorithm, rewards=(reward,), alpha=0.25)
+
+    shortest = (await answer(wanted(None), ToyGenerator(), FixedScorer())).best
+    threshold = shortest.rewards[0] + 1
+    generation = await answer(wanted(threshold), ToyGenerator(), FixedScorer())
+    assert generation.best.id != shortest.id
+    assert not generation.best.vetoed
+    for candidate in generation.candidates:
+        assert candidate.vetoed == (candidate.rewards[0] < threshold)
+    order = [candidate.vetoed for candidate in generation.candidates]
+    assert order == sorted(order)
+    best_score = max(candidate.score for candidate in generation.candidates if not candidate.vetoed)
+    assert generation.rounds[-1].best_score == best_score
+
+
+async def test_vetoed_prefixes_are_rejected_at_the_decision_token() -> None:
+    """Guards against vetoes that wait for the end: alpha 0 alone would reject nobody."""
+    schedule = Schedule("tokens", tokens=(10,))
+    reward = WeightedReward("a", veto_below=0.06)
+    wanted = request(alpha=0.0, schedule=schedule, rewards=(reward,))
+    generation = await answer(wanted, ToyGenerator(end_every=10**9), LetterScorer("a"))
+    first = generation.rounds[0]
+    assert 0 < first.num_vetoed < first.num_started, "the case this test is about did not occur"
+    assert first.num_rejected == first.num_vetoed
+    assert first.freed_slots == 10 * first.num_vetoed
+
+
+async def test_all_vetoed_is_still_an_answer() -> None:
+    """Never empty: the best of the vetoed goes on alone, and says what it is."""
+    reward = WeightedReward("length", veto_below=1e9)
+    wanted = request(schedule=Schedule(first=4), rewards=(reward,))
+    generation = await answer(wanted, ToyGenerator(end_every=10**9), FixedScorer())
+    assert [trace.num_live for trace in generation.rounds[:-1]] == [1] * len(generation.rounds[:-1])
+    assert generation.rounds[0].num_vetoed == generation.rounds[0].num_started
+    assert [candidate.vetoed for candidate in generation.candidates] == [True]
+
+
+async def test_a_vetoed_end_is_no_answer_while_another_may_come() -> None:
+    """Guards against a veto that ends the request with the worst of answers."""
+
+    class LateBloomer(FixedScorer):
+        """Whatever is short is vetoed, complete or not."""
+
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            return Scores(tuple(float(c.num_tokens > 4) for c in candidates))
+
+    reward = WeightedReward("late", veto_below=1.0)
+    wanted = request(32, schedule=Schedule("tokens", tokens=(4, 8)), rewards=(reward,))
+    generation = await answer(wanted, ToyGenerator(end_every=30), LateBloomer())
+    first = generation.rounds[0]
+    assert first.num_finished, "the case this test is about did not occur"
+    assert first.num_live == 1
+    assert [candidate.vetoed for candidate in generation.candidates] == (
+        [False] + [True] * first.num_finished
+    )
+
+
+async def test_an_answer_that_was_ranked_out_ends_what_is_vetoed() -> None:
+    """Guards against a vetoed candidate that goes on although an answer without a veto is there."""
+
+    class Souring(FixedScorer):
+        """Early answers are dull, prefixes splendid at first; whatever is longer is vetoed."""
+
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            return Scores(tuple(self._value(c) for c in candidates))
+
+        def _value(self, candidate: Candidate) -> float:
+            if candidate.num_tokens > 8:
+                return 0.0
+            return 1.0 if candidate.finish else 10.0
+
+    reward = WeightedReward("r", veto_below=0.5)
+    wanted = request(16, schedule=Schedule("tokens", tokens=(8, 12)), rewards=(reward,))
+    generation = await answer(wanted, ToyGenerator(end_every=16), Souring())
+    first, second = generation.rounds
+    assert first.num_finished and first.num_live, "the case this test is about did not occur"
+    assert second.num_live == 0
+    assert second.num_vetoed == second.num_rejected > 0
+    assert generation.best.rewards == (1.0,) and not generation.best.vetoed
+
+
+async def test_vetoes_release_full_slots() -> None:
+    """Progress: a round that counts vetoes and keeps all others would end at once, for ever."""
+    reward = WeightedReward("a", veto_below=0.05)
+    wanted = request(32, 64, alpha=0.0, schedule=Schedule("memory"), rewards=(reward,))
+    generator = ToyGenerator(32 * 16 + 10, end_every=10**9)
+    generation = await answer(wanted, generator, LetterScorer("a"))
+    full = [trace for trace in generation.rounds if trace.ended_by is RoundEnd.SLOTS_FULL]
+    assert any(trace.num_vetoed for trace in full), "the case this test is about did not occur"
+    assert all(trace.num_rejected >= max(1, trace.num_vetoed) for trace in full)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 24),
+    alpha=st.sampled_from([0.0, 0.5, 0.9]),
+    schedule=SCHEDULES,
+    capacity=st.sampled_from([500, 1000, 100_000]),
+    end_every=st.integers(2, 80),
+    rewards=st.lists(
+        st.builds(
+            WeightedReward,
+            st.sampled_from("aeo"),
+            st.sampled_from([-1.0, 0.5, 2.0]),
+            st.sampled_from([Normalization(), Normalization("batch")]),
+            st.none() | st.floats(0, 0.2),
+        ),
+        min_size=1,
+        max_size=3,
+        unique_by=lambda reward: reward.name,
+    ),
+)
+async def test_vetoes_keep_what_is_promised(
+    n: int,
+    alpha: float,
+    schedule: Schedule,
+    capacity: int,
+    end_every: int,
+    rewards: list[WeightedReward],
+) -> None:
+    """Progress, Never empty and the accounts hold, whoever is vetoed; and nobody else is."""
+    generator = ToyGenerator(capacity, end_every=end_every)
+    wanted = request(n, 20, alpha=alpha, schedule=schedule, rewards=tuple(rewards))
+    panel = Panel([LetterScorer(reward.name) for reward in rewards])
+    events = await events_of(wanted, generator, panel)
+    assert isinstance(events[-1], Finished)
+    generation = events[-1].generation
+    assert generator.ledger.owned == 0
+    merits = [(c.vetoed, c.finish is FinishReason.LENGTH, -c.score) for c in generation.candidates]
+    assert merits == sorted(merits)
+    for candidate in generation.candidates:
+        below = zip(candidate.rewards, rewards, strict=True)
+        assert candidate.vetoed == any(v < (r.veto_below or -1) for v, r in below)
+    for trace in generation.rounds:
+        # One vetoed candidate may go on, where nobody else is left.
+        assert trace.num_rejected >= trace.num_vetoed - 1
+        if trace.num_live > 1:
+            assert trace.num_rejected >= trace.num_vetoed
+    finished = sum(trace.num_finished for trace in generation.rounds)
+    assert finished + sum(trace.num_rejected for trace in generation.rounds) == n

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import statistics
 from collections.abc import AsyncIterator, Awaitable
 from itertools import pairwise
 from typing import Any
@@ -23,17 +24,20 @@ from hypothesis import strategies as st
 from generator_service.toy import ToyGenerator
 from orchestrator.admission import Admission
 from orchestrator.cache import Cache
+from orchestrator.composition import Composite
 from orchestrator.service import Orchestrator
 from specrej import wire
 from specrej.contracts import (
     FinishReason,
     Generation,
     GenerationRequest,
+    Normalization,
     Prompt,
     RewardDescription,
     Schedule,
     Scorer,
     Selection,
+    WeightedReward,
 )
 from specrej.errors import InvalidRequest
 from specrej.v1 import common_pb2
@@ -232,6 +236,7 @@ async def test_weighted_rewards_add_up(service: Whole) -> None:
     vowels = {ranked.candidate_id: ranked.score for ranked in plain.candidates}
     for ranked in mixed.candidates:
         toy = vowels[ranked.candidate_id]
+        assert list(ranked.rewards) == [toy, ranked.mean_logprob, toy]
         assert ranked.score == math.fsum((3.0 * toy, 0.25 * ranked.mean_logprob, -toy))
     assert mixed.fingerprints.reward != plain.fingerprints.reward
 
@@ -244,6 +249,161 @@ async def test_likelihood_needs_no_reward_service(service: Whole) -> None:
     assert reply.score == reply.candidates[0].mean_logprob
     assert reply.usage.reward_tokens == 0
     assert (await refusal(service, ask())).code() is Code.UNAVAILABLE
+
+
+# Composition
+
+BATCH = pb.Normalization(batch=pb.BatchNormalization())
+ALL = {"algorithm": pb.ALGORITHM_BEST_OF_N, "return_candidates": 64}
+MIXED = Composite(
+    "mixed",
+    (
+        WeightedReward("toy", 3.0, Normalization("fixed", 0.25, 0.125)),
+        WeightedReward("likelihood", -0.5, Normalization("batch")),
+        WeightedReward("other", 1.0, veto_below=0.0),
+    ),
+)
+
+
+def fixed(mean: float, deviation: float) -> pb.Normalization:
+    return pb.Normalization(fixed=pb.FixedNormalization(mean=mean, deviation=deviation))
+
+
+async def test_a_composite_is_what_it_stands_for() -> None:
+    """Guards against a composite whose weights, normalisations or vetoes are lost on the way."""
+    spelled = [
+        pb.WeightedReward(name="toy", weight=6, normalization=fixed(0.25, 0.125)),
+        pb.WeightedReward(name="likelihood", weight=-1, normalization=BATCH),
+        pb.WeightedReward(name="other", weight=2, veto_below=0.0),
+    ]
+    async with whole(composites=[MIXED]) as service:
+        named = [pb.WeightedReward(name="mixed", weight=2)]
+        one = await answer(service, ask(selection=ALL | {"rewards": named}))
+        other = await answer(service, ask(selection=ALL | {"rewards": spelled}))
+    assert generation(one) == generation(other)
+    assert {len(ranked.rewards) for ranked in one.candidates} == {3}
+
+
+async def test_a_composite_hides_a_reward_of_its_name() -> None:
+    """Guards against a name that means one thing today and another once a reward is added."""
+    composite = Composite("toy", (WeightedReward("other", -1.0),))
+    async with whole(composites=[composite]) as service:
+        reply = await answer(service, ask(selection=ALL | rewards(("toy", 1))))
+        described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
+    assert all(ranked.score == -ranked.rewards[0] for ranked in reply.candidates)
+    assert list(described.rewards) == ["toy", "other", "likelihood"]
+
+
+@pytest.mark.parametrize("name", ["mixed", "other", "likelihood"])
+async def test_the_default_reward(name: str) -> None:
+    """Guards against a setting nobody reads, or that Describe does not tell."""
+    async with whole(composites=[MIXED], default_reward=name) as service:
+        bare = await answer(service, ask(selection=ALL))
+        spelled = await answer(service, ask(selection=ALL | rewards((name, 1))))
+        described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
+    assert generation(bare) == generation(spelled)
+    others = [each for each in ("toy", "other", "mixed", "likelihood") if each != name]
+    assert list(described.rewards) == [name, *others]
+
+
+async def test_describe_tells_composites() -> None:
+    """Guards against names that only the operator knows, and a default that is another's."""
+    async with whole(composites=[MIXED]) as service:
+        described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
+    assert list(described.rewards) == ["toy", "other", "mixed", "likelihood"]
+
+
+async def test_a_changed_composite_is_another_request(redis_url: str) -> None:
+    """Guards against answers from the cache that an old configuration made."""
+    composites = [MIXED, Composite("mixed", MIXED.rewards[:2])]
+    prints, cached = set(), []
+    for composite in (*composites, MIXED):
+        generator = HeldGenerator(end_every=29)  # no other test's, whose entries were shared
+        async with whole(generator, redis_url=redis_url, composites=[composite]) as service:
+            reply = await answer(service, ask(selection=rewards(("mixed", 1))))
+            prints.add(reply.fingerprints.reward)
+            cached.append(reply.cached)
+    assert cached == [False, False, True]
+    assert len(prints) == 2
+
+
+async def test_a_veto_changes_the_winner(service: Whole) -> None:
+    """Guards against a veto that is only told: the best by score must not be the answer."""
+    plain = await answer(service, ask(selection=ALL | rewards(("toy", -1))))
+    lowest = plain.candidates[0].rewards[0]
+    vetoing = pb.WeightedReward(name="toy", weight=-1, veto_below=math.nextafter(lowest, 1))
+    reply = await answer(service, ask(selection=ALL | {"rewards": [vetoing]}))
+    assert reply.candidates[0].candidate_id != plain.candidates[0].candidate_id
+    assert not reply.candidates[0].vetoed
+    assert reply.candidates[-1].vetoed and reply.candidates[-1].rewards[0] == lowest
+    assert reply.fingerprints.reward != plain.fingerprints.reward
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
+async def test_all_vetoed_still_answers(service: Whole, stream: bool) -> None:
+    """Guards against an empty answer, and against one that does not say that it was vetoed."""
+    vetoing = pb.WeightedReward(name="toy", veto_below=2)
+    chosen = {"rewards": [vetoing], "return_candidates": 64}
+    reply = await answer(service, ask(selection=chosen), stream=stream)
+    assert reply.text
+    assert all(ranked.vetoed for ranked in reply.candidates)
+    first = reply.rounds[0]
+    assert first.num_vetoed == first.num_started - first.num_finished > 1
+    assert [done.num_live for done in reply.rounds] == [1] * (len(reply.rounds) - 1) + [0]
+
+
+async def test_batch_normalisation(service: Whole) -> None:
+    """Guards against a normalisation that is dropped, or is of one round, not of all that count."""
+    parts = [pb.WeightedReward(name="toy", weight=2, normalization=BATCH)]
+    chosen = {"alpha": 0, "rewards": parts, "return_candidates": 64}
+    reply = await answer(service, ask(selection=chosen))
+    values = [ranked.rewards[0] for ranked in reply.candidates]
+    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
+    assert len(reply.rounds) > 1 and deviation > 0, "the case did not occur"
+    for ranked in reply.candidates:
+        assert ranked.score == pytest.approx(2 * (ranked.rewards[0] - mean) / deviation)
+
+
+async def test_values_are_in_the_callers_order(cached_service: Whole) -> None:
+    """Guards against an equal request that was asked in another order: its values are not ours."""
+    parts = [("toy", 1.0), ("likelihood", 1.0)]
+    made = await answer(cached_service, ask(selection=rewards(*parts)))
+    turned = await answer(cached_service, ask(selection=rewards(*parts[::-1])))
+    assert turned.cached and not made.cached
+    for reply, index in ((made, 1), (turned, 0)):
+        assert reply.candidates[0].rewards[index] == reply.candidates[0].mean_logprob
+        assert reply.candidates[0].rewards[index - 1] > 0
+
+
+async def test_an_unknown_reward_in_a_composite() -> None:
+    """Guards against a fallback, and a caller who is told of a name that was never asked for."""
+    broken = Composite("broken", (WeightedReward("toy"), WeightedReward("nope")))
+    async with whole(composites=[broken]) as service:
+        error = await refusal(service, ask(selection=rewards(("broken", 1))))
+        assert error.code() is Code.NOT_FOUND
+        told = "no reward nope of composite broken, there are: toy, other, broken, likelihood"
+        assert error.details() == told
+        assert service.generator.num_opened == 0
+
+
+async def test_bad_fields_of_composites() -> None:
+    """Guards against a veto that is dropped in silence, and a reward that counts twice."""
+    many = Composite("many", tuple(WeightedReward(f"r{number}") for number in range(8)))
+    cases: list[tuple[list[pb.WeightedReward], list[str]]] = [
+        ([pb.WeightedReward(name="mixed", normalization=BATCH)], ["[0].normalization"]),
+        (
+            [pb.WeightedReward(name="nope"), pb.WeightedReward(name="mixed", veto_below=0)],
+            ["[1].veto_below"],
+        ),
+        ([pb.WeightedReward(name="mixed"), pb.WeightedReward(name="other")], [""]),
+        ([pb.WeightedReward(name="many"), pb.WeightedReward(name="other")], [""]),
+    ]
+    async with whole(composites=[MIXED, many]) as service:
+        for asked, fields in cases:
+            error = await refusal(service, ask(selection={"rewards": asked}))
+            assert error.code() is Code.INVALID_ARGUMENT
+            assert list(violations_of(error)) == [f"selection.rewards{field}" for field in fields]
+        assert service.generator.num_opened == 0
 
 
 @pytest.mark.parametrize(
@@ -347,6 +507,9 @@ async def test_what_is_the_same_request(cached_service: Whole) -> None:
         ask(selection={"alpha": 0.25}),
         ask(selection={"return_candidates": 2}),
         ask(selection={"rewards": [pb.WeightedReward(name="other")]}),
+        ask(selection={"rewards": [pb.WeightedReward(name="toy", normalization=BATCH)]}),
+        ask(selection={"rewards": [pb.WeightedReward(name="toy", normalization=fixed(0, 1))]}),
+        ask(selection={"rewards": [pb.WeightedReward(name="toy", veto_below=0)]}),
         ask(selection={"schedule": pb.Schedule(memory=pb.MemorySchedule())}),
         ask(prompt=common_pb2.Prompt(text="four words of prompt ")),
     ],
@@ -551,6 +714,15 @@ def rewards(*parts: tuple[str, float]) -> dict[str, Any]:
     return {"rewards": [pb.WeightedReward(name=name, weight=weight) for name, weight in parts]}
 
 
+def normalised(
+    normalization: pb.Normalization, veto_below: float | None = None, weight: float = 1
+) -> dict[str, Any]:
+    reward = pb.WeightedReward(
+        name="toy", weight=weight, normalization=normalization, veto_below=veto_below
+    )
+    return {"rewards": [reward]}
+
+
 def turns(*messages: tuple[str, str]) -> common_pb2.Prompt:
     return common_pb2.Prompt(
         messages=[common_pb2.Message(role=role, content=content) for role, content in messages]
@@ -602,6 +774,24 @@ BAD: list[tuple[pb.GenerateRequest, list[str]]] = [
     *(
         (ask(selection=rewards(("other", 1), ("toy", w))), ["selection.rewards[1].weight"])
         for w in (0, NAN, INF, -INF)
+    ),
+    *(
+        (
+            ask(selection=normalised(fixed(mean, 1))),
+            ["selection.rewards[0].normalization.fixed.mean"],
+        )
+        for mean in (1.1e12, -1.1e12, NAN, INF, -INF)
+    ),
+    *(
+        (
+            ask(selection=normalised(fixed(0, deviation))),
+            ["selection.rewards[0].normalization.fixed.deviation"],
+        )
+        for deviation in (0, -1, 1e-13, 1.1e12, NAN, INF)
+    ),
+    *(
+        (ask(selection=normalised(BATCH, veto)), ["selection.rewards[0].veto_below"])
+        for veto in (1.1e12, -1.1e12, NAN, INF, -INF)
     ),
     (ask(selection={"algorithm": 99}), ["selection.algorithm"]),
     (ask(cache_control=-1), ["cache_control"]),
@@ -660,6 +850,9 @@ async def test_all_bad_fields_at_once(service: Whole) -> None:
         ask(selection=tokens(*range(1, 1025))),
         ask(selection=geometric(first=INT32_MAX, factor=16)),
         ask(selection=rewards(("toy", 1e-300), ("other", -1e6), ("likelihood", 3))),
+        ask(selection=normalised(fixed(-1e12, 1e-12), -1e12, weight=-1e6)),
+        ask(selection=normalised(fixed(1e12, 1e12), 1e12)),
+        ask(selection=normalised(pb.Normalization(), 0)),
     ],
 )
 async def test_values_at_their_limits(service: Whole, message: pb.GenerateRequest) -> None:
@@ -807,6 +1000,13 @@ _SELECTIONS: dict[str, st.SearchStrategy[Any]] = {
             pb.WeightedReward,
             name=st.sampled_from(["toy", "other", "likelihood", "likelihood", "", "nope"]),
             weight=_NUMBER,
+            normalization=st.none()
+            | st.just(BATCH)
+            | st.builds(
+                pb.Normalization,
+                fixed=st.builds(pb.FixedNormalization, mean=_NUMBER, deviation=_NUMBER),
+            ),
+            veto_below=st.none() | _NUMBER,
         ),
         max_size=3,
     ),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
 from generator_service import __main__ as generator
 from orchestrator import __main__ as orchestrator
+from orchestrator.composition import Composite
 from orchestrator.settings import OrchestratorSettings
 from reward_service import __main__ as reward
-from specrej.contracts import Schedule
+from specrej.contracts import Normalization, Schedule, WeightedReward
 from specrej.settings import load
 
 MAINS: dict[str, Callable[[], None]] = {
@@ -21,6 +23,13 @@ MAINS: dict[str, Callable[[], None]] = {
     "orchestrator": orchestrator.main,
     "reward": reward.main,
 }
+
+
+def composites(rewards: Sequence[object] = ({"name": "a"},), name: str = "balanced") -> str:
+    """The setting with one composite."""
+    return json.dumps([{"name": name, "rewards": rewards}])
+
+
 TOO_LOW = "greater than or equal to"
 TOO_HIGH = "less than or equal to"
 # Service, setting, bad values, what is accepted.
@@ -55,6 +64,43 @@ BAD: list[tuple[str, str, tuple[str, ...], str]] = [
     ("orchestrator", "default_schedule", ('{"kind": "tokens", "tokens": [8, 8]}',), "ascending"),
     ("orchestrator", "default_schedule", ('{"kind": "tokens"}',), "1 .. 1024"),
     ("orchestrator", "default_schedule", ('{"frist": 8}',), "Unexpected"),
+    ("orchestrator", "composites", ("balanced",), "composites"),
+    ("orchestrator", "composites", (composites([]), composites([{"name": ""}])), "balanced"),
+    ("orchestrator", "composites", (composites(name="Balanced"),), "'Balanced'.name must match"),
+    ("orchestrator", "composites", (composites(name="likelihood"),), "not be likelihood"),
+    ("orchestrator", "composites", (composites([{"name": "a"}, {"name": "a"}]),), "name once"),
+    (
+        "orchestrator",
+        "composites",
+        (composites([{"name": "a"}, {"name": "b", "weight": 0}]),),
+        "'balanced'.rewards[1].weight must be -1e+06 .. 1e+06 and not 0",
+    ),
+    (
+        "orchestrator",
+        "composites",
+        (composites([{"name": "a", "veto_below": 1e13}]),),
+        "'balanced'.rewards[0].veto_below must be -1e+12 .. 1e+12",
+    ),
+    (
+        "orchestrator",
+        "composites",
+        (composites([{"name": "a", "normalization": {"kind": "fixed", "deviation": 0}}]),),
+        "'balanced'.rewards[0].normalization.fixed.deviation must be 1e-12 .. 1e+12",
+    ),
+    (
+        "orchestrator",
+        "composites",
+        (composites([{"name": "a", "normalization": {"kind": "bath"}}]),),
+        "'balanced'.rewards[0].normalization.kind must be one of none, fixed, batch",
+    ),
+    (
+        "orchestrator",
+        "composites",
+        (composites([{"name": "a", "normalization": {"mean": 3}}]),),
+        "only if its kind is fixed",
+    ),
+    ("orchestrator", "composites", (composites([{"name": "balanced"}]),), "is a composite"),
+    ("orchestrator", "composites", (composites([{"name": "a", "wait": 2}]),), "Unexpected"),
     ("generator", "device", ("tpu", "cuda:x"), "auto|cpu|cuda"),
     ("generator", "threads", ("-1",), f"{TOO_LOW} 0"),
     ("generator", "threads", ("1025",), f"{TOO_HIGH} 1024"),
@@ -73,7 +119,7 @@ BAD: list[tuple[str, str, tuple[str, ...], str]] = [
     ("reward", "threads", ("-1",), f"{TOO_LOW} 0"),
     ("reward", "max_batch", ("0",), f"{TOO_LOW} 1"),
     ("reward", "token_budget", ("511",), f"{TOO_LOW} 512"),
-    ("reward", "queue_limit", ("-1",), f"{TOO_LOW} 0"),
+    ("reward", "queue_limit", ("0", "-1"), f"{TOO_LOW} 1"),
     ("reward", "queue_limit", ("65537",), f"{TOO_HIGH} 65536"),
     ("reward", "lease_s", ("nan",), "finite"),
     ("reward", "deadline_s", ("0",), "greater than 0"),
@@ -148,6 +194,48 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 def test_schedules_of_every_kind(text: str, schedule: Schedule) -> None:
     """Guards against a check that refuses what the manual promises."""
     assert load(OrchestratorSettings, ["--default-schedule", text]).default_schedule == schedule
+
+
+MANUAL = """
+[{"name": "balanced", "rewards": [
+  {"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
+  {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}
+]}]"""
+
+
+@pytest.mark.parametrize("source", ["environment", "flag"])
+def test_composites(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Guards against the manual's own example being refused, or read as something else."""
+    monkeypatch.setenv(
+        "SPECREJ_ORCHESTRATOR_COMPOSITES", MANUAL if source == "environment" else "[]"
+    )
+    flags = ["--composites", MANUAL] if source == "flag" else []
+    helpful = WeightedReward("helpful", 1.0, Normalization("fixed", 0.2, 1.1))
+    harmless = WeightedReward("harmless", 0.5, Normalization("batch"), -1.0)
+    expected = (Composite("balanced", (helpful, harmless)),)
+    assert load(OrchestratorSettings, flags).composites == expected
+    example = " ".join(MANUAL.split())
+    assert example in " ".join((OrchestratorSettings.__doc__ or "").split())
+
+
+def test_composites_that_share_rewards() -> None:
+    """Guards against names that must be unique in one composite being so in all."""
+    both = [json.loads(composites(name=name))[0] for name in ("one", "two")]
+    loaded = load(OrchestratorSettings, ["--composites", json.dumps(both)]).composites
+    assert [composite.name for composite in loaded] == ["one", "two"]
+    assert loaded[0].rewards == loaded[1].rewards == (WeightedReward("a"),)
+
+
+def test_composites_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against one that silently wins; a composite in a composite is one too many, too."""
+    both = [json.loads(composites(name="one"))[0]] * 2
+    nested = json.loads(composites(rewards=[{"name": "one"}], name="two"))
+    with pytest.raises(SystemExit):
+        load(OrchestratorSettings, ["--composites", json.dumps(both + nested)])
+    told = capsys.readouterr().err
+    assert "bad setting composites" in told
+    assert "'one'.name must be there once" in told
+    assert "'two'.rewards[0].name must be a reward, one is a composite" in told
 
 
 @pytest.mark.parametrize("url", ["", "redis://h:6379/0", "rediss://:secret@h", "unix:///run/r"])

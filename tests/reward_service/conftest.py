@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 import pytest
@@ -23,6 +23,12 @@ from specrej.settings import ServiceSettings
 class Serve(Protocol):
     """Starts a service with these rewards (none: still loading) and connects to it."""
 
+    async def __call__(self, *rewards: Reward, **options: Any) -> grpc.aio.Channel: ...
+
+
+class Start(Protocol):
+    """As `Serve`, but returns the address."""
+
     async def __call__(
         self,
         *rewards: Reward,
@@ -30,11 +36,11 @@ class Serve(Protocol):
         lease_s: float = 30,
         queue_limit: int = 4,
         deadline_s: float | None = None,
-    ) -> grpc.aio.Channel: ...
+    ) -> str: ...
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
+async def start() -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def start(
@@ -43,7 +49,7 @@ async def serve() -> AsyncIterator[Serve]:
             lease_s: float = 30,
             queue_limit: int = 4,
             deadline_s: float | None = None,
-        ) -> grpc.aio.Channel:
+        ) -> str:
             workers = [await Worker.start(partial(_same, r), queue_limit) for r in rewards]
             for worker in workers:
                 stack.callback(worker.close)
@@ -53,10 +59,20 @@ async def serve() -> AsyncIterator[Serve]:
             await server.start()
             stack.push_async_callback(server.stop, 0)
             await server.set_serving(bool(rewards))
-            channel = open_channel(f"127.0.0.1:{server.port}", retries=False)
-            return await stack.enter_async_context(channel)
+            return f"127.0.0.1:{server.port}"
 
         yield start
+
+
+@pytest.fixture
+async def serve(start: Start) -> AsyncIterator[Serve]:
+    async with AsyncExitStack() as stack:
+
+        async def serve(*rewards: Reward, **options: Any) -> grpc.aio.Channel:
+            channel = open_channel(await start(*rewards, **options), retries=False)
+            return await stack.enter_async_context(channel)
+
+        yield serve
 
 
 @pytest.fixture(scope="session")

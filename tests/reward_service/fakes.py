@@ -4,43 +4,98 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from specrej.contracts import Prompt, Scores
+from reward_service.reward import WholeBatchReward
+from specrej.contracts import Candidate, Prompt, Scores
 
 
-class FixedReward:
+class FixedReward(WholeBatchReward):
     """Returns `values` whatever it is asked, after the warm-up."""
 
-    fingerprint = "f"
-    description = "Fixed values."
-
     def __init__(self, values: Sequence[float], name: str = "fixed") -> None:
-        self.name = name
+        super().__init__(name, "f", "Fixed values.")
         self._values: Sequence[float] = (0.0,)
         self._next = values
 
-    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         values, self._values = self._values, self._next
         return Scores(tuple(values))
 
 
-class GatedReward:
+class GatedReward(WholeBatchReward):
     """Blocks its thread until `gate` is set, after the warm-up; remembers what it was asked."""
 
-    fingerprint = "f"
-    description = "Waits."
-
     def __init__(self, name: str = "gated") -> None:
-        self.name = name
+        super().__init__(name, "f", "Waits.")
         self.gate = threading.Event()
         self.entered = threading.Event()
         self.seen: list[str] = []
         self._warm = False
 
-    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         if self._warm:
-            self.seen.extend(texts)
+            self.seen.extend(candidate.text for candidate in candidates)
             self.entered.set()
             assert self.gate.wait(30)
         self._warm = True
-        return Scores(tuple(0.0 for _ in texts))
+        return Scores(tuple(0.0 for _ in candidates))
+
+
+@dataclass(eq=False)
+class PieceTask:
+    """One piece of one token for each letter of each text."""
+
+    letters: list[str]
+    num_texts: int
+    computed: list[str] = field(default_factory=list)
+
+    @property
+    def next_tokens(self) -> int:
+        return 1 if self.letters else 0
+
+    def take(self) -> tuple[PieceTask, str]:
+        return self, self.letters.pop(0)
+
+    def scores(self) -> Scores:
+        return Scores((float(len(self.computed)),) * self.num_texts, len(self.computed))
+
+
+class PiecewiseReward:
+    """Computes letters, `token_budget` of them per pass; a pass with a "!" in it fails.
+
+    Remembers its passes; `gate` is waited for before each pass after the warm-up.
+    """
+
+    name = "piecewise"
+    fingerprint = "f"
+    description = "Letter by letter."
+
+    def __init__(self, token_budget: int = 4) -> None:
+        self.token_budget = token_budget
+        self.passes: list[str] = []
+        self.gate = threading.Semaphore(1)  # for the warm-up
+        self.entered = threading.Semaphore(0)
+        self.num_closed = 0
+
+    def open(self, prompt: Prompt) -> PiecewiseReward:
+        return self
+
+    def begin(self, candidates: Sequence[Candidate]) -> PieceTask:
+        texts = [candidate.text for candidate in candidates]
+        if texts == ["Hello."]:
+            return PieceTask(["H"], 1)
+        return PieceTask(list("".join(texts)), len(texts))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+    def compute(self, pieces: Sequence[tuple[PieceTask, str]]) -> None:
+        letters = "".join(letter for _, letter in pieces)
+        self.entered.release()
+        assert self.gate.acquire(timeout=30)
+        self.passes.append(letters)
+        if "!" in letters:
+            raise ValueError("a bad letter")
+        for task, letter in pieces:
+            task.computed.append(letter)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_service.batching import distinct, in_micro_batches, pad, plan
+from reward_service.batching import distinct, pad, plan, take_fairly
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=80)
 BUDGETS = st.integers(1, 4096)
@@ -51,17 +50,48 @@ def test_distinct_texts_can_be_put_back(texts: list[str]) -> None:
     assert [unique[index] for index in where] == texts
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=40), max_size=40), BUDGETS)
-def test_results_come_back_in_order(sequences: list[list[int]], budget: int) -> None:
-    """Guards against scores in the plan's order, longest first."""
-    results = in_micro_batches(sequences, budget, lambda rows: [tuple(row) for row in rows])
-    assert results == [tuple(sequence) for sequence in sequences]
+class Pieces:
+    """A task with pieces of these sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.taken = 0
+
+    @property
+    def next_tokens(self) -> int:
+        return self.sizes[self.taken] if self.taken < len(self.sizes) else 0
+
+    def take(self) -> tuple[Pieces, int]:
+        self.taken += 1
+        return self, self.taken - 1
 
 
-def test_too_few_results_of_a_micro_batch_are_noticed() -> None:
-    """Guards against a silent shift of all later scores."""
-    with pytest.raises(ValueError, match="zip"):
-        in_micro_batches([[1], [2]], 8, lambda rows: [0] * (len(rows) - 1))
+TASKS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=6)
+
+
+@given(TASKS, st.integers(1, 200))
+def test_passes_take_every_piece_once_in_order_within_budget(
+    sizes: list[list[int]], budget: int
+) -> None:
+    """Guards against a piece computed before what it is built on, twice, or never."""
+    tasks = [Pieces(each) for each in sizes]
+    order: dict[Pieces, list[int]] = {task: [] for task in tasks}
+    while pieces := take_fairly(tasks, budget):
+        assert len(pieces) == 1 or sum(task.sizes[i] for task, i in pieces) <= budget
+        for task, index in pieces:
+            order[task].append(index)
+    assert all(order[task] == list(range(len(task.sizes))) for task in tasks)
+
+
+@given(TASKS, st.integers(1, 200))
+def test_a_pass_is_shared_evenly(sizes: list[list[int]], budget: int) -> None:
+    """Guards a small batch against a large one: neither gets a piece more than the other."""
+    tasks = [Pieces(each) for each in sizes]
+    pieces = take_fairly(tasks, budget)
+    given_ = [sum(task.sizes[i] for owner, i in pieces if owner is task) for task in tasks]
+    waiting = [got for got, task in zip(given_, tasks, strict=True) if task.next_tokens]
+    if waiting:
+        assert max(given_) - min(waiting) <= 40
 
 
 def test_rows_are_padded_on_the_right() -> None:

@@ -1,119 +1,40 @@
-"""Bradley-Terry classifiers on tiny random weights, against plain transformers one at a time."""
+"""Sequence classifiers on tiny random weights, against plain transformers one at a time."""
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
-    GemmaConfig,
-    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
 )
 
-from reward_service.classifier import ClassifierReward
+from reward_service.classifier import Transform, load_classifier
+from reward_service.conversation import Format
+from reward_service.reward import score
 from specrej.contracts import Message, Prompt
 from specrej.errors import InvalidRequest
-
-CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "gemma": GemmaConfig,
-}
-BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    "<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
+from tests.reward_service.tiny import (
+    BOS,
+    CONFIGS,
+    CONTEXT,
+    EOS,
+    PAD,
+    PROMPT,
+    TEXTS,
+    make_config,
+    make_tokenizer,
+    options,
+    references,
+    rendered,
+    save,
 )
-PROMPT = Prompt.from_user("How do I bake bread?")
-TEXTS = [
-    "Mix flour and water.",
-    "",
-    "no",
-    "Mix flour and yeast, then wait.",
-    "x" * 150,
-    "né 面包 🍞",
-]
-CONTEXT = 256
-
-
-def make_tokenizer(pad: str | None) -> Any:
-    """Bytes as tokens; like Llama's, it puts BOS before whatever it encodes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
-    )
-    wrapped: Any = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=pad
-    )
-    wrapped.chat_template = TEMPLATE
-    return wrapped
-
-
-def make_config(family: str, pad_id: int | None, **changes: Any) -> Any:
-    options: dict[str, Any] = {
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        # Wide enough that scores of different texts differ by much more than the tolerance.
-        "initializer_range": 0.3,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": pad_id,
-        "num_labels": 1,
-    }
-    if family == "gemma":
-        options["head_dim"] = 8
-    return CONFIGS[family](**(options | changes))
-
-
-def save(directory: Path, config: Any, tokenizer: Any) -> Path:
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-def references(directory: Path, texts: list[str]) -> list[float]:
-    """Logits by transformers' own classifier, one text at a time, nothing padded."""
-    tokenizer, model = _plain(directory)
-    logits = []
-    for text in texts:
-        turns = [*PROMPT.messages, Message("assistant", text)]
-        conversation = [{"role": turn.role, "content": turn.content} for turn in turns]
-        rendered = tokenizer.apply_chat_template(conversation, tokenize=False)
-        ids = tokenizer.encode(rendered, add_special_tokens=False, return_tensors="pt")
-        with torch.inference_mode():
-            logits.append(model(input_ids=ids).logits[0, 0].item())
-    return logits
-
-
-@cache
-def _plain(directory: Path) -> tuple[Any, Any]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    model: Any = AutoModelForSequenceClassification.from_pretrained(directory).eval()
-    model.config.pad_token_id = None  # the head then takes the last token there is
-    return tokenizer, model
 
 
 @pytest.fixture(autouse=True)
@@ -141,81 +62,81 @@ def test_scores_are_plain_transformers_scores_whatever_the_batch(
     expected = references(directory, TEXTS)
     assert max(expected) - min(expected) > 0.1
     for token_budget in (1, 400, 100_000):
-        reward = ClassifierReward(directory, name="bt", token_budget=token_budget)
-        assert reward.score(PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+        reward = load_classifier(options(directory, token_budget=token_budget))
+        assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
 
 
 def test_what_shares_a_batch_never_changes_a_score(llama: Path) -> None:
-    reward = ClassifierReward(llama, name="bt")
+    reward = load_classifier(options(llama))
     texts = ["a" * length for length in range(0, 60, 3)]
-    alone = [reward.score(PROMPT, [text]).values[0] for text in texts]
-    assert reward.score(PROMPT, texts).values == pytest.approx(alone, abs=1e-4)
-    backwards = reward.score(PROMPT, texts[::-1]).values
+    alone = [score(reward, PROMPT, [text]).values[0] for text in texts]
+    assert score(reward, PROMPT, texts).values == pytest.approx(alone, abs=1e-4)
+    backwards = score(reward, PROMPT, texts[::-1]).values
     assert backwards[::-1] == pytest.approx(alone, abs=1e-4)
 
 
 def test_tokens_are_the_templates_with_one_bos_and_no_padding(llama: Path) -> None:
     """Guards against a second BOS, and against counting padding or equal texts twice."""
-    reward = ClassifierReward(llama, name="bt")
+    reward = load_classifier(options(llama))
     prompt = Prompt(text="hi")
     rendered = 1 + len("<user>hi") + 1 + len("<assistant>") + 1
-    assert reward.score(prompt, [""]).computed_tokens == rendered
+    assert score(reward, prompt, [""]).computed_tokens == rendered
     # The prompt is computed once, and so is what comes twice.
-    assert reward.score(prompt, ["abc", "", "abc"]).computed_tokens == rendered + 3 + 1
+    assert score(reward, prompt, ["abc", "", "abc"]).computed_tokens == rendered + 3 + 1
 
 
 def test_raw_text_is_one_user_message(llama: Path) -> None:
-    reward = ClassifierReward(llama, name="bt")
+    reward = load_classifier(options(llama))
     text = PROMPT.messages[0].content
-    assert reward.score(Prompt(text=text), TEXTS) == reward.score(PROMPT, TEXTS)
+    assert score(reward, Prompt(text=text), TEXTS) == score(reward, PROMPT, TEXTS)
 
 
 def test_earlier_turns_count(llama: Path) -> None:
     """Guards against a prompt cut down to its last message."""
-    reward = ClassifierReward(llama, name="bt")
+    reward = load_classifier(options(llama))
     earlier = (Message("user", "Hi"), Message("assistant", "Hello"))
     longer = Prompt(messages=(*earlier, *PROMPT.messages))
-    assert reward.score(longer, ["no"]).values != reward.score(PROMPT, ["no"]).values
+    assert score(reward, longer, ["no"]).values != score(reward, PROMPT, ["no"]).values
 
 
 def test_where_prompt_and_response_are_too_long_the_last_tokens_count(llama: Path) -> None:
     """Guards against positions past the model's last, and against cutting what differs."""
-    reward = ClassifierReward(llama, name="bt")
-    assert reward.max_tokens == CONTEXT
-    scores = reward.score(PROMPT, ["a" * 1000, "a" * 1000 + "b"])
+    reward = load_classifier(options(llama))
+    assert reward.conversation.max_tokens == CONTEXT
+    scores = score(reward, PROMPT, ["a" * 1000, "a" * 1000 + "b"])
     assert scores.computed_tokens == 2 * CONTEXT
     assert scores.values[0] != scores.values[1]
 
 
 def test_a_prompt_over_the_models_limit_is_refused(llama: Path) -> None:
     """Guards against scores of responses to a prompt that the model never saw."""
-    reward = ClassifierReward(llama, name="bt")
+    reward = load_classifier(options(llama))
     with pytest.raises(InvalidRequest) as failure:
-        reward.score(Prompt.from_user("a" * 1000), ["x"])
+        score(reward, Prompt.from_user("a" * 1000), ["x"])
     assert [violation.field for violation in failure.value.violations] == ["prompt"]
 
 
 def test_a_conversation_the_template_refuses_is_the_callers_mistake(llama: Path) -> None:
     """Guards against INTERNAL where a model knows no system turn."""
-    reward = ClassifierReward(llama, name="bt")
+    reward = load_classifier(options(llama))
     prompt = Prompt(messages=(Message("system", "Be brief."), *PROMPT.messages))
     with pytest.raises(InvalidRequest, match="no system turns") as failure:
-        reward.score(prompt, ["x"])
+        score(reward, prompt, ["x"])
     assert [violation.field for violation in failure.value.violations] == ["prompt.messages"]
 
 
 def test_more_than_one_label_is_refused(tmp_path: Path) -> None:
     save(tmp_path, make_config("llama", None, num_labels=2), make_tokenizer(None))
-    with pytest.raises(ValueError, match="must have one label, has 2"):
-        ClassifierReward(tmp_path, name="bt")
+    with pytest.raises(ValueError, match="has 2 labels, label_weights has 1"):
+        load_classifier(options(tmp_path))
 
 
 def test_a_language_model_without_a_reward_head_is_refused(tmp_path: Path) -> None:
     """Guards against random scores: transformers makes up a missing head and only warns."""
     LlamaForCausalLM(make_config("llama", None)).save_pretrained(tmp_path)
     make_tokenizer(None).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"not a trained classifier, lacks score\.weight"):
-        ClassifierReward(tmp_path, name="bt")
+    with pytest.raises(ValueError, match=r"not a trained .* lacks score\.weight"):
+        load_classifier(options(tmp_path))
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
@@ -224,7 +145,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer.chat_template = None
     save(tmp_path, make_config("llama", None), tokenizer)
     with pytest.raises(ValueError, match="no chat template"):
-        ClassifierReward(tmp_path, name="bt")
+        load_classifier(options(tmp_path))
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
@@ -233,5 +154,121 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
         vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_labels=1
     )
     save(tmp_path, config, make_tokenizer(PAD))
-    with pytest.raises(ValueError, match="must be decoder-only"):
-        ClassifierReward(tmp_path, name="bt")
+    with pytest.raises(ValueError, match=r"not a trained .* lacks score\.weight"):
+        load_classifier(options(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [Transform("sigmoid"), Transform("sigmoid", 4.0, -2.0), Transform(scale=0.5, offset=3)],
+)
+def test_a_declared_transform_is_what_is_done_to_the_logit(
+    llama: Path, transform: Transform
+) -> None:
+    """Guards regression heads, whose cards say what their logits mean."""
+    logits = torch.tensor(references(llama, TEXTS))
+    function = torch.sigmoid if transform.kind == "sigmoid" else torch.clone
+    expected = (transform.scale * function(logits) + transform.offset).tolist()
+    reward = load_classifier(options(llama), transform=transform)
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+    assert reward.fingerprint != load_classifier(options(llama)).fingerprint
+
+
+def test_a_sigmoid_of_any_logit_is_a_number() -> None:
+    assert Transform("sigmoid")(1e30) == 1
+    assert Transform("sigmoid")(-1e30) == 0
+
+
+def test_several_labels_are_summed_as_declared(tmp_path: Path) -> None:
+    """Guards multi-attribute regression models (HelpSteer's): one number out of several."""
+    save(tmp_path, make_config("llama", None, num_labels=3), make_tokenizer(None))
+    weights = (0.5, -1.0, 2.0)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    model.config.pad_token_id = None
+    expected = []
+    for text in TEXTS:
+        ids = tokenizer.encode(rendered(tokenizer, PROMPT, text), add_special_tokens=False)
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+        expected.append(float(logits @ torch.tensor(weights)))
+    reward = load_classifier(options(tmp_path), label_weights=weights)
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+
+
+def by_the_card(directory: Path, strip: Any) -> list[float]:
+    """As the cards of Skywork-Reward, FsfairX and RM-Mistral score: the template's BOS is taken
+    away, and the tokeniser writes one of its own."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    model.config.pad_token_id = None
+    scores = []
+    for text in TEXTS:
+        ids = tokenizer(strip(rendered(tokenizer, PROMPT, text)), return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            scores.append(model(input_ids=ids).logits[0, 0].item())
+    return scores
+
+
+@pytest.mark.parametrize(
+    "strip",
+    [lambda text: text.removeprefix(BOS), lambda text: text.replace(BOS, "")],
+    ids=["Skywork-Reward", "FsfairX, RM-Mistral"],
+)
+@pytest.mark.parametrize("writes_bos", [True, False])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma"])
+def test_special_tokens_by_the_tokenizer_are_the_cards(
+    tmp_path: Path, family: str, writes_bos: bool, strip: Any
+) -> None:
+    """Guards against two BOS tokens, and none: both shift every score, and nothing else tells."""
+    tokenizer = make_tokenizer(None)
+    if not writes_bos:
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("{{ bos_token }}")
+    save(tmp_path, make_config(family, None), tokenizer)
+    reward = load_classifier(options(tmp_path, format=Format(special_tokens="tokenizer")))
+    expected = by_the_card(tmp_path, strip)
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+    by_template = load_classifier(options(tmp_path))
+    same = by_template.conversation.encode([BOS + "a"]) == reward.conversation.encode([BOS + "a"])
+    assert same
+    if not writes_bos:
+        assert score(by_template, PROMPT, TEXTS).values != pytest.approx(expected, abs=1e-3)
+
+
+def test_a_plain_format_takes_the_templates_place(llama: Path, tmp_path: Path) -> None:
+    """Guards models without a chat template, and braces in what users write."""
+    tokenizer = make_tokenizer(None)
+    tokenizer.chat_template = None
+    save(tmp_path, make_config("llama", None), tokenizer)
+    plain = Format(plain="Q: {prompt} A: {response}.")
+    reward = load_classifier(options(tmp_path, format=plain))
+    assert reward.conversation.render(Prompt(text="{response}?"), ["{prompt}!"]) == [
+        "Q: {response}? A: {prompt}!."
+    ]
+    same = load_classifier(options(llama, format=plain))
+    assert score(reward, PROMPT, TEXTS) == score(same, PROMPT, TEXTS)
+
+
+def test_an_adapters_weights_are_added(llama: Path, tmp_path: Path) -> None:
+    """Guards against an adapter that is loaded and left out, or scaled wrongly."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base: Any = AutoModelForSequenceClassification.from_pretrained(llama)
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(base.model, config).save_pretrained(str(tmp_path))
+    reward = load_classifier(options(llama), adapter=tmp_path)
+    plain: Any = AutoModelForSequenceClassification.from_pretrained(llama).eval()
+    adapted = PeftModel.from_pretrained(plain.model, str(tmp_path)).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(llama)
+    weight = load_file(llama / "model.safetensors")["score.weight"]
+    expected = []
+    for text in TEXTS:
+        ids = tokenizer.encode(rendered(tokenizer, PROMPT, text), add_special_tokens=False)
+        with torch.inference_mode():
+            states = adapted(input_ids=torch.tensor([ids])).last_hidden_state
+        expected.append(float(states[0, -1] @ weight[0]))
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+    assert expected != pytest.approx(references(llama, TEXTS), abs=1e-2)
+    with pytest.raises(ValueError, match="holds no adapter"):
+        load_classifier(options(llama), adapter=llama)

@@ -7,10 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
-from reward_service import __main__ as service
-from reward_service.settings import RewardSettings, RewardSpec
+from reward_service.catalog import load_reward
+from reward_service.settings import RelevanceSpec, RewardSettings, ToySpec
 
 TOY = '[{"name": "toy", "kind": "toy"}]'
 
@@ -47,10 +45,9 @@ async def test_a_missing_model_directory_ends_it_with_one_clear_line(tmp_path: P
 def test_specs_become_the_rewards_they_name(minilm: Path) -> None:
     """Guards the wiring: names, directories and settings reach the model."""
     settings = RewardSettings(threads=1)
-    toy = service.load_reward(RewardSpec(name="t", kind="toy"), settings)
+    toy = load_reward(ToySpec(name="t", kind="toy"), settings)
     assert (toy.name, "toy" in toy.description) == ("t", True)
-    spec = RewardSpec(name="close", kind="relevance", directory=minilm)
-    relevance = service.load_reward(spec, settings)
+    spec = RelevanceSpec(name="close", kind="relevance", directory=minilm)
+    relevance = load_reward(spec, settings)
     assert (relevance.name, "MiniLM" in relevance.description) == ("close", True)
-    with pytest.raises(ValueError, match="no chat template"):
-        service.load_reward(RewardSpec(name="x", kind="classifier", directory=minilm), settings)
+    assert relevance.token_budget == settings.token_budget

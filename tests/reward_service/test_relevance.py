@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from reward_service.relevance import RelevanceReward
+from reward_service.reward import score
 from specrej.contracts import Message, Prompt
 
 PROMPT = Prompt.from_user("How do I bake bread at home?")
@@ -52,7 +53,7 @@ def test_scores_are_plain_transformers_scores(
     reward: RelevanceReward, reference: list[float]
 ) -> None:
     """Guards pooling and truncation; padding tokens in the mean would shift every score."""
-    assert reward.score(PROMPT, TEXTS).values == pytest.approx(reference, abs=1e-4)
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(reference, abs=1e-4)
 
 
 @pytest.mark.parametrize("token_budget", [1, 300, 100_000])
@@ -60,7 +61,7 @@ def test_batch_size_never_changes_a_score(
     minilm: Path, reference: list[float], token_budget: int
 ) -> None:
     reward = RelevanceReward(minilm, threads=1, token_budget=token_budget)
-    assert reward.score(PROMPT, TEXTS).values == pytest.approx(reference, abs=1e-4)
+    assert score(reward, PROMPT, TEXTS).values == pytest.approx(reference, abs=1e-4)
 
 
 def test_what_shares_a_batch_never_changes_a_score(reward: RelevanceReward) -> None:
@@ -68,15 +69,15 @@ def test_what_shares_a_batch_never_changes_a_score(reward: RelevanceReward) -> N
     rng = random.Random(0)
     words = TEXTS[0].split()
     texts = [" ".join(rng.choices(words, k=rng.randint(0, 60))) for _ in range(20)]
-    alone = [reward.score(PROMPT, [text]).values[0] for text in texts]
-    assert reward.score(PROMPT, texts).values == pytest.approx(alone, abs=1e-4)
+    alone = [score(reward, PROMPT, [text]).values[0] for text in texts]
+    assert score(reward, PROMPT, texts).values == pytest.approx(alone, abs=1e-4)
     rng.shuffle(texts)
-    assert sorted(reward.score(PROMPT, texts).values) == pytest.approx(sorted(alone), abs=1e-4)
+    assert sorted(score(reward, PROMPT, texts).values) == pytest.approx(sorted(alone), abs=1e-4)
 
 
 def test_scores_mean_relevance(reward: RelevanceReward) -> None:
     """Guards against scores in a wrong order, or of the wrong texts."""
-    bread, _, empty, market, *_ = reward.score(PROMPT, TEXTS).values
+    bread, _, empty, market, *_ = score(reward, PROMPT, TEXTS).values
     assert bread > 0.6
     assert market < 0.3
     assert math.isfinite(empty)
@@ -93,9 +94,9 @@ def test_the_last_user_message_is_the_question(reward: RelevanceReward) -> None:
             Message("user", PROMPT.messages[0].content),
         )
     )
-    expected = reward.score(PROMPT, TEXTS)
-    assert reward.score(conversation, TEXTS) == expected
-    assert reward.score(Prompt(text=PROMPT.messages[0].content), TEXTS) == expected
+    expected = score(reward, PROMPT, TEXTS)
+    assert score(reward, conversation, TEXTS) == expected
+    assert score(reward, Prompt(text=PROMPT.messages[0].content), TEXTS) == expected
 
 
 def test_tokens_are_counted_once_per_different_text_without_padding(
@@ -103,10 +104,10 @@ def test_tokens_are_counted_once_per_different_text_without_padding(
 ) -> None:
     """Guards honest accounting: [CLS] bread [SEP] is 3 tokens, however long its neighbours."""
     prompt = Prompt(text="bread")
-    assert reward.score(prompt, ["oven"]).computed_tokens == 6
-    assert reward.score(prompt, ["oven", "oven", "bread"]).computed_tokens == 6
-    assert reward.score(prompt, ["oven", "oven and dough"]).computed_tokens == 11
-    assert reward.score(prompt, ["oven " * 1000]).computed_tokens == 3 + 256
+    assert score(reward, prompt, ["oven"]).computed_tokens == 6
+    assert score(reward, prompt, ["oven", "oven", "bread"]).computed_tokens == 6
+    assert score(reward, prompt, ["oven", "oven and dough"]).computed_tokens == 11
+    assert score(reward, prompt, ["oven " * 1000]).computed_tokens == 3 + 256
 
 
 def test_the_fingerprint_tells_settings_apart(minilm: Path, reward: RelevanceReward) -> None:

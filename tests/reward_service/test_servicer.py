@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,9 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from reward_service.reward import WholeBatchReward
 from reward_service.servicer import MAX_RESPONSE_CHARACTERS
 from reward_service.toy import ToyReward
-from specrej.contracts import Prompt
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.errors import (
     InvalidRequest,
     NotFound,
@@ -266,7 +268,7 @@ async def test_an_invalid_reward_says_so_in_a_session(serve: Serve) -> None:
 
 async def test_a_full_queue_is_refused_with_a_delay(serve: Serve) -> None:
     reward = GatedReward()
-    stub = stub_of(await serve(reward, queue_limit=0))
+    stub = stub_of(await serve(reward, queue_limit=1))
     running = asyncio.ensure_future(stub.Score(score_request("a")))
     assert await asyncio.to_thread(reward.entered.wait, 10)
     refused = stub.Score(score_request("b"))
@@ -291,7 +293,7 @@ async def test_a_call_whose_deadline_passes_in_the_queue_is_never_computed(serve
 async def test_a_cancelled_call_leaves_the_service_in_order(serve: Serve) -> None:
     """Guards against lost room in the queue, and answers that go to the next caller."""
     reward = GatedReward()
-    stub = stub_of(await serve(reward, queue_limit=1))
+    stub = stub_of(await serve(reward, queue_limit=2))
     session = stub.ScoreSession()
     await session.write(open_request())
     await session.read()
@@ -316,6 +318,30 @@ async def test_nothing_is_served_before_the_rewards_are_loaded(serve: Serve) -> 
         error = await failure(call, Code.UNAVAILABLE, Unavailable)
         assert error.retry_after_s
     assert await health(channel, "") == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class FinishedReward(WholeBatchReward):
+    """1 for what has ended, 0 for what goes on."""
+
+    def __init__(self) -> None:
+        super().__init__("finished", "f", "Whether it ended.")
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        return Scores(tuple(float(c.finish is FinishReason.STOP) for c in candidates))
+
+
+async def test_rewards_are_told_what_has_ended(serve: Serve) -> None:
+    """Guards how unfinished turns are closed: a prefix scored as an answer is another number."""
+    channel = await serve(FinishedReward())
+    stub = stub_of(channel)
+    request = score_request("a", "b")
+    assert list((await stub.Score(request)).scores) == [1, 1]
+    request.unfinished = True
+    assert list((await stub.Score(request)).scores) == [0, 0]
+    batch = batch_request(2, (0, "a"), (1, "b"))
+    batch.batch.candidates[1].finished = True
+    _, answer = await converse(channel, open_request(), batch)
+    assert list(answer.scores.scores) == [0, 1]
 
 
 async def test_describe(serve: Serve) -> None:

@@ -7,16 +7,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
-from reward_service.reward import Reward
+from reward_service.reward import Reward, RewardSession, ScoringTask, score
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scorer, Scores
-from specrej.errors import InvalidRequest, Overloaded, RewardInvalid
-from tests.reward_service.fakes import FixedReward, GatedReward
+from specrej.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
+from tests.reward_service.fakes import FixedReward, GatedReward, PiecewiseReward
 
 PROMPT = Prompt.from_user("Say it.")
 NAN, INF = float("nan"), float("inf")
@@ -45,9 +46,9 @@ class ThreadReward(ToyReward):
         super().__init__()
         self.threads = {threading.get_ident()}
 
-    def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         self.threads.add(threading.get_ident())
-        return super().score(prompt, texts)
+        return super().score(prompt, candidates)
 
 
 async def test_a_reward_is_loaded_and_scores_in_one_thread_that_is_not_the_loops() -> None:
@@ -84,16 +85,16 @@ async def test_scores_that_are_no_scores_are_refused(values: tuple[float, ...]) 
 
 async def test_a_reward_that_fails_its_warm_up_is_not_served() -> None:
     class Broken(ToyReward):
-        def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+        def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
             return Scores((NAN,))
 
     with pytest.raises(RewardInvalid):
         await Worker.start(Broken)
 
 
-async def test_a_queue_of_q_beside_one_running_call_refuses_exactly_the_rest() -> None:
+async def test_a_limit_of_l_calls_refuses_exactly_the_rest() -> None:
     reward = GatedReward()
-    async with started(reward, queue_limit=2) as worker:
+    async with started(reward, queue_limit=3) as worker:
         calls = [asyncio.create_task(worker.score(PROMPT, [str(i)])) for i in range(5)]
         refused, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         reward.gate.set()
@@ -109,7 +110,7 @@ async def test_a_queue_of_q_beside_one_running_call_refuses_exactly_the_rest() -
 async def test_a_call_cancelled_while_it_waits_is_never_computed() -> None:
     """Guards against a queue full of work that nobody waits for, and against lost room."""
     reward = GatedReward()
-    async with started(reward, queue_limit=1) as worker:
+    async with started(reward, queue_limit=2) as worker:
         running = asyncio.create_task(worker.score(PROMPT, ["running"]))
         assert await asyncio.to_thread(reward.entered.wait, 10)
         for _ in range(3):  # more often than there is room
@@ -127,7 +128,7 @@ async def test_a_call_cancelled_while_it_waits_is_never_computed() -> None:
 async def test_a_running_call_keeps_its_place_when_its_caller_gives_up() -> None:
     """Guards against more calls in the queue than its limit: the thread is still busy."""
     reward = GatedReward()
-    async with started(reward, queue_limit=0) as worker:
+    async with started(reward, queue_limit=1) as worker:
         running = asyncio.create_task(worker.score(PROMPT, ["running"]))
         assert await asyncio.to_thread(reward.entered.wait, 10)
         running.cancel()
@@ -150,12 +151,14 @@ async def test_a_worker_is_a_scorer() -> None:
 
 def test_the_toy_is_deterministic_and_computes_equal_texts_once() -> None:
     reward = ToyReward()
-    scores = reward.score(PROMPT, ["AEi x", "", "b", "AEi x"])
+    scores = score(reward, PROMPT, ["AEi x", "", "b", "AEi x"])
     assert scores == Scores((0.6, 0.0, 0.0, 0.6), 3)
-    assert reward.score(PROMPT, ["AEi x", "", "b", "AEi x"]) == scores
+    assert score(reward, PROMPT, ["AEi x", "", "b", "AEi x"]) == scores
 
 
-@pytest.mark.parametrize("module", ["reward", "worker", "toy", "settings", "batching", "embedded"])
+@pytest.mark.parametrize(
+    "module", ["reward", "worker", "toy", "settings", "batching", "catalog", "embedded"]
+)
 def test_in_process_parts_import_without_grpc_and_torch(module: str) -> None:
     """Guards experiments on machines without grpc, and the start of services without models."""
     code = (
@@ -175,40 +178,153 @@ class CountingReward(ToyReward):
         self.num_open = 0
         self.closed = threading.Event()
 
-    def open(self, prompt: Prompt) -> CountingSession:
+    def open(self, prompt: Prompt) -> Any:
         self.num_open += 1
-        return CountingSession(self)
+        return CountingSession(self, super().open(prompt))
 
 
 class CountingSession:
-    def __init__(self, reward: CountingReward) -> None:
+    def __init__(self, reward: CountingReward, session: RewardSession) -> None:
         self._reward = reward
+        self._session = session
 
-    def score(self, candidates: Sequence[Candidate]) -> Scores:
+    def begin(self, candidates: Sequence[Candidate]) -> ScoringTask:
         if any(candidate.text == "!" for candidate in candidates):
             raise InvalidRequest([])
-        return Scores(tuple(float(candidate.id) for candidate in candidates))
+        return self._session.begin(candidates)
 
     def close(self) -> None:
         self._reward.num_open -= 1
         self._reward.closed.set()
 
 
-@pytest.mark.parametrize("text", ["a", "!"])
-async def test_a_session_is_closed_however_it_ends(text: str) -> None:
+async def test_a_session_is_closed_when_it_ends() -> None:
     """Guards keys and values of prefixes against staying behind."""
     reward = CountingReward()
     async with started(reward) as worker:
-        with suppress(InvalidRequest):
-            async with worker.open(PROMPT) as session:
-                assert reward.num_open == 1
-                scores = await session.score([candidate(3, text), candidate(1, "")])
-                assert scores == Scores((3.0, 1.0))
+        reward.closed.clear()
+        async with worker.open(PROMPT) as session:
+            assert reward.num_open == 1
+            scores = await session.score([candidate(3, "a"), candidate(1, "")])
+            assert scores == Scores((1.0, 0.0), 1)
         assert await asyncio.to_thread(reward.closed.wait, 10)
         assert reward.num_open == 0
+
+
+async def test_a_batch_that_is_refused_frees_what_its_session_keeps() -> None:
+    """Guards against a session that counts on what was never computed."""
+    reward = CountingReward()
+    async with started(reward) as worker:
+        reward.closed.clear()
+        async with worker.open(PROMPT) as session:
+            with pytest.raises(InvalidRequest):
+                await session.score([candidate(3, "!")])
+            assert reward.closed.is_set()
 
 
 async def test_a_session_that_ends_after_its_worker_is_no_error() -> None:
     """Guards shutdown: the thread is gone before the streams are."""
     async with AsyncExitStack() as stack, started(CountingReward()) as worker:
         await stack.enter_async_context(worker.open(PROMPT))
+
+
+async def test_what_waits_when_a_worker_is_closed_is_told_so() -> None:
+    """Guards against calls that are never answered."""
+    reward = GatedReward()
+    async with started(reward) as worker:
+        running = asyncio.create_task(worker.score(PROMPT, ["running"]))
+        assert await asyncio.to_thread(reward.entered.wait, 10)
+        waiting = asyncio.create_task(worker.score(PROMPT, ["waiting"]))
+        await asyncio.wait({waiting}, timeout=0)
+        worker.close()
+        reward.gate.set()
+        for call in (waiting, asyncio.create_task(worker.score(PROMPT, ["late"]))):
+            with pytest.raises(Unavailable):
+                await asyncio.wait_for(call, 10)
+        await asyncio.wait({running}, timeout=10)
+        assert running.done()
+
+
+async def passes(reward: PiecewiseReward, count: int) -> None:
+    """Let so many passes happen, and wait until the thread is in the one after them."""
+    for _ in range(count):
+        reward.gate.release()
+        assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
+
+
+@asynccontextmanager
+async def two_sessions(reward: PiecewiseReward) -> AsyncIterator[tuple[Worker, Any, Any]]:
+    worker = await Worker.start(lambda: reward)
+    assert reward.entered.acquire(timeout=10)  # the warm-up's
+    reward.passes.clear()
+    try:
+        async with worker.open(PROMPT) as one, worker.open(PROMPT) as two:
+            yield worker, one, two
+    finally:
+        for _ in range(50):
+            reward.gate.release()
+        worker.close()
+
+
+async def test_batches_of_sessions_share_passes_and_a_small_one_does_not_wait() -> None:
+    """Guards a request with a few candidates against waiting for one with a thousand."""
+    reward = PiecewiseReward(token_budget=4)
+    async with two_sessions(reward) as (_, one, two):
+        large = asyncio.create_task(one.score([candidate(0, "a" * 12)]))
+        assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
+        small = asyncio.create_task(two.score([candidate(0, "b"), candidate(1, "b")]))
+        await asyncio.wait({small}, timeout=0)
+        await passes(reward, 2)  # the large one's first, and the first shared one
+        assert (await asyncio.wait_for(small, 10)).values == (2.0, 2.0)
+        assert not large.done()
+        assert reward.passes == ["aaaa", "abab"]
+        await passes(reward, 1)
+        reward.gate.release()
+        assert (await asyncio.wait_for(large, 10)).values == (12.0,)
+        assert reward.passes == ["aaaa", "abab", "aaaa", "aa"]
+
+
+async def test_what_arrives_together_is_merged() -> None:
+    """Guards the wait for others: without it, the first of two would have a pass of its own."""
+    reward = PiecewiseReward(token_budget=8)
+    async with two_sessions(reward) as (worker, one, two):
+        worker._merge_s = 10  # over when both are there
+        reward.gate.release()
+        first = asyncio.create_task(one.score([candidate(0, "aa")]))
+        second = asyncio.create_task(two.score([candidate(0, "bb")]))
+        await asyncio.wait_for(asyncio.gather(first, second), 20)
+        assert reward.passes == ["abab"]
+
+
+async def test_a_batch_given_up_under_way_gets_no_more_passes() -> None:
+    """Guards the machine against work that nobody waits for."""
+    reward = PiecewiseReward(token_budget=4)
+    async with two_sessions(reward) as (_, one, two):
+        large = asyncio.create_task(one.score([candidate(0, "a" * 12)]))
+        assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
+        large.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await large
+        num_closed = reward.num_closed
+        other = asyncio.create_task(two.score([candidate(0, "b")]))
+        await asyncio.wait({other}, timeout=0)
+        await passes(reward, 1)
+        reward.gate.release()
+        assert (await asyncio.wait_for(other, 10)).values == (1.0,)
+        assert reward.passes == ["aaaa", "b"]
+        assert reward.num_closed == num_closed + 1
+
+
+async def test_a_batch_that_fails_fails_alone() -> None:
+    """Guards a session against what another one sent in the same pass."""
+    reward = PiecewiseReward(token_budget=8)
+    async with two_sessions(reward) as (worker, one, two):
+        worker._merge_s = 10
+        for _ in range(3):
+            reward.gate.release()
+        good = asyncio.create_task(one.score([candidate(0, "aa")]))
+        bad = asyncio.create_task(two.score([candidate(0, "b!")]))
+        assert (await asyncio.wait_for(good, 20)).values == (2.0,)
+        with pytest.raises(ValueError, match="a bad letter"):
+            await bad
+        assert reward.passes == ["aba!", "aa", "b!"]

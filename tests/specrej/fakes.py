@@ -47,7 +47,9 @@ def trace(number: int, **changes: Any) -> c.RoundTrace:
 
 def candidate(number: int, text: str, score: float) -> c.RankedCandidate:
     tokens, logprobs = (3, 1, 2), (-0.5, -0.25, -0.75)
-    return c.RankedCandidate(number, text, score, c.FinishReason.STOP, 3, -0.5, tokens, logprobs)
+    return c.RankedCandidate(
+        number, text, score, c.FinishReason.STOP, 3, -0.5, tokens, logprobs, rewards=(score,)
+    )
 
 
 GENERATION = c.Generation(

@@ -71,7 +71,8 @@ async def test_every_flag_reaches_the_server(address: str, orchestrator: FakeOrc
     """Guards against a flag that is taken and dropped."""
     flags = (
         "--system Be brief. -n 8 --alpha 0.25 --schedule tokens:8,32 --algorithm best-of-n"
-        " --reward relevance --reward likelihood=0.5 --max-tokens 64 --temperature 0.7 --top-k 50"
+        " --reward relevance --reward likelihood=0.5,veto=-1,batch"
+        " --max-tokens 64 --temperature 0.7 --top-k 50"
         " --top-p 0.9 --stop END --stop FIN --seed 7 --ignore-eos --min-tokens 5"
         " --logprobs --cache refresh --return-candidates 2"
     )
@@ -87,7 +88,10 @@ async def test_every_flag_reaches_the_server(address: str, orchestrator: FakeOrc
             alpha=0.25,
             schedule=c.Schedule(kind="tokens", tokens=(8, 32)),
             algorithm=c.Algorithm.BEST_OF_N,
-            rewards={"relevance": 1.0, "likelihood": 0.5},
+            rewards=[
+                c.WeightedReward("relevance"),
+                c.WeightedReward("likelihood", 0.5, c.Normalization("batch"), -1.0),
+            ],
             max_tokens=64,
             temperature=0.7,
             top_k=50,
@@ -239,9 +243,43 @@ def test_bad_schedules(text: str) -> None:
         parse_schedule(text)
 
 
-def test_rewards() -> None:
-    """Guards against a weight that is dropped."""
-    assert parse_reward("relevance") == ("relevance", 1.0)
-    assert parse_reward("likelihood=0.5") == ("likelihood", 0.5)
-    with pytest.raises(typer.BadParameter):
-        parse_reward("likelihood=much")
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("relevance", c.WeightedReward("relevance")),
+        ("likelihood=0.5", c.WeightedReward("likelihood", 0.5)),
+        ("harmless=-2,veto=-1", c.WeightedReward("harmless", -2.0, veto_below=-1.0)),
+        ("a,batch", c.WeightedReward("a", normalization=c.Normalization("batch"))),
+        (
+            "a=3,deviation=1.1,veto=0,mean=0.2",
+            c.WeightedReward("a", 3.0, c.Normalization("fixed", 0.2, 1.1), 0.0),
+        ),
+    ],
+)
+def test_rewards(text: str, reward: c.WeightedReward) -> None:
+    """Guards against a weight, a normalisation or a veto that is dropped."""
+    assert parse_reward(text) == reward
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a=much", "a,veto", "a,veto=", "a,veto=low", "a,veto=1,veto=2", "a,veto=1=2"),
+        *("a,mean=1", "a,deviation=1", "a,mean=x,deviation=1", "a,mean=1,deviation=1,batch"),
+        *("a,batch=1", "a,batch,batch", "a,", "a,batched", "a,weight=2"),
+    ],
+)
+def test_bad_rewards(text: str) -> None:
+    """Guards against a typing error that becomes some other reward; the syntax is told."""
+    with pytest.raises(typer.BadParameter, match=r"NAME\[=WEIGHT\]\[,veto=X\]"):
+        parse_reward(text)
+
+
+async def test_vetoed_answers_are_marked(address: str, orchestrator: FakeOrchestrator) -> None:
+    """Guards against a vetoed answer that looks like any other."""
+    first, second = GENERATION.candidates
+    made = replace(GENERATION, candidates=(first, replace(second, vetoed=True)))
+    orchestrator.events = (*EVENTS[:-1], c.Finished(made))
+    outcome = await run("generate", "why?", "--address", address, "--return-candidates", "2")
+    lines = ["[0.5000, candidate 3] the best", "[0.2500, candidate 1, vetoed] the next"]
+    assert outcome.out.splitlines() == lines

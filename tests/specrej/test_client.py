@@ -69,6 +69,13 @@ def test_rewards_may_be_values() -> None:
     assert build_request("why?", rewards=[c.WeightedReward("relevance", 2.0)]) == named
 
 
+def test_rewards_may_be_normalised_and_veto() -> None:
+    """Guards against a normalisation or a veto that is taken and dropped."""
+    reward = c.WeightedReward("harmless", 0.5, specrej.Normalization("fixed", 0.2, 1.1), -1.0)
+    (sent,) = build_request("why?", rewards=[reward]).selection.rewards
+    assert wire.weighted_from_wire(sent) == reward
+
+
 @pytest.mark.parametrize(
     "prompt",
     ["why?", c.Prompt.from_user("why?"), [c.Message("user", "why?")]],
@@ -85,7 +92,13 @@ def test_raw_text_stays_raw() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [Options(n=2**31), Options(seed=2**63), Options(stop=["\ud800"])]
+    "options",
+    [
+        Options(n=2**31),
+        Options(seed=2**63),
+        Options(stop=["\ud800"]),
+        Options(rewards=[c.WeightedReward("a", normalization=c.Normalization("bath"))]),
+    ],
 )
 def test_what_no_message_can_hold_is_an_invalid_request(options: Options) -> None:
     """Guards against protobuf's ValueError reaching a caller who catches SpecrejError."""
@@ -241,6 +254,10 @@ async def test_score_keeps_the_order(reward_address: str, reward: FakeReward) ->
     async with RewardClient(reward_address) as client:
         scores = await client.score("why?", ["a", "abc", "ab"], reward="length")
     assert scores == c.Scores((1.0, 3.0, 2.0), 7)
+    assert not reward.requests[-1].unfinished
+    async with RewardClient(reward_address) as client:
+        await client.score("why?", ["a"], unfinished=True)
+    assert reward.requests[-1].unfinished
     assert reward.requests[0].reward == "length"
     assert wire.prompt_from_wire(reward.requests[0].prompt) == c.Prompt.from_user("why?")
 

@@ -120,6 +120,39 @@ def test_bad_rewards(rewards: list[tuple[str, float]], field: str) -> None:
     assert paths(with_rewards(*rewards)) == [f"selection.rewards{field}"]
 
 
+def with_reward(**changes: Any) -> c.GenerationRequest:
+    return with_selection(rewards=(c.WeightedReward("a"), c.WeightedReward("b", **changes)))
+
+
+BAD_NUMBERS = (1.1e12, -1.1e12, math.nan, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("normalization", "field"),
+    [
+        *((c.Normalization("fixed", mean=value), ".fixed.mean") for value in BAD_NUMBERS),
+        *(
+            (c.Normalization("fixed", deviation=value), ".fixed.deviation")
+            for value in (0.0, -1.0, 1e-13, *BAD_NUMBERS)
+        ),
+        (c.Normalization("bath"), ".kind"),
+        (c.Normalization(mean=1.0), ""),
+        (c.Normalization("batch", deviation=2.0), ""),
+        (c.Normalization("batch", mean=math.nan), ""),
+    ],
+)
+def test_bad_normalizations(normalization: c.Normalization, field: str) -> None:
+    """Guards against a division by zero, and numbers that are ignored as their kind is missing."""
+    expected = [f"selection.rewards[1].normalization{field}"]
+    assert paths(with_reward(normalization=normalization)) == expected
+
+
+@pytest.mark.parametrize("value", BAD_NUMBERS)
+def test_bad_vetoes(value: float) -> None:
+    """Guards against thresholds that all, or none, or an unpredictable few are below."""
+    assert paths(with_reward(veto_below=value)) == ["selection.rewards[1].veto_below"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "field"),
     [
@@ -190,6 +223,9 @@ def test_nothing_wrong_raises_nothing() -> None:
         with_selection(schedule=c.Schedule(kind="memory")),
         with_selection(schedule=c.Schedule(first=1, factor=16.0)),
         with_rewards(*((f"r{i}", -1.0) for i in range(8))),
+        with_reward(normalization=c.Normalization("fixed", -1e12, 1e-12), veto_below=1e12),
+        with_reward(normalization=c.Normalization("fixed", 1e12, 1e12), veto_below=-1e12),
+        with_reward(normalization=c.Normalization("batch"), veto_below=0.0),
         with_turns(("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")),
         replace(GOOD, prompt=c.Prompt(text="x" * MAX_PROMPT_CHARACTERS)),
         replace(GOOD, prompt=c.Prompt.from_user("\x00 \u202e 👩‍👩‍👧 e\u0301 <|im_end|>")),

@@ -38,13 +38,19 @@ SCHEDULES = st.one_of(
     st.builds(c.Schedule, st.just("tokens"), tokens=st.lists(INT32, max_size=4).map(tuple)),
     st.builds(c.Schedule, st.just("geometric"), first=INT32, factor=FLOAT),
 )
+NORMALIZATIONS = st.one_of(
+    st.just(c.Normalization()),
+    st.just(c.Normalization("batch")),
+    st.builds(c.Normalization, st.just("fixed"), FLOAT, FLOAT),
+)
+REWARDS = st.builds(c.WeightedReward, TEXT, FLOAT, NORMALIZATIONS, st.none() | FLOAT)
 SELECTIONS = st.builds(
     c.Selection,
     n=INT32,
     alpha=FLOAT,
     schedule=SCHEDULES,
     algorithm=st.sampled_from(c.Algorithm),
-    rewards=st.lists(st.builds(c.WeightedReward, TEXT, FLOAT), max_size=3).map(tuple),
+    rewards=st.lists(REWARDS, max_size=3).map(tuple),
     return_candidates=INT32,
 )
 REQUESTS = st.builds(
@@ -62,6 +68,8 @@ RANKED = st.builds(
     mean_logprob=FLOAT,
     token_ids=TOKEN_IDS,
     logprobs=FLOATS,
+    rewards=FLOATS,
+    vetoed=st.booleans(),
 )
 CANDIDATES = st.builds(
     c.Candidate,
@@ -80,7 +88,10 @@ ROUNDS = st.builds(
     num_tokens=INT32,
     slots=st.builds(c.SlotGauge, INT64, INT64, INT64, INT64),
 )
-COUNTS = ("number", "decision_token", "num_started", "num_finished", "num_rejected", "num_live")
+COUNTS = (
+    *("number", "decision_token", "num_started", "num_finished", "num_rejected", "num_live"),
+    "num_vetoed",
+)
 SLOTS = ("session_slots", "freed_slots", "capacity_slots", "generated_tokens")
 TRACES = st.builds(
     c.RoundTrace,
@@ -114,6 +125,7 @@ M = TypeVar(
     generator_pb2.PrefixBatch,
     orchestrator_pb2.GenerateRequest,
     orchestrator_pb2.GenerateStreamResponse,
+    orchestrator_pb2.WeightedReward,
 )
 
 
@@ -158,6 +170,29 @@ def test_an_explicit_zero_is_not_absent() -> None:
     message.sampling.temperature = 0
     request = wire.request_from_wire(sent(message), c.Schedule(), [])
     assert (request.selection.alpha, request.sampling.temperature) == (0, 0)
+
+
+def test_a_veto_at_0_is_not_absent() -> None:
+    """Guards against `veto_below=0`, the likeliest threshold, turning into no veto."""
+    reward = c.WeightedReward("r", veto_below=0.0)
+    assert wire.weighted_from_wire(sent(wire.weighted_to_wire(reward))) == reward
+    bare = orchestrator_pb2.WeightedReward(name="r")
+    assert wire.weighted_from_wire(bare) == c.WeightedReward("r")
+    assert wire.weighted_to_wire(c.WeightedReward("r")).ListFields()[1:] == [
+        (orchestrator_pb2.WeightedReward.DESCRIPTOR.fields_by_name["weight"], 1.0)
+    ]
+
+
+def test_a_normalization_of_no_kind_is_none() -> None:
+    """Guards against an empty message read as one with a deviation of 0."""
+    message = orchestrator_pb2.Normalization()
+    assert wire.normalization_from_wire(message) == c.Normalization()
+
+
+def test_an_unknown_normalization_is_not_sent() -> None:
+    """Guards against a typing mistake in its kind that the server would never hear of."""
+    with pytest.raises(ValueError, match="bath"):
+        wire.normalization_to_wire(c.Normalization("bath"))
 
 
 def test_unknown_enum_numbers_are_violations() -> None:

@@ -1,0 +1,146 @@
+"""Prompt and response as the text that a reward model was trained on, and as its tokens.
+
+The model's own chat template, or a plain format where it has none. Knows the tokeniser, no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from reward_service.prefixes import common
+from specrej.contracts import Message, Prompt
+from specrej.errors import InvalidRequest, Violation
+
+# Who writes special tokens such as BOS: the template, or the tokeniser (then the template's own BOS
+# at the beginning is taken away, so that there is one). Model cards do either.
+SpecialTokens = Literal["template", "tokenizer"]
+
+# Stands for a response where only what is around it is looked for.
+_ANY_RESPONSE = "Response"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a conversation is written, where a model's card says more than its template.
+
+    `plain` such as "{prompt} {response}" takes the template's place; {prompt} is the contents of
+    all turns, a blank line between two.
+    """
+
+    special_tokens: SpecialTokens = "template"
+    plain: str = ""
+
+
+class Conversation:
+    """Writes and tokenises conversations for one model."""
+
+    def __init__(self, name: str, tokenizer: Any, max_tokens: int, format_: Format) -> None:
+        """`max_tokens`: the most that the model takes.
+
+        Raises:
+            ValueError: there is neither a chat template nor a plain format.
+        """
+        if not format_.plain and not tokenizer.chat_template:
+            raise ValueError(f"reward {name}: the tokenizer has no chat template")
+        self.name = name
+        self.tokenizer = tokenizer
+        self.max_tokens = min(max_tokens, tokenizer.model_max_length)
+        self._format = format_
+
+    def turns(self, prompt: Prompt) -> Turns:
+        """A prompt, to which responses can be added.
+
+        Raises:
+            InvalidRequest: it is too long, or the template does not take it.
+        """
+        return Turns(self, prompt)
+
+    def render(self, prompt: Prompt, texts: Sequence[str]) -> list[str]:
+        """The conversation with each text as its last turn.
+
+        Raises:
+            InvalidRequest: the model's template does not take it.
+        """
+        messages = prompt.messages or (Message("user", prompt.text),)
+        if plain := self._format.plain:
+            asked = "\n\n".join(message.content for message in messages)
+            before, after = plain.split("{response}")
+            return [before.replace("{prompt}", asked) + text + after for text in texts]
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        conversations = [[*turns, {"role": "assistant", "content": text}] for text in texts]
+        try:
+            rendered: list[str] = self.tokenizer.apply_chat_template(conversations, tokenize=False)
+        except TemplateError as error:
+            # Templates refuse what the model was not trained on, such as a system turn.
+            reason = f"reward {self.name} does not take this conversation: {str(error)[:200]}"
+            raise InvalidRequest([Violation("prompt.messages", reason)]) from error
+        return rendered
+
+    def encode(self, rendered: Sequence[str]) -> list[list[int]]:
+        """Token ids, not cut."""
+        by_tokenizer = self._format.special_tokens == "tokenizer"
+        if by_tokenizer and (bos := self.tokenizer.bos_token):
+            rendered = [text.removeprefix(bos) for text in rendered]
+        encoded = self.tokenizer(
+            list(rendered), add_special_tokens=by_tokenizer, padding=False, verbose=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A conversation with one response.
+
+    `keep` of its tokens stay what they are when the response grows, but for the last few perhaps;
+    the response begins at `start`. Where it is too long, the first `cut` tokens are left out.
+    """
+
+    token_ids: list[int]
+    keep: int
+    start: int
+    cut: int = 0
+
+
+class Turns:
+    """One prompt's conversation; responses become its last turn, closed or left open."""
+
+    def __init__(self, conversation: Conversation, prompt: Prompt) -> None:
+        self._conversation = conversation
+        self._prompt = prompt
+        empty, some = conversation.render(prompt, ["", _ANY_RESPONSE])
+        opening, self._closing = some.rsplit(_ANY_RESPONSE, 1)
+        self.prompt_ids, empty_ids = conversation.encode([opening, empty])
+        if len(empty_ids) > conversation.max_tokens:
+            limit = conversation.max_tokens
+            reason = f"has {len(empty_ids)} tokens, reward {conversation.name} takes {limit}"
+            raise InvalidRequest([Violation("prompt", reason)])
+
+    def tokenize(self, texts: Sequence[str], closed: Sequence[bool]) -> list[Tokenized]:
+        """Each text as a turn; a closed one ends with what the template writes after a turn."""
+        rendered = self._conversation.render(self._prompt, texts)
+        begun = [text.removesuffix(self._closing) for text in rendered]
+        ids = self._conversation.encode([*rendered, *begun])
+        pairs = zip(ids[: len(texts)], ids[len(texts) :], closed, strict=True)
+        return [self._tokenized(*each) for each in pairs]
+
+    def _tokenized(self, whole: list[int], begun: list[int], closed: bool) -> Tokenized:
+        token_ids = whole if closed else begun
+        start = common(token_ids, self.prompt_ids)
+        cut = max(0, len(token_ids) - self._conversation.max_tokens)
+        # Positions shift when the first tokens go: nothing computed for the next text holds.
+        keep = 0 if cut else common(whole, begun)
+        return Tokenized(token_ids[cut:], keep, max(0, start - cut), cut)
+
+
+def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokeniser of a local model."""
+    return AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=trust_remote_code
+    )

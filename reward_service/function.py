@@ -1,0 +1,51 @@
+"""A reward that is a Python function, named by its dotted path such as "my_rewards:brevity".
+
+It is called with the prompt (`specrej.Prompt`) and a list of responses, and returns a number
+for each, higher is better. It gets texts as they are, finished or not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from reward_service.reward import WholeBatchReward
+from specrej import fingerprint
+from specrej.contracts import Candidate, Prompt, Scores
+
+
+class FunctionReward(WholeBatchReward):
+    """Raises ValueError: there is no such function."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self._function = _find(path)
+        told = inspect.getdoc(self._function) or f"What {path} says."
+        super().__init__(name, _fingerprint(self._function, path), told.split("\n")[0])
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        values = self._function(prompt, [candidate.text for candidate in candidates])
+        return Scores(tuple(float(value) for value in values))
+
+
+def _find(path: str) -> Callable[[Prompt, list[str]], Sequence[float]]:
+    module_name, _, names = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for name in names.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"function {path}: {error}") from None
+    if not callable(found):
+        raise ValueError(f"function {path}: cannot be called")
+    function: Callable[[Prompt, list[str]], Sequence[float]] = found
+    return function
+
+
+def _fingerprint(function: Any, path: str) -> str:
+    """Of the file it comes from: whoever edits it gets new answers, not cached ones."""
+    file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
+    digest = fingerprint.of_file(Path(file)) if file else ""
+    return fingerprint.of_values(kind="function", path=path, file=digest)

@@ -1,0 +1,180 @@
+"""A reward of another reward service: this one in front, more machines behind.
+
+Sessions stay sessions, so that what the other end keeps of a prompt's texts is used.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from specrej import wire
+from specrej.channel import options
+from specrej.contracts import Candidate, FinishReason, Prompt, RewardDescription, Scores
+from specrej.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    NotFound,
+    SpecrejError,
+    Unavailable,
+)
+from specrej.status import DETAILS_TRAILER, from_rpc_error
+from specrej.v1 import reward_pb2 as pb
+from specrej.v1 import reward_pb2_grpc
+
+# Sessions that are asked at the same time.
+_AT_ONCE = 8
+
+
+class GRPCReward:
+    """Scores with `reward` ("": its default) of the service at `address`, "host:port".
+
+    Raises:
+        ValueError: there is no such reward.
+        RuntimeError: nobody answers there within `timeout_s`.
+    """
+
+    token_budget = _AT_ONCE
+
+    def __init__(
+        self, name: str, address: str, *, reward: str = "", timeout_s: float = 60.0
+    ) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(address, options=options(retries=False))
+        self.stub: Any = reward_pb2_grpc.RewardServiceStub(self._channel)
+        described = self._describe(reward, address)
+        self.remote_name = described.name
+        self.fingerprint = described.fingerprint
+        self.description = described.description
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grpc-reward")
+
+    def open(self, prompt: Prompt) -> _GRPCSession:
+        """Raises InvalidRequest: the reward cannot take this prompt."""
+        return _GRPCSession(self, prompt)
+
+    def compute(self, pieces: Sequence[_GRPCTask]) -> None:
+        """At the same time: the other end merges them."""
+        for done in [self._threads.submit(piece.run) for piece in pieces]:
+            done.result()
+
+    def _describe(self, reward: str, address: str) -> RewardDescription:
+        try:
+            answer = self.stub.Describe(
+                pb.RewardServiceDescribeRequest(), timeout=self.timeout_s, wait_for_ready=True
+            )
+        except grpc.RpcError as failure:
+            raise RuntimeError(f"reward {self.name}: {address}: {failure.code().name}") from None
+        known = {each.name: each for each in map(wire.reward_from_wire, answer.rewards)}
+        found = known.get(reward) if reward else next(iter(known.values()), None)
+        if found is None:
+            raise ValueError(f"reward {self.name}: {address} serves {', '.join(known)}")
+        return found
+
+
+class _GRPCSession:
+    """One stream; opened again where the reward goes on after `close`."""
+
+    def __init__(self, reward: GRPCReward, prompt: Prompt) -> None:
+        self._reward = reward
+        self._prompt = prompt
+        self._stream: _Stream | None = self._open()
+
+    def begin(self, candidates: Sequence[Candidate]) -> _GRPCTask:
+        self._stream = self._stream or self._open()
+        return _GRPCTask(self._stream, candidates)
+
+    def close(self) -> None:
+        if self._stream:
+            self._stream.close()
+        self._stream = None
+
+    def _open(self) -> _Stream:
+        stream = _Stream(self._reward)
+        command = pb.OpenScoring(
+            reward=self._reward.remote_name, prompt=wire.prompt_to_wire(self._prompt)
+        )
+        stream.ask(open=command)
+        return stream
+
+
+class _GRPCTask:
+    """A task of one piece: itself."""
+
+    def __init__(self, stream: _Stream, candidates: Sequence[Candidate]) -> None:
+        self._stream = stream
+        self._candidates = candidates
+        self._scores = Scores(())
+        self.next_tokens = 1
+
+    def take(self) -> _GRPCTask:
+        self.next_tokens = 0
+        return self
+
+    def run(self) -> None:
+        batch = pb.ScoreBatch(candidates=map(_to_wire, self._candidates))
+        answer = self._stream.ask(batch=batch).scores
+        self._scores = Scores(tuple(answer.scores), answer.computed_tokens)
+
+    def scores(self) -> Scores:
+        return self._scores
+
+
+class _Stream:
+    """Numbered commands over one call, one at a time."""
+
+    def __init__(self, reward: GRPCReward) -> None:
+        self._reward = reward
+        self._requests: queue.SimpleQueue[pb.ScoreSessionRequest | None] = queue.SimpleQueue()
+        self._answers = reward.stub.ScoreSession(iter(self._requests.get, None))
+        self._sequence = 0
+
+    def ask(self, **command: Any) -> pb.ScoreSessionResponse:
+        """Send a command and wait for its answer, `timeout_s` at most.
+
+        Raises:
+            SpecrejError: what the peer's status stands for.
+        """
+        self._sequence += 1
+        self._requests.put(pb.ScoreSessionRequest(sequence=self._sequence, **command))
+        late = threading.Timer(self._reward.timeout_s, self._answers.cancel)
+        late.start()
+        try:
+            answer: pb.ScoreSessionResponse = next(self._answers)
+        except StopIteration:
+            raise InternalError("a reward ended its stream before it answered") from None
+        except grpc.RpcError as failure:
+            raise _error_of(failure) from failure
+        finally:
+            late.cancel()
+        return answer
+
+    def close(self) -> None:
+        self._requests.put(None)
+        with suppress(grpc.RpcError):
+            self._answers.cancel()
+
+
+def _to_wire(candidate: Candidate) -> pb.ScoreCandidate:
+    finished = candidate.finish is FinishReason.STOP
+    return pb.ScoreCandidate(candidate_id=candidate.id, text=candidate.text, finished=finished)
+
+
+def _error_of(failure: Any) -> SpecrejError:
+    """What the other end's failure is to our caller, who neither cancelled nor ran out of time."""
+    error = from_rpc_error(failure)
+    if isinstance(error, Cancelled | DeadlineExceeded | NotFound):
+        return Unavailable(f"a reward gave up: {error.message}")
+    if isinstance(error, Unavailable) and DETAILS_TRAILER not in dict(
+        failure.trailing_metadata() or ()
+    ):
+        # grpc's own words, not the service's: they hold internal addresses.
+        return Unavailable("a reward cannot be reached")
+    return error

@@ -1,0 +1,81 @@
+"""A reward behind HTTP, for whatever serves one already.
+
+POST {"messages": [{"role", "content"}, ...], "responses": [...], "finished": [...]} as JSON; the
+answer is {"scores": [...]}, a number for each response, higher is better. `finished` says which
+responses ended by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+
+from reward_service.reward import WholeBatchReward
+from specrej import fingerprint
+from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores
+from specrej.errors import RewardInvalid, Unavailable
+
+# Batches that are asked for at the same time.
+_AT_ONCE = 8
+
+
+class HTTPReward(WholeBatchReward):
+    """`headers` go with every request; `version` tells its fingerprints apart, as we cannot."""
+
+    token_budget = _AT_ONCE
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        timeout_s: float = 30.0,
+        headers: dict[str, str] | None = None,
+        version: str = "",
+    ) -> None:
+        super().__init__(
+            name,
+            fingerprint.of_values(kind="http", url=url, version=version),
+            "What a reward model behind HTTP says.",
+        )
+        self._url = url
+        self._client = httpx2.Client(timeout=timeout_s, headers=headers)
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="http-reward")
+
+    def compute(self, pieces: Sequence[Any]) -> None:
+        """At the same time: the other end may merge them."""
+        for done in [self._threads.submit(piece.run) for piece in pieces]:
+            done.result()
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        """Raises:
+        Unavailable: it cannot be reached, is too slow, or says that it is overloaded.
+        RewardInvalid: it answers something else.
+        """
+        messages = prompt.messages or (Message("user", prompt.text),)
+        asked = {
+            "messages": [{"role": turn.role, "content": turn.content} for turn in messages],
+            "responses": [candidate.text for candidate in candidates],
+            "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
+        }
+        try:
+            answer = self._client.post(self._url, json=asked)
+        except httpx2.HTTPError as error:
+            # Not its text, which holds internal addresses.
+            text = f"reward {self.name} cannot be reached: {type(error).__name__}"
+            raise Unavailable(text) from error
+        if answer.status_code == 429 or answer.status_code >= 500:
+            raise Unavailable(f"reward {self.name} answers with status {answer.status_code}")
+        return Scores(self._numbers(answer))
+
+    def _numbers(self, answer: httpx2.Response) -> tuple[float, ...]:
+        try:
+            if answer.status_code != 200:
+                raise ValueError(f"status {answer.status_code}")
+            return tuple(float(value) for value in answer.json()["scores"])
+        except (ValueError, TypeError, KeyError) as error:
+            text = f"reward {self.name} answers no scores: {type(error).__name__}"
+            raise RewardInvalid(text, metadata={"reward": self.name}) from error
