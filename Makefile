@@ -23,7 +23,7 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection bench-engine bench-services bench-scoring bench-peers loadtest clean
+.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-overload faults soak loadtest clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,15 @@ bench-scoring: $(READY) models ## incremental scoring against scoring from scrat
 
 bench-peers: $(READY) models ## ours against transformers, vLLM, llama.cpp: make bench-peers CASES="n=64,new=64"
 	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
+
+bench-overload: $(READY) ## open loop from half to four times capacity: goodput, refusals
+	@$(BIN)/python -m benchmarks.overload $(ARGS)
+
+faults: $(READY) ## kill, stop, starve and confuse real processes: make faults ARGS="--only faults/redis"
+	@$(BIN)/python -m tests.faults $(ARGS)
+
+soak: $(READY) ## ten minutes of mixed load; fails if anything grows: make soak ARGS="--minutes 2 --leak"
+	@$(BIN)/python -m tests.faults.soak $(ARGS)
 
 loadtest: $(READY) ## a minute of load on what make up serves: make loadtest ARGS="--users 8 --n 32"
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \

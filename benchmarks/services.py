@@ -1,8 +1,8 @@
 """What services and gRPC cost: `python -m benchmarks.services`.
 
 The same request through three processes and by `run()` with everything in this one, interleaved,
-same seeds, so the same tokens; then one request of 1,024 candidates through the services. The last
-line on stdout is one JSON object.
+same seeds, so the same tokens; what part of it is scoring; then one request of 1,024 candidates
+through the services. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def main() -> None:
         table.add_row(name, f"{statistics.median(seconds):.2f}", str(seconds))
     Console(width=100).print(table)
     print(f"services / in process {result['ratio']:.3f}; N={_MANY}: {result['many']}")
+    print(f"scoring, as a share of a request's time: {result['scoring_share']}")
     print(json.dumps({**result, "n": arguments.n, **describe_machine()}))
 
 
@@ -73,6 +74,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     generator = await asyncio.to_thread(load_generator, GeneratorSettings())
     scorer = await Worker.start(lambda: RelevanceReward(RELEVANCE))
     seconds: dict[str, list[float]] = {"services": [], "in_process": []}
+    shares: list[float] = []
     async with Stack() as stack, Client(stack.orchestrator_address, timeout_s=600) as client:
         for number in range(arguments.rounds + 1):
             request = _request(arguments, PROMPTS[number % len(PROMPTS)], seed=number)
@@ -84,6 +86,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             assert remote.usage.generated_tokens == local.usage.generated_tokens
             if number:  # the first one warms up
                 seconds["services"].append(round(between - began, 3))
+                shares.append(round(remote.timings.score_ms / remote.timings.total_ms, 4))
                 seconds["in_process"].append(round(ended - between, 3))
         many = await client.generate(
             PROMPTS[0], n=_MANY, max_tokens=16, cache=CacheControl.BYPASS, ignore_eos=True
@@ -92,6 +95,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "ratio": round(medians["services"] / medians["in_process"], 4),
         "seconds": seconds,
+        "scoring_share": shares,
         "many": {"n": many.n, "generated_tokens": many.usage.generated_tokens},
     }
 

@@ -7,17 +7,22 @@ import os
 
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
-from generator_service.toy import ToyGenerator
+from generator_service.toy import is_toy, load_toy
 from specrej import telemetry
 from specrej.contracts import Generator
-from specrej.serving import Server
+from specrej.serving import Heartbeat, Server
 from specrej.settings import load
 
 
 def main() -> None:
     """Serve until told to stop."""
     settings = load(GeneratorSettings)
-    telemetry.configure("generator", settings.otlp_endpoint, settings.log_level)
+    telemetry.configure(
+        "generator",
+        settings.otlp_endpoint,
+        settings.log_level,
+        log_error_text=settings.log_error_text,
+    )
     try:
         asyncio.run(_serve(settings))
     except OSError as error:
@@ -26,16 +31,19 @@ def main() -> None:
 
 async def _serve(settings: GeneratorSettings) -> None:
     servicer = GeneratorServicer(settings.lease_s)
+    server = Server(settings, [servicer.service()])
 
     async def warm_up() -> None:
-        servicer.load(await asyncio.to_thread(_load, settings))
+        generator, heartbeat = await asyncio.to_thread(_load, settings)
+        server.watch(heartbeat)
+        servicer.load(generator)
 
-    await Server(settings, [servicer.service()]).run(warm_up)
+    await server.run(warm_up)
 
 
-def _load(settings: GeneratorSettings) -> Generator:
-    if settings.model == "toy":
-        return ToyGenerator(settings.kv_slots or 100_000)
+def _load(settings: GeneratorSettings) -> tuple[Generator, Heartbeat]:
+    if is_toy(settings.model):
+        return load_toy(settings.model, settings.kv_slots or 100_000), lambda: 0.0
     if not (settings.model_directory / "config.json").is_file():
         raise FileNotFoundError(
             f"no model in {settings.model} (SPECREJ_GENERATOR_MODEL): run make models"
@@ -44,7 +52,8 @@ def _load(settings: GeneratorSettings) -> Generator:
     # Here, so that --help and a bad setting answer at once.
     from generator_service.loading import load_generator
 
-    return load_generator(settings)
+    generator = load_generator(settings)
+    return generator, generator.heartbeat_s
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -183,6 +185,7 @@ class Engine:
         self._sessions: dict[int, _Session] = {}
         self._ids = itertools.count(1)
         self._stopping = False
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # From any thread
@@ -232,6 +235,14 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def heartbeat_s(self) -> float:
+        """Seconds that the step under way takes already; 0 between steps, infinite without a thread
+        that could take one."""
+        began = self._step_began
+        if not self._thread.is_alive() and not self._stopping:
+            return math.inf
+        return time.monotonic() - began if began is not None else 0.0
 
     def check_integrity(self) -> None:
         """Raises AssertionError if books, prompts and tensors disagree; while the engine idles."""
@@ -323,6 +334,7 @@ class Engine:
     def _step(self, work: list[tuple[_Session, Segment]]) -> None:
         """One forward pass; a failure ends the sessions in it, never the thread."""
         self._num_steps += 1
+        self._step_began = time.monotonic()
         try:
             logits = self._forward(work)
             for (session, segment), rows in zip(work, logits, strict=True):
@@ -336,6 +348,8 @@ class Engine:
             failure.__cause__ = error
             for session, _ in work:
                 self._fail(session, failure)
+        finally:
+            self._step_began = None
 
     def _forward(self, work: list[tuple[_Session, Segment]]) -> tuple[Tensor, ...]:
         """Float32 logits per session: of each live row, or of a chunk's last token."""

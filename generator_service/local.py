@@ -115,6 +115,10 @@ class LocalGenerator:
         finally:
             await asyncio.wrap_future(self._engine.close(session_id))
 
+    def heartbeat_s(self) -> float:
+        """As `Engine.heartbeat_s`."""
+        return self._engine.heartbeat_s()
+
     async def describe(self) -> GeneratorDescription:
         card = self._card
         return GeneratorDescription(

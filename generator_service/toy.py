@@ -2,10 +2,12 @@
 
 Every token is a hash of (seed, candidate, step), so a survivor's text never depends on its
 neighbours. No model, no torch, no threads; a session that does not fit is refused, not queued.
+It can be told to take its time and to fail, so that tests can hit a request under way.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 from collections.abc import AsyncIterator, Collection
@@ -27,6 +29,7 @@ from specrej.contracts import (
 from specrej.errors import InvalidRequest, Overloaded, Violation
 
 _WORDS = ("amber", "birch", "cloud", "delta", "ember", "fjord", "grove", "heath")
+_FAILING_STEP = 10
 
 
 @dataclass(slots=True)
@@ -50,11 +53,15 @@ class ToySession:
         prompt_tokens: int,
         sampling: Sampling,
         end_every: int,
+        step_s: float,
+        fails: bool,
     ) -> None:
         self._ledger = ledger
         self._id = session_id
         self._sampling = sampling
         self._end_every = end_every
+        self._step_s = step_s
+        self._fails = fails
         self._live = [_Toy(number) for number in range(n)]
         self._unreported = list(self._live)
         self._num_tokens = 0
@@ -68,6 +75,8 @@ class ToySession:
             if self._ledger.room_of(self._id) < len(self._live):
                 ended_by = RoundEnd.SLOTS_FULL
                 break
+            if self._step_s:
+                await asyncio.sleep(self._step_s)
             self._step()
         candidates = tuple(self._report(toy) for toy in self._unreported)
         self._unreported = list(self._live)
@@ -87,6 +96,8 @@ class ToySession:
         return Pruned(freed, self._gauge())
 
     def _step(self) -> None:
+        if self._fails and self._num_tokens == _FAILING_STEP:
+            raise RuntimeError("the toy was told to fail")
         self._ledger.take(self._id, len(self._live))
         for toy in self._live:
             self._draw(toy)
@@ -129,11 +140,24 @@ class ToySession:
 
 
 class ToyGenerator:
-    """A `Generator` of words; about one token in `end_every` ends its candidate."""
+    """A `Generator` of words; about one token in `end_every` ends its candidate.
 
-    def __init__(self, capacity_slots: int = 100_000, *, end_every: int = 40) -> None:
+    A step of a session takes `step_s` seconds, whoever else is there; a session of `failing_seed`
+    fails at its eleventh step.
+    """
+
+    def __init__(
+        self,
+        capacity_slots: int = 100_000,
+        *,
+        end_every: int = 40,
+        step_s: float = 0.0,
+        failing_seed: int | None = None,
+    ) -> None:
         self.ledger = SlotLedger(capacity_slots)
         self._end_every = end_every
+        self._step_s = step_s
+        self._failing_seed = failing_seed
         self._ids = itertools.count(1)
 
     @asynccontextmanager
@@ -156,8 +180,11 @@ class ToyGenerator:
             raise Overloaded("no slots are free")
         self.ledger.admit(session_id, floor, words + n * sampling.max_tokens, 0)
         self.ledger.take(session_id, words)
+        fails = sampling.seed == self._failing_seed
         try:
-            yield ToySession(self.ledger, session_id, n, words, sampling, self._end_every)
+            yield ToySession(
+                self.ledger, session_id, n, words, sampling, self._end_every, self._step_s, fails
+            )
         finally:
             self.ledger.close(session_id)
 
@@ -174,6 +201,29 @@ class ToyGenerator:
             slots=slots,
             sessions=self.ledger.num_sessions,
         )
+
+
+def is_toy(model: str) -> bool:
+    """Whether a model's name is that of a toy: "toy", or "toy:step_ms=5,failing_seed=13"."""
+    return model.partition(":")[0] == "toy"
+
+
+def load_toy(model: str, capacity_slots: int) -> ToyGenerator:
+    """The toy of that name.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    told = model.partition(":")[2]
+    options = dict(option.partition("=")[::2] for option in told.split(",") if option)
+    try:
+        step_ms = float(options.pop("step_ms", 0))
+        failing_seed = int(options.pop("failing_seed", -1))
+        if options:
+            raise ValueError(f"unknown: {', '.join(options)}")
+    except ValueError as error:
+        raise FileNotFoundError(f"no such toy: {model} ({error})") from None
+    return ToyGenerator(capacity_slots, step_s=step_ms / 1e3, failing_seed=failing_seed)
 
 
 def _num_words(prompt: Prompt) -> int:

@@ -2,12 +2,14 @@
 
 Each user asks, waits for the answer, asks again. Besides the whole answer (`generate`), time to the
 first round and time between rounds are reported as requests of their own; the length of a response
-is its number of generated tokens.
+is its number of generated tokens. A token and certificates come by the command line's variables:
+SPECREJ_TOKEN or SPECREJ_TOKEN_FILE, SPECREJ_TLS, SPECREJ_TLS_CA, SPECREJ_TLS_CERT, SPECREJ_TLS_KEY.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from argparse import ArgumentParser
 from typing import Any
@@ -16,6 +18,8 @@ import grpc
 import grpc.experimental.gevent as grpc_gevent
 from locust import User, between, events, task
 
+from specrej.channel import open_blocking_channel
+from specrej.credentials import credentials_from
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
 # Before any channel is made: grpc's own threads would block every user at once.
@@ -48,7 +52,10 @@ class StreamingUser(User):
     wait_time = between(0, 0.1)
 
     def on_start(self) -> None:
-        self._channel = grpc.insecure_channel(self.host or "127.0.0.1:50050")
+        address = self.host or "127.0.0.1:50050"
+        self._channel = open_blocking_channel(
+            address, retries=False, **credentials_from(os.environ)
+        )
         self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     def on_stop(self) -> None:

@@ -6,12 +6,16 @@ import asyncio
 import logging
 from functools import partial
 
-from orchestrator.admission import Admission
+import grpc.aio
+
+from orchestrator.admission import Admission, Limits
 from orchestrator.cache import Cache
+from orchestrator.refresh import Refreshes
 from orchestrator.remote import RemoteGenerator, RemoteRewards
 from orchestrator.service import Orchestrator
 from orchestrator.servicer import OrchestratorServicer
 from orchestrator.settings import OrchestratorSettings
+from orchestrator.shared_flight import SharedFlights
 from specrej import telemetry
 from specrej.channel import open_channel
 from specrej.errors import SpecrejError
@@ -26,7 +30,12 @@ _BACKEND_POLL_S = 0.5
 def main() -> None:
     """Serve until told to stop."""
     settings = load(OrchestratorSettings)
-    telemetry.configure("orchestrator", settings.otlp_endpoint, settings.log_level)
+    telemetry.configure(
+        "orchestrator",
+        settings.otlp_endpoint,
+        settings.log_level,
+        log_error_text=settings.log_error_text,
+    )
     try:
         asyncio.run(_serve(settings))
     except OSError as error:
@@ -35,27 +44,49 @@ def main() -> None:
 
 async def _serve(settings: OrchestratorSettings) -> None:
     cache = Cache(
-        settings.redis_url, ttl_s=settings.cache_ttl_s, timeout_s=settings.cache_timeout_s
+        settings.redis_access,
+        ttl_s=settings.cache_ttl_s,
+        stale_s=settings.cache_stale_s,
+        timeout_s=settings.cache_timeout_s,
     )
     async with (
-        open_channel(settings.generator_address, retries=False) as generator_channel,
-        open_channel(settings.reward_address, retries=False) as reward_channel,
+        _channel_to(settings.generator_address, settings) as generator_channel,
+        _channel_to(settings.reward_address, settings) as reward_channel,
     ):
         orchestrator = Orchestrator(
             RemoteGenerator(generator_channel),
             RemoteRewards(reward_channel),
             cache,
-            Admission(settings.max_running, settings.max_queued),
+            Admission(
+                Limits(
+                    settings.max_running,
+                    settings.max_queued,
+                    settings.max_queued_tokens,
+                    settings.tenant_tokens,
+                )
+            ),
             default_schedule=settings.default_schedule,
             composites=settings.composites,
             default_reward=settings.default_reward,
+            shared_flights=SharedFlights(cache) if settings.shared_flights else None,
+            refreshes=Refreshes(deadline_s=settings.deadline_s),
         )
         servicer = OrchestratorServicer(orchestrator)
         server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
         try:
             await server.run(partial(_backends_ready, orchestrator))
         finally:
+            await orchestrator.aclose()
             await cache.close()
+
+
+def _channel_to(address: str, settings: OrchestratorSettings) -> grpc.aio.Channel:
+    return open_channel(
+        address,
+        retries=False,
+        max_message_bytes=settings.max_message_bytes,
+        **settings.backend_credentials,
+    )
 
 
 async def _backends_ready(orchestrator: Orchestrator) -> None:
@@ -66,11 +97,18 @@ async def _backends_ready(orchestrator: Orchestrator) -> None:
             await orchestrator.describe()
         except SpecrejError as error:
             if not told:
-                log.info("waiting for backends: %s", error)
+                log.info("waiting for backends: %s", _reason(error))
                 told = True
             await asyncio.sleep(_BACKEND_POLL_S)
         else:
             return
+
+
+def _reason(error: SpecrejError) -> str:
+    """What callers are not told: addresses, and why a handshake failed."""
+    cause = error.__cause__
+    said = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else None
+    return said or str(error)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 # How a leader ends for reasons of its own: the next in line can still succeed. Leaving by
 # CancelledError or GeneratorExit, which are no `Exception`s, counts as such too.
-_OWN_REASONS = (TimeoutError, DeadlineExceeded, Cancelled)
+OWN_REASONS = (TimeoutError, DeadlineExceeded, Cancelled)
 
 
 class Flight(Generic[T]):
@@ -93,7 +93,7 @@ class Flights(Generic[T]):
         flight = self._flights[key] = Flight()
         try:
             yield flight
-        except _OWN_REASONS:
+        except OWN_REASONS:
             raise
         except Exception as error:
             flight._error, flight._traceback = error, error.__traceback__

@@ -29,7 +29,9 @@ from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    PermissionDenied,
     SpecrejError,
+    Unauthenticated,
     Unavailable,
 )
 from specrej.status import DETAILS_TRAILER, from_rpc_error
@@ -52,6 +54,12 @@ class _CommandStream(Generic[Request, Response]):
         self._call = call
         self._make = make
         self._sequence = 0
+        self._is_waiting = False
+
+    @property
+    def can_finish(self) -> bool:
+        """Whether the peer has answered so far; one that has not will not say goodbye either."""
+        return not self._is_waiting
 
     async def ask(self, **command: Any) -> Response:
         """Send a command and wait for its answer.
@@ -60,6 +68,7 @@ class _CommandStream(Generic[Request, Response]):
             SpecrejError: what the peer's status stands for.
         """
         self._sequence += 1
+        self._is_waiting = True
         await self._send(self._make(sequence=self._sequence, **command))
         try:
             answer = await self._call.read()
@@ -67,6 +76,7 @@ class _CommandStream(Generic[Request, Response]):
             raise _error_of(failure) from failure
         if answer is grpc.aio.EOF:
             raise InternalError("a backend ended its stream before it answered")
+        self._is_waiting = False
         return cast(Response, answer)
 
     async def finish(self) -> None:
@@ -99,6 +109,9 @@ def _error_of(failure: grpc.aio.AioRpcError) -> SpecrejError:
     error = from_rpc_error(failure)
     if isinstance(error, Cancelled | DeadlineExceeded):
         return Unavailable(f"a backend gave up: {error.message}")
+    if isinstance(error, Unauthenticated | PermissionDenied):
+        # It is this service's token that was refused, not our caller's.
+        return Unavailable("a backend does not let this service in")
     if isinstance(error, Unavailable) and DETAILS_TRAILER not in dict(
         failure.trailing_metadata() or ()
     ):
@@ -138,9 +151,10 @@ class RemoteGenerator:
             yield RemoteSession(stream, opened.n, opened.prompt_tokens)
             # Answered once the slots are free, so that they are before our caller hears of it.
             # A peer that has gone by now has freed them too, and costs nobody the answer.
-            with suppress(SpecrejError):
-                await stream.ask(close=generator_pb2.CloseSession())
-                await stream.finish()
+            if stream.can_finish:
+                with suppress(SpecrejError):
+                    await stream.ask(close=generator_pb2.CloseSession())
+                    await stream.finish()
         finally:
             call.cancel()
 
@@ -215,8 +229,9 @@ class RemoteScorer:
             command = reward_pb2.OpenScoring(reward=self._name, prompt=wire.prompt_to_wire(prompt))
             await stream.ask(open=command)
             yield RemoteScoringSession(stream)
-            with suppress(SpecrejError):
-                await stream.finish()
+            if stream.can_finish:
+                with suppress(SpecrejError):
+                    await stream.finish()
         finally:
             call.cancel()
 

@@ -6,20 +6,24 @@ Knows no wire, no cache, no admission.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from orchestrator import rejection
-from orchestrator.composition import Verdict
+from orchestrator.composition import LIKELIHOOD, Verdict
+from orchestrator.pacing import Pace
 from orchestrator.schedule import next_decision_token
-from orchestrator.scoring import Panel, PanelSession, Ratings, judged
+from orchestrator.scoring import Jury, Panel, Ratings, judged
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
     Algorithm,
     Candidate,
+    Degradation,
     Event,
     Finished,
     FinishReason,
@@ -37,42 +41,70 @@ from specrej.contracts import (
     Usage,
     WeightedReward,
 )
-from specrej.errors import InternalError
+from specrej.errors import DeadlineExceeded, InternalError, RewardInvalid, Unavailable
+
+
+class _OutOfTime(Exception):
+    """The generator did not answer while there was time."""
+
 
 # For a request that names no reward: what the scorer says, as it is.
 _PLAIN = (WeightedReward(""),)
 
 
 async def run(
-    request: GenerationRequest, generator: Generator, scorer: Scorer | Panel, cache_salt: str = ""
+    request: GenerationRequest,
+    generator: Generator,
+    scorer: Scorer | Panel,
+    cache_salt: str = "",
+    time_left_s: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, the last one `Finished`; ids and fingerprints are the caller's.
 
     `scorer` judges by the request's reward; for several it is a panel, with a scorer for each in
     the request's order. Names are the caller's business: none is looked up, no composite known.
 
+    With `time_left_s` seconds to the deadline, cuts are made deeper or earlier where that is what
+    it takes to have a complete answer in time. `clock` tells seconds.
+
     The generator shares prompt prefixes only between runs with equal salts.
     Close the iterator (`contextlib.aclosing`): its sessions live as long as it does.
+
+    Raises:
+        DeadlineExceeded: no answer was complete in time, and the request allows nothing weaker.
     """
     began = time.perf_counter()
     sampling, selection = request.sampling, request.selection
     panel = scorer if isinstance(scorer, Panel) else Panel([scorer])
+    pace = Pace(partial(_decision_token, request), sampling.max_tokens, time_left_s, clock)
     async with (
         generator.open(
             request.prompt, selection.n, sampling, first_round_tokens(request), cache_salt
         ) as session,
-        panel.open(request.prompt) as judges,
+        Jury(panel, request.prompt, may_fall_back=request.allow_degraded) as jury,
     ):
         board = _Board(
             session.n, session.prompt_tokens, selection.rewards or _PLAIN, sampling.logprobs
         )
         open_ms = _ms_since(began)
         yield Admitted(session.n, session.prompt_tokens)
-        while board.live:
-            completed = await _round(request, session, judges, board)
-            if len(board.rounds) == 1:
-                board.first_round_ms = _ms_since(began)
-            yield completed
+        try:
+            while board.live and not pace.is_over:
+                completed = await _round(request, session, jury, board, pace)
+                if len(board.rounds) == 1:
+                    board.first_round_ms = _ms_since(began)
+                yield completed
+        except _OutOfTime:
+            pass  # what there is will do, or not
+        except (Unavailable, InternalError) as error:
+            is_generator = not isinstance(error, RewardInvalid)
+            if not (is_generator and request.allow_degraded and board.ended()):
+                raise
+            board.degradations.append(Degradation.GENERATOR)
+    if not board.ended():
+        board.cut_short(may_degrade=request.allow_degraded)
+    board.hurried = pace.hurried or bool(board.live)
     yield Finished(board.generation(selection.return_candidates, open_ms, _ms_since(began)))
 
 
@@ -91,23 +123,64 @@ def first_round_tokens(request: GenerationRequest) -> int:
 
 
 async def _round(
-    request: GenerationRequest, session: Session, judges: PanelSession, board: _Board
+    request: GenerationRequest, session: Session, jury: Jury, board: _Board, pace: Pace
 ) -> RoundCompleted:
     """Extend all live candidates, score them, reject the lowest, free their slots."""
     number = len(board.rounds) + 1
     with telemetry.span("round", round=number, live=len(board.live)) as span:
-        clock = _Clock()
-        until = _decision_token(request, board.num_tokens)
-        ended = await session.extend(until)
-        extend_ms = clock.lap_ms()
+        laps = _Laps(pace.clock)
+        ended = await _extend(request, session, board, pace)
+        extend_ms = laps.lap_ms()
         board.take(ended)
-        if ended.candidates:
-            board.judge(ended.candidates, await judges.rate(ended.candidates))
-        score_ms = clock.lap_ms()
-        freed = await _reject(request, session, board, ended)
-        trace = board.trace(number, ended, freed, (extend_ms, score_ms, clock.lap_ms()))
+        # What has just ended can be the answer only if it is scored, however late it is.
+        if any(c.finish for c in ended.candidates) or (ended.candidates and not pace.is_over):
+            board.judge(ended.candidates, await jury.rate(ended.candidates, board.latest.values()))
+        score_ms = laps.lap_ms()
+        pace.note_scoring(len(ended.candidates), score_ms / 1e3)
+        alpha, freed = await _reject(request, session, board, ended, pace)
+        laps_ms = (extend_ms, score_ms, laps.lap_ms())
+        trace = board.trace(number, ended, freed, laps_ms, alpha)
         telemetry.set_attributes(span, decision_token=trace.decision_token, kept=trace.num_live)
     return RoundCompleted(trace, tuple(sorted(board.live)), board.best_text())
+
+
+async def _extend(request: GenerationRequest, session: Session, board: _Board, pace: Pace) -> Round:
+    """To the next decision token, in strides that end early enough to notice that time is short."""
+    position, rows = board.num_tokens, len(board.live)
+    until = _decision_token(request, position)
+    whole: Round | None = None
+    while True:
+        laps = _Laps(pace.clock)
+        stride = pace.stride_tokens(position, until, rows)
+        try:
+            async with asyncio.timeout(pace.patience_s):
+                part = await session.extend(position + stride)
+        except TimeoutError:
+            raise _OutOfTime from None
+        num_ended = sum(candidate.finish is not None for candidate in part.candidates)
+        grown = part.num_tokens - position
+        pace.note_stride(rows, grown, num_ended, laps.lap_ms() / 1e3)
+        whole = part if whole is None else _joined(whole, part)
+        position, rows = part.num_tokens, rows - num_ended
+        if part.ended_by is not RoundEnd.DECISION_TOKEN or position >= until or not rows:
+            return whole
+        if pace.is_over or pace.must_cut(position, until, rows):
+            return whole
+
+
+def _joined(first: Round, second: Round) -> Round:
+    """Two strides as one round."""
+    candidates = {candidate.id: candidate for candidate in first.candidates}
+    for later in second.candidates:
+        before = candidates.get(later.id)
+        if before:
+            later = replace(
+                later,
+                new_token_ids=before.new_token_ids + later.new_token_ids,
+                new_logprobs=before.new_logprobs + later.new_logprobs,
+            )
+        candidates[later.id] = later
+    return replace(second, candidates=tuple(candidates[number] for number in sorted(candidates)))
 
 
 def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
@@ -116,22 +189,26 @@ def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
     return next_decision_token(request.selection.schedule, num_tokens, request.sampling.max_tokens)
 
 
-async def _reject(request: GenerationRequest, session: Session, board: _Board, ended: Round) -> int:
-    """Cut the ranking; returns the slots freed."""
-    if not board.live:
-        return 0
+async def _reject(
+    request: GenerationRequest, session: Session, board: _Board, ended: Round, pace: Pace
+) -> tuple[float, int]:
+    """Cut the ranking; returns the fraction rejected and the slots freed."""
     best_of_n = request.selection.algorithm is Algorithm.BEST_OF_N
+    alpha = 0.0 if best_of_n else request.selection.alpha
+    if not board.live or pace.is_over:
+        return alpha, 0
+    alpha = pace.alpha(board.num_tokens, len(board.ranked), alpha)
     outcome = rejection.cut(
         board.scores(board.ranked),
         board.live,
-        0.0 if best_of_n else request.selection.alpha,
+        alpha,
         must_release=ended.ended_by is RoundEnd.SLOTS_FULL,
         vetoed=board.vetoed,
         has_answer=board.has_answer,
     )
     rejected = board.live & outcome.rejected
     board.keep(outcome.kept)
-    return (await session.prune(board.live)).freed_slots if rejected else 0
+    return alpha, (await session.prune(board.live)).freed_slots if rejected else 0
 
 
 @dataclass(slots=True)
@@ -155,6 +232,8 @@ class _Board:
     token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds: list[RoundTrace] = field(default_factory=list)
+    degradations: list[Degradation] = field(default_factory=list)
+    hurried: bool = False
     num_tokens: int = 0
     num_started: int = 0
     reward_tokens: int = 0
@@ -182,18 +261,23 @@ class _Board:
         """The values of the newest prefixes and answers, and what follows for all that count.
 
         A finished candidate keeps its values. Its score may still change, where it is held against
-        those of others.
+        those of others; and all are judged anew by what stood in for a reward that is gone.
         """
+        if ratings.instead is not None and Degradation.REWARD not in self.degradations:
+            self.degradations.append(Degradation.REWARD)
+            self.rewards = (WeightedReward(LIKELIHOOD),)
+            self.raw = dict(ratings.instead)
         fresh = {c.id: values for c, values in zip(candidates, ratings.values, strict=True)}
         self.raw |= fresh
         self.ranked |= fresh.keys()
-        counting = sorted({*self.ranked, *self._ended()})
+        counting = sorted({*self.ranked, *self.ended()})
         self.verdicts = judged({number: self.raw[number] for number in counting}, self.rewards)
         self.reward_tokens += ratings.computed_tokens
 
     def scores(self, numbers: Iterable[int]) -> dict[int, float]:
         """Scores of some that count, as of the last decision token."""
-        return {number: self.verdicts[number].score for number in numbers}
+        verdicts = self.verdicts
+        return {number: verdicts[number].score for number in numbers if number in verdicts}
 
     @property
     def vetoed(self) -> set[int]:
@@ -204,7 +288,27 @@ class _Board:
     def has_answer(self) -> bool:
         """Whether there is a complete answer that no reward vetoes."""
         vetoed = self.vetoed
-        return any(n not in vetoed and not self._is_truncated(n) for n in self._ended())
+        return any(n not in vetoed and not self._is_truncated(n) for n in self.ended())
+
+    def cut_short(self, *, may_degrade: bool) -> None:
+        """Time ran out before any answer was complete: all that live end here, truncated.
+
+        Raises:
+            DeadlineExceeded: the caller does not want that, or there is no text yet.
+        """
+        if not may_degrade or not self.latest:
+            raise DeadlineExceeded("no answer was complete before the deadline")
+        self.degradations.append(Degradation.DEADLINE)
+        for number in self.live:
+            self.latest[number] = replace(self.latest[number], finish=FinishReason.LENGTH)
+            # Of the last decision token; without one, nothing tells them apart but the likelihood.
+            self.raw.setdefault(number, (self.latest[number].mean_logprob,) * len(self.rewards))
+        unjudged = self.live - self.verdicts.keys()
+        self.verdicts |= {
+            number: Verdict(self.latest[number].mean_logprob, vetoed=False) for number in unjudged
+        }
+        self.ranked |= self.live
+        self.live = set()
 
     def keep(self, kept: frozenset[int]) -> None:
         """Who stays in the ranking after a cut."""
@@ -217,7 +321,7 @@ class _Board:
         All vetoed ones follow, in the same order.
         """
         vetoed = self.vetoed
-        by_score = rejection.rank(self.scores(self._ended()), vetoed)
+        by_score = rejection.rank(self.scores(self.ended()), vetoed)
         return sorted(by_score, key=lambda n: (n in vetoed, self._is_truncated(n)))
 
     def best_text(self) -> str:
@@ -226,7 +330,12 @@ class _Board:
         return self.latest[best].text if best is not None else ""
 
     def trace(
-        self, number: int, ended: Round, freed: int, laps_ms: tuple[float, float, float]
+        self,
+        number: int,
+        ended: Round,
+        freed: int,
+        laps_ms: tuple[float, float, float],
+        alpha: float,
     ) -> RoundTrace:
         """The record of a round; laps are extend, score, prune."""
         finished = sum(candidate.finish is not None for candidate in ended.candidates)
@@ -251,6 +360,7 @@ class _Board:
             score_ms=laps_ms[1],
             prune_ms=laps_ms[2],
             num_vetoed=sum(c.finish is None and c.id in vetoed for c in ended.candidates),
+            alpha=alpha,
         )
         self.rounds.append(trace)
         return trace
@@ -271,6 +381,8 @@ class _Board:
                 first_round_ms=self.first_round_ms,
             ),
             n=self.n,
+            degradations=tuple(self.degradations),
+            hurried=self.hurried,
         )
 
     def _add_tokens(self, candidates: Sequence[Candidate]) -> None:
@@ -279,7 +391,7 @@ class _Board:
             self.token_ids[candidate.id] += candidate.new_token_ids
             self.logprobs[candidate.id] += candidate.new_logprobs
 
-    def _ended(self) -> list[int]:
+    def ended(self) -> list[int]:
         """Ids of the candidates that ended, ranked out or not."""
         return [number for number, candidate in self.latest.items() if candidate.finish]
 
@@ -287,7 +399,7 @@ class _Board:
         return self.latest[number].finish is FinishReason.LENGTH
 
     def _best(self) -> int | None:
-        ranking = rejection.rank(self.scores({*self.ranked, *self._ended()}), self.vetoed)
+        ranking = rejection.rank(self.scores({*self.ranked, *self.ended()}), self.vetoed)
         return ranking[0] if ranking else None
 
     def _ranked(self, number: int) -> RankedCandidate:
@@ -321,16 +433,17 @@ class _Board:
         )
 
 
-class _Clock:
-    """Laps on a monotonic clock."""
+class _Laps:
+    """Laps on a monotonic clock of seconds."""
 
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._at = clock()
 
     def lap_ms(self) -> float:
         """Milliseconds since the last lap."""
-        lap, self._at = _ms_since(self._at), time.perf_counter()
-        return lap
+        before, self._at = self._at, self._clock()
+        return (self._at - before) * 1e3
 
 
 def _ms_since(began: float) -> float:

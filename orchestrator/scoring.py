@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from orchestrator.composition import Verdict, combine
 from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
-from specrej.errors import RewardInvalid
+from specrej.errors import InternalError, Overloaded, RewardInvalid, SessionExpired, Unavailable
+
+log = logging.getLogger(__name__)
 
 
 class LikelihoodScorer:
@@ -26,10 +29,14 @@ class LikelihoodScorer:
 
 @dataclass(frozen=True, slots=True)
 class Ratings:
-    """Raw values per candidate, in the order asked, of every scorer; and the tokens computed."""
+    """Raw values per candidate, in the order asked, of every scorer; and the tokens computed.
+
+    `instead`: where the likelihood stands in for them, that of all candidates, by id.
+    """
 
     values: tuple[tuple[float, ...], ...]
     computed_tokens: int
+    instead: Mapping[int, tuple[float, ...]] | None = None
 
 
 class Panel:
@@ -63,6 +70,54 @@ class PanelSession:
         parts = await asyncio.gather(*(checked(each, candidates) for each in self._sessions))
         values = tuple(zip(*(part.values for part in parts), strict=True))
         return Ratings(values, sum(part.computed_tokens for part in parts))
+
+
+# What a reward that cannot be had fails with.
+_REWARD_GONE = (Unavailable, Overloaded, InternalError, SessionExpired)
+
+
+class Jury:
+    """A panel's sessions for one prompt; the likelihood where they fail and that is allowed.
+
+    Once it has stood in it stays: values of two kinds cannot be held against each other.
+    """
+
+    def __init__(self, panel: Panel, prompt: Prompt, *, may_fall_back: bool) -> None:
+        self._panel = panel
+        self._prompt = prompt
+        self._may_fall_back = may_fall_back
+        self._exit = AsyncExitStack()
+        self._session: PanelSession | None = None
+
+    async def __aenter__(self) -> Jury:
+        try:
+            self._session = await self._exit.enter_async_context(self._panel.open(self._prompt))
+        except _REWARD_GONE:
+            self._fall_back()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._exit.aclose()
+
+    async def rate(self, candidates: Sequence[Candidate], everyone: Iterable[Candidate]) -> Ratings:
+        """What the panel says of the candidates; `everyone`: all known ones, as of now."""
+        if self._session:
+            try:
+                return await self._session.rate(candidates)
+            except _REWARD_GONE:
+                self._fall_back()
+        return Ratings(
+            tuple((candidate.mean_logprob,) for candidate in candidates),
+            0,
+            {candidate.id: (candidate.mean_logprob,) for candidate in everyone},
+        )
+
+    def _fall_back(self) -> None:
+        """From the handler of what failed, which is raised again where it must be."""
+        if not self._may_fall_back:
+            raise
+        log.warning("a reward cannot be had: ranking by likelihood")
+        self._session = None
 
 
 async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> Scores:

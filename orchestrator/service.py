@@ -5,6 +5,7 @@ Decides everything, holds no model. Knows no wire: the servicer unpacks and pack
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import (
@@ -16,26 +17,33 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.admission import Admission
-from orchestrator.cache import Cache, cache_key, tenant_digest
+from orchestrator.cache import Cache, Hit, is_as_asked
 from orchestrator.composition import LIKELIHOOD, Composite, check_expansion, expanded
 from orchestrator.flight import Flights
+from orchestrator.keys import Keys, cache_keys, tenant_digest
+from orchestrator.refresh import Refreshes
 from orchestrator.run import run
 from orchestrator.scoring import LikelihoodScorer, Panel
+from orchestrator.shared_flight import SharedFlights, Turn
 from specrej import fingerprint
 from specrej.contracts import (
     Admitted,
     Algorithm,
     CacheControl,
+    Degradation,
     Event,
     Finished,
     Generation,
     GenerationRequest,
     Generator,
+    GeneratorDescription,
+    RankedCandidate,
     RewardDescription,
     Schedule,
     Scorer,
@@ -69,10 +77,20 @@ class _Plan:
 
     request: GenerationRequest
     reward_order: tuple[int, ...]
+    candidate_tokens: int  # what it may come to
     tenant: str  # others share neither its answers nor its prompt prefixes
+    keys: Keys
     generator_fingerprint: str
     reward_fingerprint: str
     arrived: float  # time.perf_counter()
+    time_left_s: float | None  # then
+    likelihood_instead: bool  # of rewards that nobody can describe
+
+    def left_s(self) -> float | None:
+        """Seconds to the deadline."""
+        if self.time_left_s is None:
+            return None
+        return self.time_left_s - (time.perf_counter() - self.arrived)
 
 
 class Orchestrator:
@@ -88,9 +106,13 @@ class Orchestrator:
         default_schedule: Schedule | None = None,
         composites: Sequence[Composite] = (),
         default_reward: str = "",
+        shared_flights: SharedFlights | None = None,
+        refreshes: Refreshes | None = None,
         describe_every_s: float = 2.0,
     ) -> None:
-        """Backends are asked to describe themselves at most every `describe_every_s` seconds.
+        """Without `shared_flights`, equal requests are one generation in this process only.
+
+        Backends are asked to describe themselves at most every `describe_every_s` seconds.
 
         `default_schedule` is for requests that name none; whoever unpacks them fills it in.
         `composites`, valid ones, come before rewards of their names. `default_reward` is for
@@ -104,8 +126,14 @@ class Orchestrator:
         self._cache = cache
         self._admission = admission
         self._flights: Flights[Generation] = Flights()
+        self._shared_flights = shared_flights
+        self._refreshes = refreshes or Refreshes()
         self._described = _Recent(generator.describe, describe_every_s)
         self._described_rewards = _Recent(rewards.describe, describe_every_s)
+
+    async def aclose(self) -> None:
+        """End what runs in the background."""
+        await self._refreshes.aclose()
 
     async def describe(self) -> ServiceDescription:
         """Models, rewards and load, as of now."""
@@ -120,16 +148,22 @@ class Orchestrator:
         )
 
     async def generate(
-        self, request: GenerationRequest, *, tenant: str, violations: Sequence[Violation] = ()
+        self,
+        request: GenerationRequest,
+        *,
+        tenant: str,
+        violations: Sequence[Violation] = (),
+        time_left_s: float | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Events of one request, the last one `Finished`; close the iterator when done with it.
 
-        `violations` were found while the request was unpacked.
+        `violations` were found while the request was unpacked; `time_left_s`: to its deadline.
 
         Raises:
             SpecrejError: whatever its caller must be told.
         """
-        plan = await self._plan(request, tenant, violations, time.perf_counter())
+        arrived = time.perf_counter()
+        plan = await self._plan(request, tenant, violations, arrived, time_left_s)
         request_id = uuid.uuid4().hex
         async with aclosing(self._answer(plan)) as events:
             async for event in events:
@@ -137,51 +171,94 @@ class Orchestrator:
 
     def _answer(self, plan: _Plan) -> AsyncGenerator[Event, None]:
         """From the cache, from a flight under way, or from a run of its own."""
-        key = cache_key(
-            plan.request,
-            tenant=plan.tenant,
-            generator_fingerprint=plan.generator_fingerprint,
-            reward_fingerprint=plan.reward_fingerprint,
-        )
+        if plan.likelihood_instead:
+            return self._run(plan)
         match plan.request.cache:
-            case CacheControl.USE:
-                return self._use_cache(plan, key)
+            case CacheControl.USE | CacheControl.USE_BETTER:
+                return self._use_cache(plan)
             case CacheControl.REFRESH:
-                return self._run_and_store(plan, key)
+                return self._run_and_store(plan)
             case CacheControl.BYPASS:
                 return self._run(plan)
 
-    async def _use_cache(self, plan: _Plan, key: str) -> AsyncGenerator[Event, None]:
-        if stored := await self._cache.get(key):
-            yield Finished(stored)
+    async def _use_cache(self, plan: _Plan) -> AsyncGenerator[Event, None]:
+        if hit := await self._stored(plan):
+            if hit.stale:
+                self._refreshes.start(plan.keys.answer, partial(self._make_anew, plan))
+            yield Finished(hit.generation)
             return
+        async with aclosing(self._fly(plan)) as events:
+            async for event in events:
+                yield event
+
+    async def _stored(self, plan: _Plan) -> Hit | None:
+        if plan.request.cache is CacheControl.USE_BETTER:
+            return await self._cache.get_better(plan.keys)
+        return await self._cache.get(plan.keys.answer)
+
+    async def _fly(self, plan: _Plan) -> AsyncGenerator[Event, None]:
+        """From a flight under way, here or in another process, or from a run of its own."""
+        key = plan.keys.answer
         async with self._flights.join(key) as flight:
             if flight.landed:
                 # Made once, for the leader: for this caller it comes from memory.
                 yield Finished(replace(flight.result, cached=True))
                 return
-            async with aclosing(self._run_and_store(plan, key)) as events:
-                async for event in events:
-                    if isinstance(event, Finished):
-                        flight.land(event.generation)
-                    yield event
+            async with self._shared_turn(key) as turn:
+                if turn and turn.answer:
+                    flight.land(turn.answer)
+                    yield Finished(turn.answer)
+                    return
+                async with aclosing(self._run_and_store(plan, turn)) as events:
+                    async for event in events:
+                        # What this caller's deadline or leniency made of it is not for the others.
+                        if isinstance(event, Finished) and is_as_asked(event.generation):
+                            flight.land(event.generation)
+                        yield event
 
-    async def _run_and_store(self, plan: _Plan, key: str) -> AsyncGenerator[Event, None]:
+    def _shared_turn(self, key: str) -> AbstractAsyncContextManager[Turn | None]:
+        return self._shared_flights.join(key) if self._shared_flights else nullcontext()
+
+    async def _run_and_store(
+        self, plan: _Plan, turn: Turn | None = None
+    ) -> AsyncGenerator[Event, None]:
         async with aclosing(self._run(plan)) as events:
             async for event in events:
                 if isinstance(event, Finished):
-                    await self._cache.put(key, event.generation)
+                    await self._keep(plan, event.generation, turn)
                 yield event
+
+    async def _keep(self, plan: _Plan, generation: Generation, turn: Turn | None) -> None:
+        """Store an answer and tell who waits; never at the price of the caller's deadline."""
+        left_s = plan.left_s()
+        try:
+            async with asyncio.timeout(None if left_s is None else left_s / 2):
+                stored = await self._cache.put(plan.keys, generation)
+                if turn:
+                    await turn.land(stored)
+        except TimeoutError:
+            if turn:
+                turn.abandon()
+
+    async def _make_anew(self, plan: _Plan) -> None:
+        """Replace an answer that is stale, at nobody's expense and in nobody's time."""
+        now = time.perf_counter()
+        strict = replace(plan.request, allow_degraded=False)
+        plan = replace(plan, request=strict, arrived=now, time_left_s=None)
+        async with aclosing(self._fly(plan)) as events:
+            async for _ in events:
+                pass
 
     async def _run(self, plan: _Plan) -> AsyncGenerator[Event, None]:
         """Admission, then the loop."""
         waiting = time.perf_counter()
-        async with self._admission.enter():
+        async with self._admission.enter(plan.tenant, plan.candidate_tokens, plan.left_s()):
             queue_ms, before_run_ms = _ms_since(waiting), _ms_since(plan.arrived)
             panel = Panel([self._scorer(each.name) for each in plan.request.selection.rewards])
             salt = tenant_digest(plan.tenant)
             with _public_paths():
-                async with aclosing(run(plan.request, self._generator, panel, salt)) as events:
+                events = run(plan.request, self._generator, panel, salt, plan.left_s())
+                async with aclosing(events):
                     async for event in events:
                         yield _completed(event, plan, queue_ms, before_run_ms)
 
@@ -191,6 +268,7 @@ class Orchestrator:
         tenant: str,
         violations: Sequence[Violation],
         arrived: float,
+        time_left_s: float | None,
     ) -> _Plan:
         """The request, checked and with its defaults filled in."""
         generator = await self._described.get()
@@ -205,15 +283,32 @@ class Orchestrator:
         chosen = request.selection
         if chosen.algorithm is Algorithm.BEST_OF_N:
             chosen = replace(chosen, alpha=0.0)
-        rewards, reward_fingerprint = await self._plan_rewards(chosen)
+        likelihood_instead = False
+        try:
+            rewards, reward_fingerprint = await self._plan_rewards(chosen)
+        except Unavailable:  # and no reward has ever been described
+            if not request.allow_degraded:
+                raise
+            likelihood_instead = True
+            rewards, reward_fingerprint = [WeightedReward(LIKELIHOOD)], ""
         ordered = sorted(rewards, key=lambda reward: reward.name)
+        planned = replace(request, selection=replace(chosen, rewards=tuple(ordered)))
         return _Plan(
-            replace(request, selection=replace(chosen, rewards=tuple(ordered))),
+            planned,
             tuple(ordered.index(reward) for reward in rewards),
+            _candidate_tokens(request, generator),
             tenant,
+            cache_keys(
+                planned,
+                tenant=tenant,
+                generator_fingerprint=generator.fingerprint,
+                reward_fingerprint=reward_fingerprint,
+            ),
             generator.fingerprint,
             reward_fingerprint,
             arrived,
+            time_left_s,
+            likelihood_instead,
         )
 
     async def _plan_rewards(self, selection: Selection) -> tuple[list[WeightedReward], str]:
@@ -250,6 +345,12 @@ class Orchestrator:
 
     def _scorer(self, name: str) -> Scorer:
         return LikelihoodScorer() if name == LIKELIHOOD else self._rewards.scorer(name)
+
+
+def _candidate_tokens(request: GenerationRequest, generator: GeneratorDescription) -> int:
+    """Candidates times the tokens each may grow to; as many as fit, where the caller leaves n."""
+    n = request.selection.n or generator.max_candidates
+    return max(1, min(n * request.sampling.max_tokens, generator.slots.capacity))
 
 
 class _Recent(Generic[T]):
@@ -289,7 +390,10 @@ def _completed(event: Event, plan: _Plan, queue_ms: float, before_run_ms: float)
     """A run's answer with what only the orchestrator knows; the run's clock began with the run."""
     if not isinstance(event, Finished):
         return event
-    timings = event.generation.timings
+    generation, timings = event.generation, event.generation.timings
+    if plan.likelihood_instead:
+        degradations = (*generation.degradations, Degradation.REWARD)
+        generation = replace(generation, degradations=degradations)
     since_arrival = replace(
         timings,
         total_ms=before_run_ms + timings.total_ms,
@@ -298,7 +402,7 @@ def _completed(event: Event, plan: _Plan, queue_ms: float, before_run_ms: float)
     )
     return Finished(
         replace(
-            event.generation,
+            generation,
             generator_fingerprint=plan.generator_fingerprint,
             reward_fingerprint=plan.reward_fingerprint,
             timings=since_arrival,
@@ -331,10 +435,14 @@ def _signed(event: Event, request_id: str, reward_order: Sequence[int]) -> Event
         case Admitted():
             return replace(event, request_id=request_id)
         case Finished(generation):
-            candidates = tuple(
-                replace(ranked, rewards=tuple(ranked.rewards[index] for index in reward_order))
-                for ranked in generation.candidates
-            )
+            candidates = tuple(_in_order(each, reward_order) for each in generation.candidates)
             return Finished(replace(generation, candidates=candidates, request_id=request_id))
         case _:
             return event
+
+
+def _in_order(ranked: RankedCandidate, reward_order: Sequence[int]) -> RankedCandidate:
+    """Where the likelihood stood in for the rewards there is one value, whatever was asked for."""
+    if len(ranked.rewards) != len(reward_order):
+        return ranked
+    return replace(ranked, rewards=tuple(ranked.rewards[index] for index in reward_order))

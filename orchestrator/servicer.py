@@ -9,12 +9,10 @@ from orchestrator.service import Orchestrator
 from specrej import wire
 from specrej.contracts import Event, Finished
 from specrej.errors import InternalError, Violation
-from specrej.serving import Context, Service
+from specrej.security import current_caller
+from specrej.serving import Context, Service, time_left_s
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1 import orchestrator_pb2_grpc
-
-# Whose cache entries a call may see; set by the edge that authenticates callers.
-TENANT_METADATA = "specrej-tenant"
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -57,9 +55,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def _events(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
         violations: list[Violation] = []
         request = wire.request_from_wire(message, self._orchestrator.default_schedule, violations)
-        return self._orchestrator.generate(request, tenant=_tenant(context), violations=violations)
-
-
-def _tenant(context: Context) -> str:
-    metadata = dict(context.invocation_metadata() or ())
-    return str(metadata.get(TENANT_METADATA, ""))
+        return self._orchestrator.generate(
+            request,
+            tenant=current_caller().tenant,
+            violations=violations,
+            time_left_s=time_left_s(),
+        )

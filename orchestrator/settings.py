@@ -3,24 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
 from orchestrator.composition import Composite, check_composites
+from orchestrator.store import Access, check_access
 from specrej.contracts import Schedule
+from specrej.credentials import Credentials, check_credentials
 from specrej.errors import Violation
 from specrej.settings import Port, Seconds, ServiceSettings
 from specrej.validation import check_schedule
 
 Address = Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
+ENV_PREFIX = "SPECREJ_ORCHESTRATOR_"
 _SCHEDULES = ("memory", "tokens", "geometric")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
-class OrchestratorSettings(ServiceSettings):
+class RedisSettings(BaseSettings):
+    """Where Redis is, and what lets us in: of the orchestrator and of `specrej cache`."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True)
+
+    redis_url: str = Field("", description="Redis for final answers; empty: no cache")
+    redis_username: str = Field("", description="ACL user; empty: the URL's, or the default user")
+    redis_password_file: str = Field(
+        "", description="file with the password, read again for every new connection"
+    )
+    redis_ca: str = Field(
+        "", description="PEM file of who signs Redis's certificate; empty: the system's"
+    )
+    redis_cert: str = Field("", description="PEM file of the certificate that Redis is shown")
+    redis_key: str = Field("", description="PEM file of its key; empty: it is in redis_cert")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _url_is_of_redis(cls, url: str) -> str:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if it is none
+        if url and parts.scheme not in _REDIS_SCHEMES:
+            raise ValueError(f"must be empty, or start with {':// or '.join(_REDIS_SCHEMES)}://")
+        return url
+
+    @field_validator("redis_password_file", "redis_ca", "redis_cert", "redis_key")
+    @classmethod
+    def _is_a_file(cls, path: str) -> str:
+        if path and not Path(path).is_file():
+            raise ValueError("must be empty, or a file that is there")
+        return path
+
+    @model_validator(mode="after")
+    def _access_is_valid(self) -> Self:
+        check_access(self.redis_access)
+        return self
+
+    @property
+    def redis_access(self) -> Access:
+        """Where Redis is, and what lets us in."""
+        files = (self.redis_password_file, self.redis_ca, self.redis_cert, self.redis_key)
+        paths = [Path(path) if path else None for path in files]
+        return Access(self.redis_url, self.redis_username, *paths)
+
+
+class OrchestratorSettings(RedisSettings, ServiceSettings):
     """The orchestrator: the public port; decides who goes on, holds no model.
 
     Every setting is a flag (--max-running 8) or an environment variable
@@ -36,20 +85,45 @@ class OrchestratorSettings(ServiceSettings):
     gives less than veto_below (nothing if absent). A composite hides a reward of its name.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPECREJ_ORCHESTRATOR_")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     port: Port = Field(50050, description="port to listen on; 0 picks a free one")
     generator_address: Address = Field("127.0.0.1:50051", description="host:port of the generator")
     reward_address: Address = Field(
         "127.0.0.1:50052", description="host:port of the reward service"
     )
-    redis_url: str = Field("", description="Redis for final answers; empty: no cache")
     cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, give or take 10 %")
     cache_timeout_s: Seconds = Field(0.25, description="seconds a call waits for Redis at most")
+    cache_stale_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0,
+        description="seconds more that an answer may be served, while a new one is made in the "
+        "background; 0: never",
+    )
+    shared_flights: bool = Field(
+        True, description="equal requests at all orchestrators of a Redis are one generation"
+    )
     max_running: Annotated[int, Field(ge=1)] = Field(8, description="requests that run at once")
     max_queued: Annotated[int, Field(ge=0)] = Field(64, description="requests that may wait")
+    max_queued_tokens: Annotated[int, Field(ge=0)] = Field(
+        0, description="candidate-tokens (n times max_tokens) that may wait; 0: no limit"
+    )
+    tenant_tokens: Annotated[int, Field(ge=0)] = Field(
+        0, description="candidate-tokens that a tenant may have running and waiting; 0: no limit"
+    )
     deadline_s: Seconds = Field(
         600, description="seconds a request may take whose client set no deadline"
+    )
+    backend_tls: CliImplicitFlag[bool] = Field(
+        False, description="TLS to the backends, by the system's authorities"
+    )
+    backend_tls_ca: str = Field(
+        "", description="PEM file of the authorities of the backends' certificates; means TLS"
+    )
+    backend_tls_cert: str = Field("", description="PEM file of a certificate to show the backends")
+    backend_tls_key: str = Field("", description="PEM file of its key")
+    backend_token_file: str = Field("", description="file with the token to send to the backends")
+    backend_allow_plaintext_token: CliImplicitFlag[bool] = Field(
+        False, description="send it in plaintext, too, to backends on other machines"
     )
     default_schedule: Schedule = Field(
         Schedule(),
@@ -65,14 +139,26 @@ class OrchestratorSettings(ServiceSettings):
         "first",
     )
 
-    @field_validator("redis_url")
-    @classmethod
-    def _url_is_of_redis(cls, url: str) -> str:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if it is none
-        if url and parts.scheme not in _REDIS_SCHEMES:
-            raise ValueError(f"must be empty, or start with {':// or '.join(_REDIS_SCHEMES)}://")
-        return url
+    @property
+    def backend_credentials(self) -> Credentials:
+        """What the backends are shown, and how they are known."""
+        return Credentials(
+            token_file=self.backend_token_file,
+            tls=self.backend_tls,
+            tls_ca=self.backend_tls_ca,
+            tls_cert=self.backend_tls_cert,
+            tls_key=self.backend_tls_key,
+            allow_plaintext_token=self.backend_allow_plaintext_token,
+        )
+
+    @model_validator(mode="after")
+    def _backends_can_be_called(self) -> Self:
+        for address in (self.generator_address, self.reward_address):
+            try:
+                check_credentials(address, self.backend_credentials)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"backend_*: {error}") from None
+        return self
 
     @field_validator("default_schedule")
     @classmethod

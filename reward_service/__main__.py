@@ -17,7 +17,12 @@ from specrej.serving import Server
 def main() -> None:
     """Serves until SIGTERM, then exits with 0; with 1 and a line of explanation if it cannot."""
     settings = settings_loader.load(RewardSettings)
-    telemetry.configure("reward", settings.otlp_endpoint, settings.log_level)
+    telemetry.configure(
+        "reward",
+        settings.otlp_endpoint,
+        settings.log_level,
+        log_error_text=settings.log_error_text,
+    )
     try:
         asyncio.run(serve(settings))
     except (OSError, ValueError, RuntimeError) as error:
@@ -34,7 +39,9 @@ async def serve(settings: RewardSettings) -> None:
         for spec in settings.rewards:
             load = partial(load_reward, spec, settings)
             merge_s = settings.merge_ms / 1000
-            workers.append(await Worker.start(load, settings.queue_limit, merge_s))
+            worker = await Worker.start(load, settings.queue_limit, merge_s)
+            server.watch(worker.heartbeat_s)
+            workers.append(worker)
         servicer.serve(workers)
 
     try:
@@ -42,6 +49,8 @@ async def serve(settings: RewardSettings) -> None:
     finally:
         for worker in workers:
             worker.close()
+        for worker in workers:  # torch must not be in a pass when the interpreter ends
+            worker.join(settings.grace_s)
 
 
 if __name__ == "__main__":

@@ -20,19 +20,24 @@ class Task(Protocol):
     def take(self) -> Any: ...
 
 
-def take_fairly(tasks: Sequence[Task], token_budget: int) -> list[Any]:
+def take_fairly(
+    tasks: Sequence[Task], token_budget: int, given: list[int] | None = None
+) -> list[Any]:
     """Pieces for one forward pass, of at most `token_budget` tokens; a larger one goes alone.
 
-    The next piece is always of the task that has the fewest tokens in this pass, the earlier one
-    of equals: what a small task needs is done in a pass or two, whatever else waits.
+    The next piece is always of the task that was given the fewest tokens, the earlier one of
+    equals. With `given`, what each was given in earlier passes, to which this one is added: a task
+    that does not fit into this pass is the first in the next.
     """
     pieces: list[Any] = []
-    given = [0] * len(tasks)
+    given = [0] * len(tasks) if given is None else given
+    in_pass = 0
     while waiting := [index for index, task in enumerate(tasks) if task.next_tokens]:
         index = min(waiting, key=given.__getitem__)
         num_tokens = tasks[index].next_tokens
-        if pieces and sum(given) + num_tokens > token_budget:
+        if pieces and in_pass + num_tokens > token_budget:
             break
+        in_pass += num_tokens
         given[index] += num_tokens
         pieces.append(tasks[index].take())
     return pieces

@@ -56,7 +56,13 @@ def load_reward(spec: RewardSpec, settings: RewardSettings) -> Reward:
         case specs.GRPCSpec():
             from reward_service.remote_grpc import GRPCReward
 
-            return GRPCReward(spec.name, spec.address, reward=spec.reward, timeout_s=spec.timeout_s)
+            return GRPCReward(
+                spec.name,
+                spec.address,
+                reward=spec.reward,
+                timeout_s=spec.timeout_s,
+                **spec.credentials,
+            )
         case _:
             from reward_service.toy import ToyReward
 
@@ -100,6 +106,7 @@ def _on_a_model(spec: specs.LocalSpec, options: Options) -> Reward:
             steps = Steps(
                 separator=spec.separator,
                 token=spec.step_token,
+                text=spec.step_text,
                 good=spec.good,
                 bad=spec.bad,
                 good_label=spec.good_label,
@@ -129,6 +136,8 @@ def _options(spec: specs.LocalSpec, settings: RewardSettings) -> Options:
     from reward_service.causal_reward import Options
     from reward_service.conversation import Format
 
+    plain: str = getattr(spec, "format", "")
+    special_tokens = getattr(spec, "special_tokens", None)
     return Options(
         name=spec.name,
         directory=spec.directory,
@@ -138,8 +147,5 @@ def _options(spec: specs.LocalSpec, settings: RewardSettings) -> Options:
         kept_tokens=settings.kept_tokens,
         trust_remote_code=spec.trust_remote_code,
         unfinished=getattr(spec, "unfinished", "closed"),
-        format=Format(
-            special_tokens=getattr(spec, "special_tokens", "template"),
-            plain=getattr(spec, "format", ""),
-        ),
+        format=Format(special_tokens or ("tokenizer" if plain else "template"), plain),
     )

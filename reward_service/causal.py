@@ -84,10 +84,15 @@ class _Own:
 
 @dataclass(eq=False, slots=True)
 class KeptPrefixes:
-    """What is kept of one prompt's texts; `number` tells sessions apart."""
+    """What is kept of one prompt's texts; `number` tells sessions apart.
+
+    `is_busy`: some of its texts are on their way, so that it must not be forgotten now.
+    """
 
     number: int
     prompt_ids: Sequence[int]
+    keeps_texts: bool = True
+    is_busy: bool = False
     prompt: PromptKV | None = None
     prompt_values: Values = field(default_factory=dict)
     own: dict[int, _Own] = field(default_factory=dict)
@@ -128,10 +133,15 @@ class CausalTask:
     """Some texts of a session on their way."""
 
     def __init__(
-        self, works: Iterator[_Work], sequences: Sequence[Tokens], read: Sequence[Reading]
+        self,
+        works: Iterator[_Work],
+        session: KeptPrefixes,
+        sequences: Sequence[Tokens],
+        read: Sequence[Reading],
     ) -> None:
         """`works` are made when they are needed, and add what is read of each text to `read`."""
         self._works = works
+        self._session = session
         self._sequences = sequences
         self._read = read
         self._next = next(works, None)
@@ -149,6 +159,7 @@ class CausalTask:
 
     def values(self) -> list[Tensor]:
         """What was read at each text's marks, [marks, width]."""
+        self._session.is_busy = False
         return [
             torch.stack([_computed(values[mark]) for mark in sequence.marks])
             for values, sequence in zip(self._read, self._sequences, strict=True)
@@ -173,15 +184,19 @@ class CausalScorer(SegmentedModel):
         self._sessions: OrderedDict[KeptPrefixes, None] = OrderedDict()  # last used last
         self._numbers = itertools.count()
 
-    def open(self, prompt_ids: Sequence[int]) -> KeptPrefixes:
-        """A session for texts that begin with these tokens, most of them."""
-        return KeptPrefixes(next(self._numbers), prompt_ids)
+    def open(self, prompt_ids: Sequence[int], *, keeps_texts: bool = True) -> KeptPrefixes:
+        """A session for texts that begin with these tokens, most of them.
+
+        Without `keeps_texts` only the prompt is kept: no text will come again.
+        """
+        return KeptPrefixes(next(self._numbers), prompt_ids, keeps_texts)
 
     def close(self, session: KeptPrefixes) -> None:
         """Free what a session keeps; it may go on, and computes everything again."""
         session.prompt = None
         session.prompt_values = {}
         session.own = {}
+        session.is_busy = False
         if session in self._sessions:
             del self._sessions[session]
             self.ledger.close(session.number)
@@ -192,11 +207,12 @@ class CausalScorer(SegmentedModel):
         If any of its passes fails, the session must be closed: it counts on all of them.
         """
         self._touch(session)
+        session.is_busy = True
         wanted = {sequence.key for sequence in sequences}
         for key in [key for key in session.own if key not in wanted]:
             self._give_back(session, session.own.pop(key).room)
         read: list[Reading] = []
-        return CausalTask(self._works(session, sequences, read), sequences, read)
+        return CausalTask(self._works(session, sequences, read), session, sequences, read)
 
     @torch.inference_mode()
     def compute(self, works: Sequence[_Work]) -> None:
@@ -262,7 +278,9 @@ class CausalScorer(SegmentedModel):
         token_ids = sequence.token_ids
         if found.total == sequence.end:
             return None
-        store, is_kept = self._store(session, known, sequence.end - found.shared, found.own)
+        keeps = session.keeps_texts and min(sequence.keep, sequence.end) > found.shared
+        room = sequence.end - found.shared
+        store, is_kept = self._store(session, known, room, found.own, keeps=keeps)
         if is_kept:
             kept_ids = token_ids[found.shared : min(sequence.keep, sequence.end)]
             session.own[sequence.key] = _Own(found.shared, kept_ids, store, values)
@@ -298,24 +316,25 @@ class CausalScorer(SegmentedModel):
         }
 
     def _store(
-        self, session: KeptPrefixes, known: _Own, room: int, filled: int
+        self, session: KeptPrefixes, known: _Own, room: int, filled: int, *, keeps: bool
     ) -> tuple[PromptKV, bool]:
         """Room for so many tokens, the first of them filled; and whether it is kept."""
-        if known.store and known.room >= room:
+        if keeps and known.store and known.room >= room:
             return known.store, True
         store = known.store or PromptKV(self.shape, 0)
         rounded = -(-room // _ROOM_TOKENS) * _ROOM_TOKENS
-        if self._take(session, rounded - known.room):
+        if keeps and self._take(session, rounded - known.room):
             return store.grown(rounded, filled), True
-        self._give_back(session, known.room)
+        if known.room:
+            self._give_back(session, known.room)
         return store.grown(room, filled), False
 
     def _take(self, session: KeptPrefixes, count: int) -> bool:
-        """Own so many slots more; sessions used longest ago are forgotten for it."""
+        """Own so many slots more; idle sessions used longest ago are forgotten for it."""
         self._touch(session)
         while self.ledger.unshared < count:
-            oldest = next(iter(self._sessions))
-            if oldest is session:
+            oldest = next((each for each in self._sessions if not each.is_busy), None)
+            if oldest is None:
                 return False
             self.close(oldest)
         self.ledger.widen(session.number, self.ledger.owned_by(session.number) + count, 0)

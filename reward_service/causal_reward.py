@@ -50,6 +50,7 @@ class Options:
             "unfinished": self.unfinished,
             "special_tokens": self.format.special_tokens,
             "plain": self.format.plain,
+            "trust_remote_code": str(self.trust_remote_code),
         }
         told = {name: repr(value) for name, value in settings.items()}
         return fingerprint.of_directory(self.directory, plain | told)
@@ -57,7 +58,9 @@ class Options:
     def conversation(self, config: Any) -> Conversation:
         """Of the model that has this configuration."""
         tokenizer = load_tokenizer(self.directory, trust_remote_code=self.trust_remote_code)
-        limit = getattr(config, "max_position_embeddings", tokenizer.model_max_length)
+        limit = getattr(
+            config.get_text_config(), "max_position_embeddings", tokenizer.model_max_length
+        )
         return Conversation(self.name, tokenizer, limit, self.format)
 
     def set_threads(self) -> None:
@@ -105,13 +108,13 @@ class CausalReward:
         self.reading = reading
         self.closes_unfinished = options.unfinished == "closed"
 
-    def open(self, prompt: Prompt) -> CausalRewardSession:
-        """A session that keeps what it has computed.
+    def open(self, prompt: Prompt, *, once: bool = False) -> CausalRewardSession:
+        """A session that keeps what it has computed; with `once`, of the prompt alone.
 
         Raises:
             InvalidRequest: the model cannot take this prompt.
         """
-        return CausalRewardSession(self, self.conversation.turns(prompt))
+        return CausalRewardSession(self, self.conversation.turns(prompt), once=once)
 
     def compute(self, pieces: Sequence[Any]) -> None:
         """One forward pass."""
@@ -121,10 +124,10 @@ class CausalReward:
 class CausalRewardSession:
     """One prompt's growing texts: of each, only the tokens that are new are computed."""
 
-    def __init__(self, reward: CausalReward, turns: Turns) -> None:
+    def __init__(self, reward: CausalReward, turns: Turns, *, once: bool) -> None:
         self._reward = reward
         self._turns = turns
-        self.kept = reward.scorer.open(turns.prompt_ids)
+        self.kept = reward.scorer.open(turns.prompt_ids, keeps_texts=not once)
 
     def begin(self, candidates: Sequence[Candidate]) -> CausalRewardTask:
         """Candidates missing from the batch are forgotten; equal texts are computed once."""

@@ -75,6 +75,8 @@ def load_classifier(
         ValueError: the directory holds no such model; says why.
     """
     if (manifest := options.directory / MANIFEST).is_file():
+        if head or adapter:
+            raise ValueError(f"{manifest} names its own head: leave out head and adapter")
         told = {name: options.directory / path for name, path in _read(manifest).items()}
         options = replace(options, directory=told["backbone"])
         head, adapter = told["head"], told.get("adapter")

@@ -21,6 +21,10 @@ from specrej.errors import InvalidRequest, Violation
 # at the beginning is taken away, so that there is one). Model cards do either.
 SpecialTokens = Literal["template", "tokenizer"]
 
+# Stands in a text where `Conversation.spliced_token` goes between the tokens of its parts. Private
+# letters of Unicode, so that no template changes them; a user's own are taken away.
+SPLICE = "\ue000\ue001\ue000"
+
 # Stands for a response where only what is around it is looked for.
 _ANY_RESPONSE = "Response"
 
@@ -51,6 +55,7 @@ class Conversation:
         self.name = name
         self.tokenizer = tokenizer
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
+        self.spliced_token: int | None = None
         self._format = format_
 
     def turns(self, prompt: Prompt) -> Turns:
@@ -87,8 +92,23 @@ class Conversation:
         by_tokenizer = self._format.special_tokens == "tokenizer"
         if by_tokenizer and (bos := self.tokenizer.bos_token):
             rendered = [text.removeprefix(bos) for text in rendered]
+        if self.spliced_token is None:
+            return self._encode(rendered, special_tokens=by_tokenizer)
+        return [self._spliced(text.split(SPLICE), by_tokenizer) for text in rendered]
+
+    def _spliced(self, parts: list[str], by_tokenizer: bool) -> list[int]:
+        """The parts' tokens with the spliced one between them."""
+        assert self.spliced_token is not None
+        (token_ids,) = self._encode(parts[:1], special_tokens=by_tokenizer)
+        for part in self._encode(parts[1:], special_tokens=False):
+            token_ids += [self.spliced_token, *part]
+        return token_ids
+
+    def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        if not texts:
+            return []
         encoded = self.tokenizer(
-            list(rendered), add_special_tokens=by_tokenizer, padding=False, verbose=False
+            list(texts), add_special_tokens=special_tokens, padding=False, verbose=False
         )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
@@ -115,6 +135,8 @@ class Turns:
         self._conversation = conversation
         self._prompt = prompt
         empty, some = conversation.render(prompt, ["", _ANY_RESPONSE])
+        if _ANY_RESPONSE not in some:
+            raise ValueError(f"reward {conversation.name}: its template hides the response")
         opening, self._closing = some.rsplit(_ANY_RESPONSE, 1)
         self.prompt_ids, empty_ids = conversation.encode([opening, empty])
         if len(empty_ids) > conversation.max_tokens:

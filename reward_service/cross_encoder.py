@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -57,9 +58,14 @@ class CrossEncoderReward:
             )
         self._model = model.eval()
         limit = self._tokenizer.model_max_length
-        self.max_tokens: int = min(limit, getattr(model.config, "max_position_embeddings", limit))
+        positions = getattr(model.config, "max_position_embeddings", limit)
+        if isinstance(getattr(model.base_model, "embeddings", None), torch.nn.Module):
+            # Models of the RoBERTa kind begin to count behind the padding's position.
+            padding = getattr(model.base_model.embeddings, "padding_idx", None)
+            positions -= 0 if padding is None else padding + 1
+        self.max_tokens: int = min(limit, positions)
 
-    def open(self, prompt: Prompt) -> _CrossEncoderSession:
+    def open(self, prompt: Prompt, *, once: bool = False) -> _CrossEncoderSession:
         return _CrossEncoderSession(self, question(prompt))
 
     def compute(self, pieces: Sequence[Item]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from reward_service.reward import WholeBatchReward
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scores
+from specrej.errors import RewardInvalid
 
 
 class FunctionReward(WholeBatchReward):
@@ -23,11 +25,15 @@ class FunctionReward(WholeBatchReward):
     def __init__(self, name: str, path: str) -> None:
         self._function = _find(path)
         told = inspect.getdoc(self._function) or f"What {path} says."
-        super().__init__(name, _fingerprint(self._function, path), told.split("\n")[0])
+        super().__init__(name, _fingerprint(path), told.split("\n")[0])
 
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         values = self._function(prompt, [candidate.text for candidate in candidates])
-        return Scores(tuple(float(value) for value in values))
+        try:
+            return Scores(tuple(float(value) for value in values))
+        except (TypeError, ValueError) as error:
+            text = f"reward {self.name} returned no numbers"
+            raise RewardInvalid(text, metadata={"reward": self.name}) from error
 
 
 def _find(path: str) -> Callable[[Prompt, list[str]], Sequence[float]]:
@@ -36,16 +42,16 @@ def _find(path: str) -> Callable[[Prompt, list[str]], Sequence[float]]:
         found: Any = importlib.import_module(module_name)
         for name in names.split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"function {path}: {error}") from None
+    except Exception as error:  # whatever the module does when it is imported
+        raise ValueError(f"function {path}: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise ValueError(f"function {path}: cannot be called")
     function: Callable[[Prompt, list[str]], Sequence[float]] = found
     return function
 
 
-def _fingerprint(function: Any, path: str) -> str:
-    """Of the file it comes from: whoever edits it gets new answers, not cached ones."""
-    file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isroutine(function) else None
+def _fingerprint(path: str) -> str:
+    """With the module's file: whoever edits it gets new answers, not cached ones."""
+    file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
     digest = fingerprint.of_file(Path(file)) if file else ""
     return fingerprint.of_values(kind="function", path=path, file=digest)

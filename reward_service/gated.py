@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from reward_service.causal import CausalScorer
 from reward_service.causal_reward import CausalReward, Options
 from reward_service.checkpoint import load_backbone, load_head
-from reward_service.conversation import Tokenized
+from reward_service.conversation import Conversation, Tokenized
+from specrej.contracts import Prompt
 
 
 class _Gate:
@@ -73,7 +74,7 @@ def load_gated(options: Options, *, gate_at: str) -> CausalReward:
         ValueError: the directory holds no such model; says why.
     """
     options.set_threads()
-    regression = load_head(options.directory, "regression_layer.")["weight"]
+    regression = load_head(options.directory, "regression_layer.weight")[""]
     model = load_backbone(
         options.directory, options.device, trust_remote_code=options.trust_remote_code
     )
@@ -91,6 +92,7 @@ def load_gated(options: Options, *, gate_at: str) -> CausalReward:
 
     conversation = options.conversation(config)
     pattern: list[int] = conversation.tokenizer.encode(gate_at, add_special_tokens=False)
+    _check_pattern(options, conversation, pattern, gate_at)
     return CausalReward(
         options,
         options.fingerprint(kind="gated", gate_at=gate_at),
@@ -99,6 +101,16 @@ def load_gated(options: Options, *, gate_at: str) -> CausalReward:
         CausalScorer(model, read, options.kept_tokens),
         _Gated(pattern),
     )
+
+
+def _check_pattern(
+    options: Options, conversation: Conversation, pattern: list[int], gate_at: str
+) -> None:
+    """Raises ValueError: it does not stand between a prompt and its response."""
+    (tokens,) = conversation.turns(Prompt.from_user("Hello?")).tokenize(["Hello."], [True])
+    ids, length = tokens.token_ids, len(pattern)
+    if not any(ids[i : i + length] == pattern for i in range(len(ids))):
+        raise ValueError(f"{options.directory}: gate_at {gate_at!r} is not in its conversations")
 
 
 def _on(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -112,7 +112,9 @@ def features(backbone: Path, pairs: Sequence[Pair], kept: Path, note: Note) -> N
         found[number] = pair_states(reward, pairs[number]).numpy()
         if (number + 1) % _PAIRS_AT_ONCE == 0 or number + 1 == len(pairs):
             found.flush()
-            done_file.write_text(f"{digest} {number + 1}")
+            partly = done_file.with_suffix(".part")
+            partly.write_text(f"{digest} {number + 1}")
+            partly.replace(done_file)
             note(f"features of {number + 1} of {len(pairs)} pairs")
     return np.asarray(found)
 

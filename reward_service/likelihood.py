@@ -51,9 +51,12 @@ class _Logprobs:
         return text
 
     def marks(self, tokens: Tokenized) -> list[int]:
-        """The response's last token is followed by nothing; an empty one is read somewhere."""
+        """The last token is followed by nothing; an empty response is as likely as token 0 there,
+        which is the end of texts, or some other token that does not come."""
         last = len(tokens.token_ids) - 1
-        return list(range(max(0, min(tokens.start, last) - 1), max(1, last)))
+        if tokens.start > last:
+            return [last]
+        return list(range(max(0, tokens.start - 1), max(1, last)))
 
     def score(self, values: Tensor) -> float:
         logprobs = values[:, 0]
@@ -101,8 +104,8 @@ class _Contrast:
         self.token_budget = own.token_budget
         self.rewards = (own, reference)
 
-    def open(self, prompt: Prompt) -> _ContrastSession:
-        return _ContrastSession([reward.open(prompt) for reward in self.rewards])
+    def open(self, prompt: Prompt, *, once: bool = False) -> _ContrastSession:
+        return _ContrastSession([reward.open(prompt, once=once) for reward in self.rewards])
 
     def compute(self, pieces: Sequence[tuple[int, Any]]) -> None:
         """One forward pass of each model that has pieces here."""

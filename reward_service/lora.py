@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ def merged(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
     """
     if not (directory / "adapter_config.json").is_file():
         raise ValueError(f"{directory}: holds no adapter")
-    adapted: Any = PeftModel.from_pretrained(model, str(directory))
+    try:
+        with warnings.catch_warnings():
+            # Peft only warns where an adapter's names are not the model's, and adds nothing.
+            warnings.filterwarnings("error", message=".*missing adapter keys")
+            adapted: Any = PeftModel.from_pretrained(model, str(directory))
+    except UserWarning:
+        raise ValueError(f"{directory}: an adapter of another kind of model") from None
     whole: PreTrainedModel = adapted.merge_and_unload()
     return whole
 

@@ -62,7 +62,8 @@ class LoraFit:
         torch.manual_seed(schedule.seed)
         options = Options("training", backbone)
         model = load_backbone(backbone, options.device)
-        self.adapter, self.head = out / "adapter", out / "head.safetensors"
+        self.adapter = out / "adapter"
+        self.head = self.adapter / "head.safetensors"  # they belong together
         self._schedule = schedule
         self._digest = fingerprint.of_values(pairs=digest, schedule=repr(schedule))
         self._note = note

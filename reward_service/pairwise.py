@@ -69,7 +69,7 @@ class PairwiseReward:
         self.conversation = conversation
         self.scorer = scorer
 
-    def open(self, prompt: Prompt) -> _PairwiseSession:
+    def open(self, prompt: Prompt, *, once: bool = False) -> _PairwiseSession:
         """Raises InvalidRequest: the model cannot take this prompt."""
         return _PairwiseSession(self, prompt)
 
@@ -97,7 +97,7 @@ class _PairwiseSession:
         if len(one) > limit:
             reason = f"has {len(one)} tokens, reward {reward.name} takes {limit}"
             raise InvalidRequest([Violation("prompt", reason)])
-        self._kept = reward.scorer.open(one[: common(one, other)])
+        self._kept = reward.scorer.open(one[: common(one, other)], keeps_texts=False)
 
     def begin(self, candidates: Sequence[Candidate]) -> _PairwiseTask:
         """Every pair in both orders; equal texts are as good as each other, and not asked about."""

@@ -67,7 +67,7 @@ class RelevanceReward:
         )
         self._model = model.to(device).eval()
 
-    def open(self, prompt: Prompt) -> _RelevanceSession:
+    def open(self, prompt: Prompt, *, once: bool = False) -> _RelevanceSession:
         return _RelevanceSession(self, question(prompt))
 
     def compute(self, pieces: Sequence[Item]) -> None:

@@ -10,19 +10,22 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Unpack
 
 import grpc
 
 from specrej import wire
-from specrej.channel import options
+from specrej.channel import open_blocking_channel
 from specrej.contracts import Candidate, FinishReason, Prompt, RewardDescription, Scores
+from specrej.credentials import Credentials
 from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
     NotFound,
+    PermissionDenied,
     SpecrejError,
+    Unauthenticated,
     Unavailable,
 )
 from specrej.status import DETAILS_TRAILER, from_rpc_error
@@ -37,18 +40,25 @@ class GRPCReward:
     """Scores with `reward` ("": its default) of the service at `address`, "host:port".
 
     Raises:
-        ValueError: there is no such reward.
+        ValueError: there is no such reward, or the credentials cannot be used.
+        OSError: a file of theirs cannot be read.
         RuntimeError: nobody answers there within `timeout_s`.
     """
 
     token_budget = _AT_ONCE
 
     def __init__(
-        self, name: str, address: str, *, reward: str = "", timeout_s: float = 60.0
+        self,
+        name: str,
+        address: str,
+        *,
+        reward: str = "",
+        timeout_s: float = 60.0,
+        **credentials: Unpack[Credentials],
     ) -> None:
         self.name = name
         self.timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=options(retries=False))
+        self._channel = open_blocking_channel(address, retries=False, **credentials)
         self.stub: Any = reward_pb2_grpc.RewardServiceStub(self._channel)
         described = self._describe(reward, address)
         self.remote_name = described.name
@@ -56,7 +66,7 @@ class GRPCReward:
         self.description = described.description
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grpc-reward")
 
-    def open(self, prompt: Prompt) -> _GRPCSession:
+    def open(self, prompt: Prompt, *, once: bool = False) -> _GRPCSession:
         """Raises InvalidRequest: the reward cannot take this prompt."""
         return _GRPCSession(self, prompt)
 
@@ -80,16 +90,22 @@ class GRPCReward:
 
 
 class _GRPCSession:
-    """One stream; opened again where the reward goes on after `close`."""
+    """One stream, opened by its first batch, and again where a session goes on after `close`."""
 
     def __init__(self, reward: GRPCReward, prompt: Prompt) -> None:
         self._reward = reward
         self._prompt = prompt
-        self._stream: _Stream | None = self._open()
+        self._stream: _Stream | None = None
 
     def begin(self, candidates: Sequence[Candidate]) -> _GRPCTask:
+        return _GRPCTask(self, candidates)
+
+    def score(self, candidates: Sequence[Candidate]) -> Scores:
+        """Not by the reward's own thread: it waits for the other end."""
         self._stream = self._stream or self._open()
-        return _GRPCTask(self._stream, candidates)
+        batch = pb.ScoreBatch(candidates=map(_to_wire, candidates))
+        answer = self._stream.ask(batch=batch).scores
+        return Scores(tuple(answer.scores), answer.computed_tokens)
 
     def close(self) -> None:
         if self._stream:
@@ -101,17 +117,19 @@ class _GRPCSession:
         command = pb.OpenScoring(
             reward=self._reward.remote_name, prompt=wire.prompt_to_wire(self._prompt)
         )
-        stream.ask(open=command)
+        # The other end may serve other weights by now, and answers are cached by this.
+        self._reward.fingerprint = stream.ask(open=command).opened.fingerprint
         return stream
 
 
 class _GRPCTask:
-    """A task of one piece: itself."""
+    """A task of one piece: itself. What fails in it fails alone, whatever else is in the pass."""
 
-    def __init__(self, stream: _Stream, candidates: Sequence[Candidate]) -> None:
-        self._stream = stream
+    def __init__(self, session: _GRPCSession, candidates: Sequence[Candidate]) -> None:
+        self._session = session
         self._candidates = candidates
         self._scores = Scores(())
+        self._error: BaseException | None = None
         self.next_tokens = 1
 
     def take(self) -> _GRPCTask:
@@ -119,11 +137,14 @@ class _GRPCTask:
         return self
 
     def run(self) -> None:
-        batch = pb.ScoreBatch(candidates=map(_to_wire, self._candidates))
-        answer = self._stream.ask(batch=batch).scores
-        self._scores = Scores(tuple(answer.scores), answer.computed_tokens)
+        try:
+            self._scores = self._session.score(self._candidates)
+        except BaseException as error:
+            self._error = error
 
     def scores(self) -> Scores:
+        if self._error:
+            raise self._error
         return self._scores
 
 
@@ -149,8 +170,10 @@ class _Stream:
         try:
             answer: pb.ScoreSessionResponse = next(self._answers)
         except StopIteration:
+            self.close()
             raise InternalError("a reward ended its stream before it answered") from None
         except grpc.RpcError as failure:
+            self.close()  # or grpc's thread would wait for requests for ever
             raise _error_of(failure) from failure
         finally:
             late.cancel()
@@ -171,7 +194,10 @@ def _error_of(failure: Any) -> SpecrejError:
     """What the other end's failure is to our caller, who neither cancelled nor ran out of time."""
     error = from_rpc_error(failure)
     if isinstance(error, Cancelled | DeadlineExceeded | NotFound):
-        return Unavailable(f"a reward gave up: {error.message}")
+        return Unavailable("a reward gave up")
+    if isinstance(error, Unauthenticated | PermissionDenied):
+        # It is this service's token that was refused, not our caller's.
+        return Unavailable("a reward does not let this service in")
     if isinstance(error, Unavailable) and DETAILS_TRAILER not in dict(
         failure.trailing_metadata() or ()
     ):

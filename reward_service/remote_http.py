@@ -7,6 +7,8 @@ responses ended by themselves.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +22,8 @@ from specrej.errors import RewardInvalid, Unavailable
 
 # Batches that are asked for at the same time.
 _AT_ONCE = 8
+
+_MAX_ANSWER_BYTES = 1 << 24
 
 
 class HTTPReward(WholeBatchReward):
@@ -42,6 +46,7 @@ class HTTPReward(WholeBatchReward):
             "What a reward model behind HTTP says.",
         )
         self._url = url
+        self._timeout_s = timeout_s
         self._client = httpx2.Client(timeout=timeout_s, headers=headers)
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="http-reward")
 
@@ -62,20 +67,31 @@ class HTTPReward(WholeBatchReward):
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
         }
         try:
-            answer = self._client.post(self._url, json=asked)
+            status, answer = self._post(asked)
         except httpx2.HTTPError as error:
             # Not its text, which holds internal addresses.
             text = f"reward {self.name} cannot be reached: {type(error).__name__}"
             raise Unavailable(text) from error
-        if answer.status_code == 429 or answer.status_code >= 500:
-            raise Unavailable(f"reward {self.name} answers with status {answer.status_code}")
-        return Scores(self._numbers(answer))
+        if status == 429 or status >= 500:
+            raise Unavailable(f"reward {self.name} answers with status {status}")
+        return Scores(self._numbers(status, answer))
 
-    def _numbers(self, answer: httpx2.Response) -> tuple[float, ...]:
+    def _post(self, asked: dict[str, Any]) -> tuple[int, bytes]:
+        """Status and answer, all of it in time: httpx2 bounds only the time between two parts."""
+        until = time.monotonic() + self._timeout_s
+        answer = b""
+        with self._client.stream("POST", self._url, json=asked) as response:
+            for part in response.iter_bytes():
+                answer += part
+                if time.monotonic() > until or len(answer) > _MAX_ANSWER_BYTES:
+                    raise httpx2.ReadTimeout("too slow, or too long")
+        return response.status_code, answer
+
+    def _numbers(self, status: int, answer: bytes) -> tuple[float, ...]:
         try:
-            if answer.status_code != 200:
-                raise ValueError(f"status {answer.status_code}")
-            return tuple(float(value) for value in answer.json()["scores"])
+            if status != 200:
+                raise ValueError(f"status {status}")
+            return tuple(float(value) for value in json.loads(answer)["scores"])
         except (ValueError, TypeError, KeyError) as error:
             text = f"reward {self.name} answers no scores: {type(error).__name__}"
             raise RewardInvalid(text, metadata={"reward": self.name}) from error

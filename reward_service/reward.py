@@ -57,8 +57,8 @@ class Reward(Protocol):
     def token_budget(self) -> int:
         """Most tokens to hand to `compute` at once, but for a single piece that has more."""
 
-    def open(self, prompt: Prompt) -> RewardSession:
-        """A session that keeps nothing yet.
+    def open(self, prompt: Prompt, *, once: bool = False) -> RewardSession:
+        """A session that keeps nothing yet; `once`: there will be a single batch.
 
         Raises:
             InvalidRequest: the model cannot take this prompt.
@@ -82,7 +82,7 @@ def score_batch(session: RewardSession, reward: Reward, candidates: Sequence[Can
 
 def score(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
     """Whole answers, alone; nothing is kept."""
-    session = reward.open(prompt)
+    session = reward.open(prompt, once=True)
     try:
         return score_batch(session, reward, whole_answers(texts))
     finally:
@@ -108,7 +108,7 @@ class WholeBatchReward(ABC):
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         """One finite score per candidate, higher is better; texts may be empty."""
 
-    def open(self, prompt: Prompt) -> _PromptOnly:
+    def open(self, prompt: Prompt, *, once: bool = False) -> _PromptOnly:
         return _PromptOnly(self, prompt)
 
     def compute(self, pieces: Sequence[_WholeBatch]) -> None:
@@ -130,7 +130,7 @@ class _PromptOnly:
 
 
 class _WholeBatch:
-    """A task of one piece: itself."""
+    """A task of one piece: itself. What fails in it fails alone, whatever else is in the pass."""
 
     def __init__(
         self, reward: WholeBatchReward, prompt: Prompt, candidates: Sequence[Candidate]
@@ -139,6 +139,7 @@ class _WholeBatch:
         self._prompt = prompt
         self._candidates = candidates
         self._scores: Scores | None = None
+        self._error: BaseException | None = None
         self.next_tokens = 1
 
     def take(self) -> _WholeBatch:
@@ -146,8 +147,13 @@ class _WholeBatch:
         return self
 
     def run(self) -> None:
-        self._scores = self._reward.score(self._prompt, self._candidates)
+        try:
+            self._scores = self._reward.score(self._prompt, self._candidates)
+        except BaseException as error:
+            self._error = error
 
     def scores(self) -> Scores:
+        if self._error:
+            raise self._error
         assert self._scores
         return self._scores

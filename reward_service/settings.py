@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from specrej.credentials import Credentials
 from specrej.settings import Port, Seconds, ServiceSettings
 
 # The generator's own mean log-likelihood goes by this name in requests.
@@ -67,7 +68,8 @@ class CrossEncoderSpec(LocalSpec):
 class _CausalSpec(LocalSpec):
     """A decoder-only model, and how conversations are written for it."""
 
-    special_tokens: Literal["template", "tokenizer"] = "template"
+    # None: the template's, or the tokeniser's where a plain format takes the template's place.
+    special_tokens: Literal["template", "tokenizer"] | None = None
     format: str = ""
     unfinished: Literal["closed", "open"] = "closed"
 
@@ -115,6 +117,7 @@ class ProcessSpec(_CausalSpec):
     unfinished: Literal["closed", "open"] = "open"
     separator: str = Field("\n\n", min_length=1)
     step_token: str = Field("\n\n", min_length=1)
+    step_text: str = ""
     good: str = ""
     bad: str = ""
     good_label: int = Field(1, ge=0)
@@ -163,6 +166,24 @@ class GRPCSpec(_Spec):
     address: str = Field(pattern=r"^\S+:\d{1,5}$")
     reward: str = ""
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    token_file: str = ""
+    tls: bool = False
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    allow_plaintext_token: bool = False
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the other service is shown, and how it is known."""
+        return Credentials(
+            token_file=self.token_file,
+            tls=self.tls,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            allow_plaintext_token=self.allow_plaintext_token,
+        )
 
 
 RewardSpec = Annotated[

@@ -144,7 +144,7 @@ def _write_manifest(backbone: Path, out: Path, *, with_adapter: bool) -> None:
     """Paths are relative to the directory, so that both can be moved together."""
     manifest = {"backbone": os.path.relpath(backbone, out), "head": HEAD}
     if with_adapter:
-        manifest["adapter"] = ADAPTER
+        manifest |= {"adapter": ADAPTER, "head": f"{ADAPTER}/{HEAD}"}
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 

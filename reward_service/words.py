@@ -14,9 +14,16 @@ _ROWS = 256
 
 
 class Words:
-    """The last layer of a language model; asked after the model was taken over by a scorer."""
+    """The last layer of a language model; asked after the model was taken over by a scorer.
+
+    Raises:
+        ValueError: the model does more to its logits than we do.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        for scale in ("logit_scale", "logits_scaling"):
+            if getattr(model.config, scale, 1) != 1:
+                raise ValueError(f"models with {scale} are not supported")
         self._model: Any = model
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
 

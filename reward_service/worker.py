@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from reward_service.batching import take_fairly
-from reward_service.reward import Reward, RewardSession, ScoringTask, score_batch, whole_answers
+from reward_service.reward import Reward, RewardSession, ScoringTask, whole_answers
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import Overloaded, RewardInvalid, Unavailable
 
@@ -54,6 +54,8 @@ class _Batch:
     future: Future[Scores] = field(default_factory=Future)
     abandoned: bool = False
     task: ScoringTask | None = None
+    given: int = 0  # tokens of its task that were in passes so far
+    is_alone: bool = False  # shares no pass any more: one that it had a part in failed
 
 
 class Worker:
@@ -71,9 +73,12 @@ class Worker:
         self._closing = threading.Lock()
         self._closed = False
         self._num_sessions = 0  # the thread's
+        self._pass_began: float | None = None
         self._reward: Reward
         self._loaded: Future[None] = Future()
-        threading.Thread(target=self._serve, args=[load], name="reward").start()
+        # A daemon: whoever forgets to close it, or cannot wait for a pass, can still end.
+        self._thread = threading.Thread(target=self._serve, args=[load], name="reward", daemon=True)
+        self._thread.start()
 
     @classmethod
     async def start(
@@ -110,16 +115,16 @@ class Worker:
         candidates = whole_answers(texts)
         if not whole:
             candidates = [Candidate(c.id, c.text, 0, 0.0) for c in candidates]
-        async with self.open(prompt) as session:
+        async with self.open(prompt, once=True) as session:
             return await session.score(candidates)
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[WorkerSession]:
-        """A session, which frees what it keeps when the context is left.
+    async def open(self, prompt: Prompt, *, once: bool = False) -> AsyncIterator[WorkerSession]:
+        """A session, which frees what it keeps when the context is left; `once`: of one batch.
 
         Raises as `score` does.
         """
-        opening = _Call(partial(self._open, prompt))
+        opening = _Call(partial(self._open, prompt, once))
         try:
             session = await self._ask(opening)
         except asyncio.CancelledError:
@@ -136,11 +141,23 @@ class Worker:
         return await self._ask(_Batch(session, candidates))
 
     def close(self) -> None:
-        """Refuse what waits; the pass under way ends by itself."""
+        """Refuse what waits; the pass under way ends by itself, see `join`."""
         with self._closing:
             if not self._closed:
                 self._closed = True
                 self._arrivals.put(None)
+
+    def heartbeat_s(self) -> float:
+        """Seconds that the pass under way takes already; 0 between passes, infinite without a
+        thread that could take one."""
+        began = self._pass_began
+        if not self._thread.is_alive() and not self._closed:
+            return math.inf
+        return time.monotonic() - began if began is not None else 0.0
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the pass under way, after `close`."""
+        self._thread.join(timeout_s)
 
     async def _ask(self, request: _Request[T]) -> T:
         """Hand it to the thread, if not too much is there already."""
@@ -171,8 +188,8 @@ class Worker:
 
     # What follows is the thread's.
 
-    def _open(self, prompt: Prompt) -> RewardSession:
-        session = self._reward.open(prompt)
+    def _open(self, prompt: Prompt, once: bool) -> RewardSession:
+        session = self._reward.open(prompt, once=once)
         self._num_sessions += 1
         return session
 
@@ -182,6 +199,8 @@ class Worker:
 
     def _serve(self, load: Callable[[], Reward]) -> None:
         """Load, then pass after pass until closed."""
+        if not self._loaded.set_running_or_notify_cancel():
+            return
         try:
             # Loaded where it is used: torch's thread count belongs to the thread that sets it.
             self._reward = load()
@@ -192,21 +211,30 @@ class Worker:
         under_way: list[_Batch] = []
         while self._take_in(under_way):
             under_way = [batch for batch in under_way if self._is_wanted(batch)]
+            self._pass_began = time.monotonic()
             self._compute(under_way)
+            self._pass_began = None
             under_way = [batch for batch in under_way if not self._is_done(batch)]
         for batch in under_way:
-            batch.future.set_exception(Unavailable("the reward is being stopped"))
+            _fail(batch, Unavailable("the reward is being stopped"))
 
     def _take_in(self, under_way: list[_Batch]) -> bool:
-        """Begin with what has arrived, and wait where nothing is under way; False: closed."""
+        """Begin with what has arrived, and wait where nothing is under way; False: closed.
+
+        What arrives meanwhile is for the next pass: nobody can keep the passes from going on.
+        """
         until = 0.0  # when others need not be waited for any more
+        left = self._arrivals.qsize()
         while True:
+            all_here = len(under_way) >= self._num_sessions
+            wait_s = 0.0 if all_here else max(0.0, until - time.monotonic())
+            if under_way and left <= 0 and not wait_s:
+                return True
             try:
-                all_here = len(under_way) >= self._num_sessions
-                wait_s = 0.0 if all_here else max(0.0, until - time.monotonic())
                 arrived = self._arrivals.get(not under_way or wait_s > 0, wait_s or None)
             except queue.Empty:
                 return True
+            left -= 1
             match arrived:
                 case None:
                     return False
@@ -215,45 +243,42 @@ class Worker:
                 case _Batch():
                     if not under_way and self._num_sessions > 1:
                         until = time.monotonic() + self._merge_s
-                    under_way += self._begin(arrived)
-
-    def _begin(self, batch: _Batch) -> list[_Batch]:
-        """Itself, unless it was given up, or is refused by the reward."""
-        if batch.future.set_running_or_notify_cancel():
-            try:
-                batch.task = batch.session.begin(batch.candidates)
-                return [batch]
-            except BaseException as error:
-                batch.session.close()
-                batch.future.set_exception(error)
-        return []
+                    # Nobody catches up at the others' expense.
+                    arrived.given = min((batch.given for batch in under_way), default=0)
+                    if arrived.future.set_running_or_notify_cancel() and _begin(arrived):
+                        under_way.append(arrived)
 
     def _is_wanted(self, batch: _Batch) -> bool:
-        if batch.abandoned:
+        wanted = not batch.abandoned  # read once: it is set by another thread
+        if not wanted:
             batch.session.close()  # it counts on what will not be computed
             batch.future.set_result(Scores(()))  # nobody looks
-        return not batch.abandoned
+        return wanted
 
     def _compute(self, batches: Sequence[_Batch]) -> None:
-        """One pass, shared by all; if it fails, each from its beginning, alone: one may be bad."""
-        tasks = [batch.task for batch in batches if batch.task]
-        try:
-            self._reward.compute(take_fairly(tasks, self._reward.token_budget))
-        except BaseException as error:
-            for batch in batches:
-                batch.session.close()
-            if len(batches) == 1:
-                batches[0].future.set_exception(error)
-                return
-            for batch in batches:
-                self._compute_alone(batch)
+        """One pass, shared by all but those that are to be alone.
 
-    def _compute_alone(self, batch: _Batch) -> None:
+        If it fails, those that took part begin anew, each alone: one of them may be bad.
+        """
+        alone = next((batch for batch in batches if batch.is_alone), None)
+        sharing = [alone] if alone else batches
+        before = [batch.given for batch in sharing]
+        given = list(before)
         try:
-            scores = score_batch(batch.session, self._reward, batch.candidates)
-            batch.future.set_result(self._checked(scores, len(batch.candidates)))
-        except BaseException as failure:
-            batch.future.set_exception(failure)
+            tasks = [batch.task for batch in sharing if batch.task]
+            if pieces := take_fairly(tasks, self._reward.token_budget, given):
+                self._reward.compute(pieces)
+        except BaseException as error:
+            took_part = [b for b, x, y in zip(sharing, before, given, strict=True) if y > x]
+            for batch in took_part or sharing:
+                batch.session.close()
+                if len(took_part or sharing) == 1:
+                    _fail(batch, error)
+                else:
+                    batch.is_alone = True
+                    _begin(batch)
+        for batch, tokens in zip(sharing, given, strict=True):
+            batch.given = tokens
 
     def _is_done(self, batch: _Batch) -> bool:
         if not batch.future.done() and batch.task and not batch.task.next_tokens:
@@ -262,7 +287,7 @@ class Worker:
                 batch.future.set_result(scores)
             except BaseException as error:
                 batch.session.close()
-                batch.future.set_exception(error)
+                _fail(batch, error)
         return batch.future.done()
 
     def _checked(self, scores: Scores, num_texts: int) -> Scores:
@@ -288,9 +313,27 @@ class WorkerSession:
         return await self._worker.score_with(self._session, candidates)
 
 
+def _begin(batch: _Batch) -> bool:
+    """Whether its reward takes it."""
+    try:
+        batch.task = batch.session.begin(batch.candidates)
+    except BaseException as error:
+        batch.session.close()
+        _fail(batch, error)
+        return False
+    return True
+
+
 def _carry_out(call: _Call[T]) -> None:
     if call.future.set_running_or_notify_cancel():
         try:
             call.future.set_result(call.do())
         except BaseException as error:
-            call.future.set_exception(error)
+            _fail(call, error)
+
+
+def _fail(request: _Call[T] | _Batch, error: BaseException) -> None:
+    # Asyncio's futures refuse a StopIteration, and who waits for one would wait for ever.
+    request.future.set_exception(
+        RuntimeError("a reward raised StopIteration") if isinstance(error, StopIteration) else error
+    )

@@ -42,7 +42,9 @@ from specrej.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    PermissionDenied,
     SpecrejError,
+    Unauthenticated,
     Unavailable,
     Violation,
 )
@@ -80,7 +82,9 @@ __all__ = [
     "InvalidRequest",
     "NotFound",
     "Overloaded",
+    "PermissionDenied",
     "SpecrejError",
+    "Unauthenticated",
     "Unavailable",
     "Violation",
 ]

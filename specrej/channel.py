@@ -1,4 +1,4 @@
-"""Client channels: keepalive, message limits and the published retry policy.
+"""Client channels: keepalive, message limits, the published retry policy, TLS and tokens.
 
 Keepalive is one half of a pair whose other half is in `serving.py`.
 """
@@ -6,10 +6,23 @@ Keepalive is one half of a pair whose other half is in `serving.py`.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from operator import methodcaller
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, Unpack
 
+import grpc
 import grpc.aio
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+from specrej.credentials import (
+    PEM,
+    Credentials,
+    check_credentials,
+    system_authorities,
+    tls_files,
+    watch_token,
+)
+from specrej.security import MAX_MESSAGE_BYTES
 
 # One layer of retries only: this one, at the edge nearest the caller. Session streams are never
 # retried: their state is gone with them.
@@ -35,22 +48,61 @@ SERVICE_CONFIG = {
 }
 
 
-def open_channel(address: str, *, retries: bool = True) -> grpc.aio.Channel:
+def open_channel(
+    address: str,
+    *,
+    retries: bool = True,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    **credentials: Unpack[Credentials],
+) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"); connects when first used.
 
-    `retries` is for the caller's outermost hop; services calling services leave it off.
+    `retries` is for the caller's outermost hop; services calling services leave it off. Files of
+    certificates and tokens that change are in force from the next call on.
+
+    Raises:
+        OSError, ValueError: the credentials cannot be used, or may not be sent there.
     """
-    return grpc.aio.insecure_channel(address, options=options(retries=retries))
+
+    how = options(retries=retries, max_message_bytes=max_message_bytes)
+
+    def connect(tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+        if tls is None:
+            return grpc.aio.insecure_channel(address, options=how)
+        return grpc.aio.secure_channel(address, tls, options=how)
+
+    if not any(credentials.values()):
+        return connect(None)
+    check_credentials(address, credentials)
+    return _Channel(_Link(connect, credentials))
 
 
-def options(*, retries: bool) -> list[tuple[str, int | str]]:
+def open_blocking_channel(
+    address: str, *, retries: bool = True, **credentials: Unpack[Credentials]
+) -> grpc.Channel:
+    """The same for threads."""
+
+    def connect(tls: grpc.ChannelCredentials | None) -> grpc.Channel:
+        if tls is None:
+            return grpc.insecure_channel(address, options=options(retries=retries))
+        return grpc.secure_channel(address, tls, options=options(retries=retries))
+
+    if not any(credentials.values()):
+        return connect(None)
+    check_credentials(address, credentials)
+    return _BlockingChannel(_Link(connect, credentials))
+
+
+def options(
+    *, retries: bool, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> list[tuple[str, int | str]]:
     """What every channel to a service is opened with."""
     return [
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
         # A restarted backend is found again within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
@@ -58,3 +110,135 @@ def options(*, retries: bool) -> list[tuple[str, int | str]]:
         ("grpc.enable_retries", int(retries)),
         ("grpc.service_config", json.dumps(SERVICE_CONFIG if retries else {})),
     ]
+
+
+C = TypeVar("C")
+
+
+class _Link(Generic[C]):
+    """The channel for the next call, opened anew when its certificates change, and the token."""
+
+    def __init__(
+        self, connect: Callable[[grpc.ChannelCredentials | None], C], given: Credentials
+    ) -> None:
+        self._connect = connect
+        self._token = watch_token(given)
+        files = tls_files(given)
+        self._files = files and files.watch()
+        self._pem = self._files.get() if self._files else None
+        self._channel = connect(_channel_credentials(self._pem) if self._pem else None)
+        # Calls go on with the certificates they began with, until these change once more: grpc
+        # closes a channel that nothing refers to.
+        self._last: C | None = None
+
+    def channel(self) -> C:
+        """Open, with the certificates of now."""
+        if self._files and (pem := self._files.get()) is not self._pem:
+            self._last, self._channel = self._channel, self._connect(_channel_credentials(pem))
+            self._pem = pem
+        return self._channel
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries beside its own."""
+        return (("authorization", f"Bearer {self._token.get()}"),) if self._token else ()
+
+    def opened(self) -> list[C]:
+        """Every channel there is to close."""
+        return [self._channel, *([self._last] if self._last is not None else ())]
+
+
+def _channel_credentials(pem: PEM) -> grpc.ChannelCredentials:
+    authorities = pem.ca or system_authorities()
+    return grpc.ssl_channel_credentials(authorities, pem.key, pem.cert)
+
+
+class _Method(Generic[C]):
+    """One method of a stub: asks for channel and token at every call."""
+
+    def __init__(self, link: _Link[C], make: Callable[[C], Callable[..., Any]]) -> None:
+        self._link = link
+        self._make = make
+        self._channel: C | None = None
+        self._call: Callable[..., Any]
+
+    def __call__(self, *request: Any, metadata: Any = None, **options: Any) -> Any:
+        channel = self._link.channel()
+        if channel is not self._channel:
+            self._channel, self._call = channel, self._make(channel)
+        return self._call(*request, metadata=(*(metadata or ()), *self._link.metadata()), **options)
+
+
+class _Methods(Generic[C]):
+    """What stubs ask of a channel, of either kind."""
+
+    def __init__(self, link: _Link[C]) -> None:
+        self._link = link
+
+    def unary_unary(self, *method: Any, **how: Any) -> Any:
+        return _Method(self._link, methodcaller("unary_unary", *method, **how))
+
+    def unary_stream(self, *method: Any, **how: Any) -> Any:
+        return _Method(self._link, methodcaller("unary_stream", *method, **how))
+
+    def stream_unary(self, *method: Any, **how: Any) -> Any:
+        return _Method(self._link, methodcaller("stream_unary", *method, **how))
+
+    def stream_stream(self, *method: Any, **how: Any) -> Any:
+        return _Method(self._link, methodcaller("stream_stream", *method, **how))
+
+
+class _Channel(_Methods[grpc.aio.Channel], grpc.aio.Channel):
+    """For the event loop."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        for channel in self._link.opened():
+            await channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._link.channel().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._link.channel().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._link.channel().channel_ready()
+
+
+class _BlockingChannel(_Methods[grpc.Channel], grpc.Channel):
+    """For threads."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def subscribe(
+        self,
+        callback: Callable[[grpc.ChannelConnectivity], None],
+        try_to_connect: bool = False,
+    ) -> None:
+        self._link.channel().subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        self._link.channel().unsubscribe(callback)
+
+    def close(self) -> None:
+        for channel in self._link.opened():
+            channel.close()

@@ -2,17 +2,19 @@
 
 Answers go to stdout and nothing else does; progress and errors go to stderr. Exit codes: 0 done,
 2 bad usage or request, 3 no server there or not ready, 4 deadline exceeded, 5 overloaded,
-130 interrupted, 1 anything else.
+6 no token or one that is not for this, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -23,6 +25,7 @@ from rich.text import Text
 
 from specrej import demo as demonstration
 from specrej import errors, wire
+from specrej.cli_credentials import takes_credentials
 from specrej.client import Client, Options, RewardClient
 from specrej.contracts import (
     Algorithm,
@@ -36,8 +39,10 @@ from specrej.contracts import (
     ServiceDescription,
     WeightedReward,
 )
+from specrej.credentials import Credentials, credentials_from
 from specrej.processes import ProcessError
 from specrej.rounds_view import watch
+from specrej.security import Role, append_line, new_token
 from specrej.stack import Ports, Stack
 
 _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
@@ -46,6 +51,8 @@ _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
     errors.Unavailable: 3,
     errors.DeadlineExceeded: 4,
     errors.Overloaded: 5,
+    errors.Unauthenticated: 6,
+    errors.PermissionDenied: 6,
 }
 _INTERRUPTED = 130
 _TERMINATED = 143
@@ -165,10 +172,14 @@ _Logprobs = Annotated[
     bool, typer.Option("--logprobs", help="Token ids and log-probabilities, shown with --json.")
 ]
 _Cache = Annotated[CacheControl | None, typer.Option(help="What the cache may do.")]
+_AllowDegraded = Annotated[
+    bool, typer.Option("--allow-degraded", help="Something weaker is better than an error.")
+]
 _Returned = Annotated[int | None, typer.Option(help="How many of the best to return.")]
 
 
 @app.command()
+@takes_credentials
 def generate(
     prompt: _Prompt,
     address: _Address = "127.0.0.1:50050",
@@ -189,8 +200,11 @@ def generate(
     logprobs: _Logprobs = False,
     cache: _Cache = None,
     return_candidates: _Returned = None,
+    allow_degraded: _AllowDegraded = False,
     timeout: _Timeout = 300.0,
     as_json: _Json = False,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Answer PROMPT with the best of many candidates."""
     given = {
@@ -210,15 +224,21 @@ def generate(
         "logprobs": logprobs or None,
         "cache": cache,
         "return_candidates": return_candidates,
+        "allow_degraded": allow_degraded or None,
     }
     options = cast(Options, {name: value for name, value in given.items() if value is not None})
-    _run(_generate(address, _prompt(system, prompt), options, timeout, as_json))
+    _run(_generate(address, _prompt(system, prompt), options, timeout, as_json, credentials))
 
 
 async def _generate(
-    address: str, prompt: Prompt, options: Options, timeout_s: float, as_json: bool
+    address: str,
+    prompt: Prompt,
+    options: Options,
+    timeout_s: float,
+    as_json: bool,
+    credentials: Credentials,
 ) -> None:
-    async with Client(address, timeout_s=timeout_s) as client:
+    async with Client(address, timeout_s=timeout_s, **credentials) as client:
         events = client.stream(prompt, **options)
         generation = await watch(events, Console(stderr=True))
     if as_json:
@@ -228,15 +248,22 @@ async def _generate(
 
 
 @app.command()
+@takes_credentials
 def describe(
-    address: _Address = "127.0.0.1:50050", timeout: _Timeout = 10.0, as_json: _Json = False
+    address: _Address = "127.0.0.1:50050",
+    timeout: _Timeout = 10.0,
+    as_json: _Json = False,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Show models, rewards, limits and load."""
-    _run(_describe(address, timeout, as_json))
+    _run(_describe(address, timeout, as_json, credentials))
 
 
-async def _describe(address: str, timeout_s: float, as_json: bool) -> None:
-    async with Client(address, timeout_s=timeout_s) as client:
+async def _describe(
+    address: str, timeout_s: float, as_json: bool, credentials: Credentials
+) -> None:
+    async with Client(address, timeout_s=timeout_s, **credentials) as client:
         description = await client.describe()
     if as_json:
         _print_json(wire.to_plain(wire.service_to_wire(description)))
@@ -245,6 +272,7 @@ async def _describe(address: str, timeout_s: float, as_json: bool) -> None:
 
 
 @app.command()
+@takes_credentials
 def score(
     responses: Annotated[list[str], typer.Argument(metavar="RESPONSE...")],
     prompt: Annotated[str, typer.Option(help="What was asked; - reads it from stdin.")],
@@ -255,21 +283,25 @@ def score(
     address: _RewardAddress = "127.0.0.1:50052",
     timeout: _Timeout = 60.0,
     as_json: _Json = False,
+    *,
+    credentials: Credentials,
 ) -> None:
     """Score RESPONSEs to a prompt; higher is better."""
-    _run(_score(address, _prompt("", prompt), responses, reward, unfinished, timeout, as_json))
+    client = partial(RewardClient, address, timeout_s=timeout, **credentials)
+    asked = _prompt("", prompt)
+    _run(_score(client, asked, responses, reward, unfinished=unfinished, as_json=as_json))
 
 
 async def _score(
-    address: str,
+    connect: Callable[[], RewardClient],
     prompt: Prompt,
     responses: list[str],
     reward: str,
+    *,
     unfinished: bool,
-    timeout_s: float,
     as_json: bool,
 ) -> None:
-    async with RewardClient(address, timeout_s=timeout_s) as client:
+    async with connect() as client:
         scores: Scores = await client.score(prompt, responses, reward=reward, unfinished=unfinished)
     if as_json:
         _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
@@ -287,7 +319,8 @@ def up(
     log_dir: Annotated[Path | None, typer.Option(help="Keep logs here.")] = None,
 ) -> None:
     """Run the whole service on this machine until Ctrl-C."""
-    _run(_up(Stack(Ports(port, generator_port, reward_port, redis_port), log_dir=log_dir)))
+    ports = Ports(port, generator_port, reward_port, redis_port)
+    _run(_up(Stack(ports, log_dir=log_dir, credentials=credentials_from(os.environ))))
 
 
 async def _up(stack: Stack) -> None:
@@ -322,6 +355,41 @@ def demo(
     _run(demonstration.run(prompt, Console()))
 
 
+@app.command()
+def token(
+    tenant: Annotated[str, typer.Argument(help="Whose requests it marks.")],
+    role: Annotated[
+        list[Role] | None,
+        typer.Option(
+            help="What it is for; repeatable. generate (the default), gateway (generate for the "
+            "tenants that the metadata specrej-tenant names) or admin (describe only)."
+        ),
+    ] = None,
+    append: Annotated[
+        Path | None, typer.Option(help="Append the line to this tokens file instead.")
+    ] = None,
+) -> None:
+    """Make a token for TENANT.
+
+    The token goes to stdout and is kept nowhere; the line that lets it in, which holds only its
+    SHA-256, to stderr, or into the services' tokens file:
+
+    specrej token acme --append tokens.jsonl > acme.token
+    """
+    if not tenant:
+        raise typer.BadParameter("TENANT must be a name")
+    made, line = new_token(tenant, role or ())
+    if append is None:
+        _note(line)
+    else:
+        try:
+            append_line(append, line)
+        except OSError as error:
+            _note(f"specrej: {error}")
+            raise typer.Exit(1) from None
+    typer.echo(made)
+
+
 @app.command(
     "train-reward",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -331,6 +399,18 @@ def train_reward(context: typer.Context) -> None:
     """Fit a reward on pairs of answers (--help says more)."""
     # In a process of its own, as every part that holds a model is.
     command = [sys.executable, "-m", "reward_service.training", *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+@app.command(
+    "cache",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def cache(context: typer.Context) -> None:
+    """Look into the answer cache, or empty it (--help says more)."""
+    # In a process of its own: this package knows no Redis.
+    command = [sys.executable, "-m", "orchestrator.cache_admin", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 

@@ -29,6 +29,7 @@ from specrej.contracts import (
     ServiceDescription,
     WeightedReward,
 )
+from specrej.credentials import Credentials
 from specrej.errors import InternalError, InvalidRequest, Violation
 from specrej.status import from_rpc_error
 from specrej.v1 import (
@@ -67,6 +68,7 @@ class Options(TypedDict, total=False):
     # And
     model: str
     cache: CacheControl
+    allow_degraded: bool  # something weaker is better than an error
 
 
 def build_request(
@@ -89,6 +91,7 @@ def build_request(
     logprobs: bool = False,
     model: str = "",
     cache: CacheControl | None = None,
+    allow_degraded: bool = False,
 ) -> orchestrator_pb2.GenerateRequest:
     """The message for a prompt and `Options`.
 
@@ -119,6 +122,7 @@ def build_request(
                 return_candidates=return_candidates,
             ),
             cache_control=wire.cache_to_wire(cache),
+            allow_degraded=allow_degraded,
         )
     except ValueError as error:
         raise InvalidRequest([Violation("request", str(error))]) from None
@@ -130,8 +134,11 @@ class _Connection:
     Made inside a running event loop; connects when first used.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 300.0) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, address: str, timeout_s: float, credentials: Credentials) -> None:
+        try:
+            self._channel = open_channel(address, **credentials)
+        except (OSError, ValueError) as error:
+            raise InvalidRequest([Violation("credentials", str(error))]) from error
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
@@ -152,11 +159,21 @@ class Client(_Connection):
     """A client of the orchestrator at `address` ("host:port").
 
     Every call has a deadline of `timeout_s` seconds, unless it names its own; a call that finds
-    the server unavailable is retried a few times within a second or two.
+    the server unavailable is retried a few times within a second or two. With `credentials` it
+    shows a token or a certificate, and checks the server's; `specrej.credentials` has them all.
+
+    Raises:
+        InvalidRequest: the credentials cannot be used, or may not be sent there.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50050", *, timeout_s: float = 300.0) -> None:
-        super().__init__(address, timeout_s=timeout_s)
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50050",
+        *,
+        timeout_s: float = 300.0,
+        **credentials: Unpack[Credentials],
+    ) -> None:
+        super().__init__(address, timeout_s, credentials)
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     async def generate(
@@ -214,10 +231,16 @@ class Client(_Connection):
 
 
 class RewardClient(_Connection):
-    """A client of the reward service at `address` ("host:port")."""
+    """A client of the reward service at `address` ("host:port"); arguments as of `Client`."""
 
-    def __init__(self, address: str = "127.0.0.1:50052", *, timeout_s: float = 60.0) -> None:
-        super().__init__(address, timeout_s=timeout_s)
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50052",
+        *,
+        timeout_s: float = 60.0,
+        **credentials: Unpack[Credentials],
+    ) -> None:
+        super().__init__(address, timeout_s, credentials)
         self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
 
     async def score(

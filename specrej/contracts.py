@@ -278,22 +278,35 @@ class Selection:
 
 
 class CacheControl(Enum):
-    """What the cache may do for a request."""
+    """What the cache may do for a request; as in `specrej.v1.CacheControl`."""
 
     USE = "use"
     BYPASS = "bypass"
     REFRESH = "refresh"
+    USE_BETTER = "use-better"
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how to answer it; `model` "" means the one that is served."""
+    """One prompt and how to answer it; `model` "" means the one that is served.
+
+    `allow_degraded`: something weaker is better than an error.
+    """
 
     prompt: Prompt
     sampling: Sampling = field(default_factory=Sampling)
     selection: Selection = field(default_factory=Selection)
     model: str = ""
     cache: CacheControl = CacheControl.USE
+    allow_degraded: bool = False
+
+
+class Degradation(Enum):
+    """What stood in for a step of the plan that could not be done."""
+
+    REWARD = "reward"  # ranked by likelihood: a reward could not be had
+    GENERATOR = "generator"  # the best complete answer so far: the generator broke off
+    DEADLINE = "deadline"  # the best text so far, truncated: time ran out
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +346,7 @@ class RoundTrace:
     score_ms: float
     prune_ms: float
     num_vetoed: int = 0
+    alpha: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +376,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer and how it came about; `candidates[0]` is the answer."""
+    """The answer and how it came about; `candidates[0]` is the answer.
+
+    `hurried`: the deadline made cuts deeper, or earlier, than was asked for.
+    """
 
     candidates: tuple[RankedCandidate, ...]
     rounds: tuple[RoundTrace, ...]
@@ -373,7 +390,13 @@ class Generation:
     generator_fingerprint: str = ""
     reward_fingerprint: str = ""
     cached: bool = False
-    degraded: bool = False
+    degradations: tuple[Degradation, ...] = ()
+    hurried: bool = False
+
+    @property
+    def degraded(self) -> bool:
+        """Whether something weaker stood in for a step of the plan."""
+        return bool(self.degradations)
 
     @property
     def best(self) -> RankedCandidate:

@@ -6,6 +6,7 @@ cache, stops everything.
 
 from __future__ import annotations
 
+import os
 import time
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from specrej.client import Client, Options
 from specrej.contracts import Generation, Schedule
+from specrej.credentials import Credentials, credentials_from
 from specrej.errors import InternalError, SpecrejError
 from specrej.rounds_view import saved_text, watch
 from specrej.stack import Stack
@@ -33,19 +35,20 @@ async def run(prompt: str, console: Console) -> None:
     """
     started = time.monotonic()
     console.print("starting valkey, generator, reward service and orchestrator", style="dim")
-    async with Stack() as stack:
+    credentials = credentials_from(os.environ)
+    async with Stack(credentials=credentials) as stack:
         took_s = time.monotonic() - started
         console.print(f"ready in {took_s:.1f} s at {stack.orchestrator_address}\n", style="dim")
         try:
-            await _ask(stack.orchestrator_address, prompt, console)
+            await _ask(stack.orchestrator_address, credentials, prompt, console)
         except SpecrejError:
             console.print(stack.log_tails(), style="dim", markup=False, highlight=False)
             raise
     console.print("everything is stopped", style="dim")
 
 
-async def _ask(address: str, prompt: str, console: Console) -> None:
-    async with Client(address) as client:
+async def _ask(address: str, credentials: Credentials, prompt: str, console: Console) -> None:
+    async with Client(address, **credentials) as client:
         console.print(Text.assemble(("prompt  ", "dim"), prompt))
         generation = await watch(client.stream(prompt, **OPTIONS), console)
         show_answer(generation, console)

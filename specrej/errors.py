@@ -2,6 +2,8 @@
 
     SpecrejError
     ├── InvalidRequest     INVALID_ARGUMENT    every violation, with its field's path
+    ├── Unauthenticated    UNAUTHENTICATED     no token, or one that nobody was given
+    ├── PermissionDenied   PERMISSION_DENIED   a token that is not for this
     ├── NotFound           NOT_FOUND           unknown model or reward
     ├── Overloaded         RESOURCE_EXHAUSTED  queue or slots full; carries a delay
     ├── Unavailable        UNAVAILABLE         loading, draining, backend down; carries a delay
@@ -58,6 +60,18 @@ class InvalidRequest(SpecrejError):
         self.violations = tuple(violations)
         if reason:
             self.reason = reason
+
+
+class Unauthenticated(SpecrejError):
+    """No token, or one that nobody was given."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(SpecrejError):
+    """The token is known and not for this."""
+
+    reason = "PERMISSION_DENIED"
 
 
 class NotFound(SpecrejError):

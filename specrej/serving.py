@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -22,7 +24,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from specrej import telemetry
-from specrej.channel import MAX_MESSAGE_BYTES
+from specrej.credentials import PEM, TLSFiles
 from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,6 +34,7 @@ from specrej.errors import (
     SpecrejError,
     Violation,
 )
+from specrej.security import OURS, Access, Caller, set_caller
 from specrej.settings import ServiceSettings
 from specrej.status import to_status
 
@@ -41,17 +44,30 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # Quoted: the class is generic for type checkers only.
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Handler = Callable[[Any, Context], Awaitable[Any]]
-_OURS = "/specrej.v1."
+
+
+# Of the call that runs in this context; time.monotonic().
+_deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
+
+
+def time_left_s() -> float | None:
+    """Seconds until the deadline of the call that runs here, the client's or the server's own."""
+    deadline = _deadline.get()
+    return None if deadline is None else deadline - time.monotonic()
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Runs each handler in a span, within its deadline, and turns what it raises into a status.
 
+    Whom `access` does not admit gets no further than here, whatever the method.
     `default_deadline_s` bounds calls whose client set no deadline; None leaves them unbounded.
     """
 
-    def __init__(self, default_deadline_s: float | None = None) -> None:
+    def __init__(
+        self, default_deadline_s: float | None = None, access: Access | None = None
+    ) -> None:
         self._default_deadline_s = default_deadline_s
+        self._access = access or Access()
 
     async def intercept_service(
         self,
@@ -59,28 +75,45 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(_OURS):
+        try:
+            caller = self._access.admit(details.method, details.invocation_metadata or ())
+        except Exception as error:
+            # What a stranger calls that nobody serves is no name for a span.
+            return self._refuse(details.method if handler else "unknown", error)
+        if handler is None or not details.method.startswith(OURS):
             return handler
+        return self._guarded(handler, details.method, caller)
+
+    def _guarded(self, handler: Any, method: str, caller: Caller) -> Any:
         kind = _kind(handler)
         behavior, decode = getattr(handler, kind), _decoder(handler)
         if handler.request_streaming:
-            return handler._replace(
-                **{kind: self._guard(details.method, behavior)}, request_deserializer=decode
-            )
+            guarded = self._guard(method, behavior, caller)
+            return handler._replace(**{kind: guarded}, request_deserializer=decode)
 
         # grpc would answer a message that it cannot decode with UNKNOWN and a class name.
         async def decoding(data: bytes, context: Context) -> Any:
             return await behavior(decode(data), context)
 
-        return handler._replace(
-            **{kind: self._guard(details.method, decoding)}, request_deserializer=None
-        )
+        guarded = self._guard(method, decoding, caller)
+        return handler._replace(**{kind: guarded}, request_deserializer=None)
 
-    def _guard(self, method: str, behavior: Handler) -> Handler:
+    def _refuse(self, method: str, error: Exception) -> RpcHandler:
+        """A handler of any method that looks at no message."""
+
+        async def refuse(request: Any, context: Context) -> None:
+            raise error
+
+        return grpc.stream_stream_rpc_method_handler(self._guard(method, refuse, Caller()))
+
+    def _guard(self, method: str, behavior: Handler, caller: Caller) -> Handler:
         async def guarded(request: Any, context: Context) -> Any:
             with telemetry.server_span(method, context.invocation_metadata() or ()) as span:
                 try:
-                    async with asyncio.timeout(self._deadline_s(context)):
+                    set_caller(caller)
+                    left_s = self._deadline_s(context)
+                    _deadline.set(None if left_s is None else time.monotonic() + left_s)
+                    async with asyncio.timeout(left_s):
                         return await behavior(request, context)
                 except Exception as error:
                     await _abort(context, method, error, span)
@@ -201,8 +234,20 @@ class Service:
     register: Callable[[grpc.aio.Server], None]
 
 
+# Seconds since the last sign of life of something that is at work; 0 while it has nothing to do.
+Heartbeat = Callable[[], float]
+
+# The name that liveness goes by in health checks: SERVING as long as heartbeats are young, also
+# while models are loading or calls are drained.
+LIVENESS = "liveness"
+
+
 class Server:
-    """A gRPC server with health, reflection and a drain; port 0 picks a free one."""
+    """A gRPC server with health, reflection and a drain; port 0 picks a free one.
+
+    Raises:
+        OSError, ValueError: the files of its certificates or tokens cannot be used.
+    """
 
     def __init__(
         self,
@@ -213,12 +258,16 @@ class Server:
     ) -> None:
         self._settings = settings
         self._services = services
+        self._heartbeats: list[Heartbeat] = []
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(
-            interceptors=[StatusInterceptor(default_deadline_s)],
+            interceptors=[StatusInterceptor(default_deadline_s, Access(settings.tokens_path))],
             options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", settings.max_message_bytes),
+                ("grpc.max_send_message_length", settings.max_message_bytes),
+                # Between the two, grpc would refuse at random.
+                ("grpc.max_metadata_size", settings.max_metadata_bytes),
+                ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_time_ms", 30_000),
@@ -251,29 +300,57 @@ class Server:
                 self._server,
             )
         address = f"{self._settings.host}:{self._settings.port}"
+        files = self._settings.tls_files
         try:
-            self.port = self._server.add_insecure_port(address)
+            if files:
+                self.port = self._server.add_secure_port(address, _server_credentials(files))
+            else:
+                self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}") from error
         await self._server.start()
 
+    def watch(self, heartbeat: Heartbeat) -> None:
+        """From now on health follows it: NOT_SERVING while it is older than `stuck_s`."""
+        self._heartbeats.append(heartbeat)
+
     async def set_serving(self, serving: bool) -> None:
-        """Answer health checks of "" and of every service."""
-        states = health_pb2.HealthCheckResponse
-        value = states.SERVING if serving else states.NOT_SERVING
+        """Answer health checks of "" and of every service: readiness."""
         for name in ("", *(service.name for service in self._services)):
-            await self._health.set(name, value)
+            await self._health.set(name, _state(serving))
 
     async def stop(self, grace_s: float | None = None) -> None:
         """NOT_SERVING, refuse new calls, let running ones finish for `grace_s` seconds."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.grace_s if grace_s is None else grace_s)
 
+    async def _drain(self) -> None:
+        """NOT_SERVING to health checks first, so that balancers look elsewhere; then `stop`."""
+        await self._health.enter_graceful_shutdown()
+        await asyncio.sleep(self._settings.drain_seconds)
+        await self.stop()
+
+    async def _follow_heartbeats(self) -> None:
+        """Alive, and ready, is whoever gets on with its work; that a process answers is neither."""
+        was_alive = True
+        while True:
+            alive = all(beat() < self._settings.stuck_s for beat in self._heartbeats)
+            await self._health.set(LIVENESS, _state(alive))
+            if alive != was_alive:
+                log.error("it goes on" if alive else "no step has ended for too long")
+                await self.set_serving(alive)
+            was_alive = alive
+            await asyncio.sleep(min(1.0, self._settings.stuck_s / 4))
+
     async def run(self, warm_up: Callable[[], Awaitable[None]]) -> None:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once."""
         signals = _Signals()
+        asyncio.get_running_loop().set_exception_handler(_log_lost_error)
         await self.start()
         log.info("listening on %s:%d", self._settings.host, self.port)
+        if self._settings.shows_tokens:
+            log.warning("tokens reach this port in plaintext: set tls_cert, unless a proxy does it")
+        following = asyncio.ensure_future(self._follow_heartbeats())
         try:
             warming = asyncio.ensure_future(warm_up())
             stopping = asyncio.ensure_future(signals.first.wait())
@@ -285,12 +362,51 @@ class Server:
                 await stopping
             warming.cancel()
         finally:
-            draining = asyncio.ensure_future(self.stop())
+            following.cancel()
+            draining = asyncio.ensure_future(self._drain())
             second = asyncio.ensure_future(signals.second.wait())
             await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
             second.cancel()
             if not draining.done():
+                draining.cancel()
                 await self.stop(0)
+
+
+def _state(serving: bool) -> Any:
+    states = health_pb2.HealthCheckResponse
+    return states.SERVING if serving else states.NOT_SERVING
+
+
+def _log_lost_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """As asyncio does, without the objects that it prints: what they hold may be a prompt."""
+    log.error("%s", context["message"], exc_info=context.get("exception"))
+
+
+def _server_credentials(files: TLSFiles) -> grpc.ServerCredentials:
+    """Looks at the files at every new connection; those that are open go on as they are."""
+    watched = files.watch()
+    given = watched.get()
+
+    # Called by grpc's own threads. If two come at once, one may still get the last certificate.
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        pem = watched.get()
+        if pem is given:
+            return None
+        given = pem
+        return _certificates(pem)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _certificates(given),
+        changed,  # type: ignore[arg-type]  # None is "no change", and documented
+        require_client_authentication=files.ca is not None,
+    )
+
+
+def _certificates(pem: PEM) -> grpc.ServerCertificateConfiguration:
+    assert pem.key
+    assert pem.cert, "checked by the settings"
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
 
 class _Signals:

@@ -7,10 +7,21 @@ manual and `python -m SERVICE --help` prints it.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliImplicitFlag,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from specrej.credentials import TLSFiles, is_loopback
+from specrej.security import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, read_tokens
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -27,10 +38,101 @@ class ServiceSettings(BaseSettings):
     port: Port = Field(0, description="port to listen on; 0 picks a free one")
     reflection: bool = Field(True, description="serve gRPC reflection (turn off in production)")
     grace_s: Seconds = Field(30, description="seconds running calls may take to finish on SIGTERM")
+    drain_s: Annotated[float, Field(ge=0, le=600)] | None = Field(
+        None,
+        description="seconds to go on serving after SIGTERM, NOT_SERVING to health checks, so that"
+        " balancers notice; left out: 5, on loopback 0",
+    )
+    stuck_s: Seconds = Field(
+        120, description="seconds a model's step may take before health says NOT_SERVING"
+    )
     log_level: str = Field(
         "INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="least severe level logged"
     )
+    log_error_text: CliImplicitFlag[bool] = Field(
+        False, description="log the text of unexpected errors too, which may quote prompts"
+    )
     otlp_endpoint: str = Field("", description="OTLP gRPC collector URL for traces; empty: none")
+    tls_cert: str = Field("", description="PEM file of the certificate chain; empty: plaintext")
+    tls_key: str = Field("", description="PEM file of its key")
+    tls_client_ca: str = Field(
+        "", description="PEM file of authorities; clients must show a certificate of theirs"
+    )
+    tokens_file: str = Field(
+        "", description="JSON lines of tenant, sha256, roles; calls but for health need a token"
+    )
+    allow_anonymous: CliImplicitFlag[bool] = Field(
+        False,
+        description="serve callers without tokens or certificates; on loopback that is the default",
+    )
+    max_message_bytes: int = Field(
+        MAX_MESSAGE_BYTES, ge=1024, le=2**31 - 1, description="longest message, either way"
+    )
+    max_metadata_bytes: int = Field(
+        MAX_METADATA_BYTES, ge=1024, le=2**20, description="most metadata of a call"
+    )
+
+    @property
+    def drain_seconds(self) -> float:
+        """What is meant where nothing is said."""
+        if self.drain_s is not None:
+            return self.drain_s
+        return 0.0 if is_loopback(self.host) else 5.0
+
+    @property
+    def tls_files(self) -> TLSFiles | None:
+        """None: plaintext."""
+        cert, key, ca = (
+            Path(path) if path else None
+            for path in (self.tls_cert, self.tls_key, self.tls_client_ca)
+        )
+        return TLSFiles(cert, key, ca) if cert or key or ca else None
+
+    @property
+    def tokens_path(self) -> Path | None:
+        """None: no tokens."""
+        return Path(self.tokens_file) if self.tokens_file else None
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether tokens come over a network unencrypted."""
+        return bool(self.tokens_file) and not self.tls_cert and not is_loopback(self.host)
+
+    @field_validator("tokens_file")
+    @classmethod
+    def _tokens_can_be_read(cls, path: str) -> str:
+        if path:
+            _complain(lambda: read_tokens(Path(path)))
+        return path
+
+    @model_validator(mode="after")
+    def _tls_can_be_used(self) -> Self:
+        if files := self.tls_files:
+            if not files.cert:
+                raise ValueError("tls_cert and tls_key are needed for TLS")
+            _complain(files.read)
+        return self
+
+    @model_validator(mode="after")
+    def _somebody_may_call(self) -> Self:
+        if self.tokens_file and self.allow_anonymous:
+            raise ValueError("allow_anonymous is of no use with tokens_file: one of them must go")
+        said = "allow_anonymous" in self.model_fields_set
+        anonymous = self.allow_anonymous if said else is_loopback(self.host)
+        if not (self.tokens_file or self.tls_client_ca or anonymous):
+            raise ValueError(
+                f"{self.host} would be open to everybody: set tokens_file or tls_client_ca,"
+                " or allow_anonymous if that is meant"
+            )
+        return self
+
+
+def _complain(read: Callable[[], object]) -> None:
+    """What cannot be read, as pydantic wants to be told."""
+    try:
+        read()
+    except OSError as error:
+        raise ValueError(str(error)) from None
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -53,6 +155,9 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
 
 
 def _describe(settings: type[ServiceSettings], problem: Any) -> str:
+    if not problem["loc"]:  # of several settings; the text names them
+        prefix = settings.model_config.get("env_prefix", "")
+        return f"bad settings ({prefix}...): {problem['msg'].removeprefix('Value error, ')}"
     name = ".".join(str(part) for part in problem["loc"])
     variable = f"{settings.model_config.get('env_prefix', '')}{name}".upper()
     # Not the value itself: it may hold a password.

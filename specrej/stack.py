@@ -7,6 +7,7 @@ is set there reaches the services too. Used by `specrej up`, `specrej demo` and 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej.channel import open_channel
+from specrej.credentials import Credentials
 from specrej.processes import ProcessError, Processes, Program
 
 HOST = "127.0.0.1"
@@ -61,7 +63,8 @@ class Stack:
     """All processes, ready when the context is entered, gone when it is left.
 
     Without `ports` it takes free ones; without `log_dir` logs go to a temporary directory that is
-    removed at the end. `environment` is added to this process's own.
+    removed at the end. `environment` is added to this process's own. With `credentials` it finds
+    out whether services that were told to use TLS are ready.
 
     Raises on entering:
         ProcessError: a port is taken, or a process ended or was not ready in time.
@@ -73,6 +76,7 @@ class Stack:
         *,
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        credentials: Credentials | None = None,
         start_timeout_s: float = 120.0,
         grace_s: float = 15.0,
     ) -> None:
@@ -83,6 +87,7 @@ class Stack:
         self.redis_url = f"redis://{HOST}:{self.ports.redis}/0"
         self._log_dir = log_dir
         self._environment = dict(environment or {})
+        self._credentials = credentials or Credentials()
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
         # Set on entering.
@@ -151,10 +156,12 @@ class Stack:
     def _service(
         self, name: str, module: str, address: str, environment: Mapping[str, str]
     ) -> Program:
+        certificate = f"SPECREJ_{name.upper()}_TLS_CERT"
+        secured = {**os.environ, **self._environment}.get(certificate)
         return Program(
             name=name,
             arguments=(sys.executable, "-m", module),
-            is_ready=partial(_is_serving, address),
+            is_ready=partial(_is_serving, address, self._credentials if secured else Credentials()),
             environment={**environment, **self._environment},
         )
 
@@ -176,8 +183,8 @@ def _valkey_server() -> str:
     return str(get_binary_path())
 
 
-async def _is_serving(address: str) -> bool:
-    async with open_channel(address, retries=False) as channel:
+async def _is_serving(address: str, credentials: Credentials) -> bool:
+    async with open_channel(address, retries=False, **credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)

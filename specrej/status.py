@@ -20,6 +20,8 @@ PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
 _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
@@ -81,6 +83,10 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
             return (errors.SessionExpired if expired else errors.OutOfOrder)(message)
         case grpc.StatusCode.NOT_FOUND:
             return errors.NotFound(message, metadata=metadata)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return errors.Unauthenticated(message, metadata=metadata)
+        case grpc.StatusCode.PERMISSION_DENIED:
+            return errors.PermissionDenied(message, metadata=metadata)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded(message)
         case grpc.StatusCode.CANCELLED:

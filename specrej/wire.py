@@ -33,6 +33,12 @@ _CACHE: Mapping[c.CacheControl, orchestrator_pb2.CacheControl.ValueType] = {
     c.CacheControl.USE: orchestrator_pb2.CACHE_CONTROL_USE,
     c.CacheControl.BYPASS: orchestrator_pb2.CACHE_CONTROL_BYPASS,
     c.CacheControl.REFRESH: orchestrator_pb2.CACHE_CONTROL_REFRESH,
+    c.CacheControl.USE_BETTER: orchestrator_pb2.CACHE_CONTROL_USE_BETTER,
+}
+_DEGRADATION: Mapping[c.Degradation, orchestrator_pb2.Degradation.ValueType] = {
+    c.Degradation.REWARD: orchestrator_pb2.DEGRADATION_REWARD,
+    c.Degradation.GENERATOR: orchestrator_pb2.DEGRADATION_GENERATOR,
+    c.Degradation.DEADLINE: orchestrator_pb2.DEGRADATION_DEADLINE,
 }
 
 V = TypeVar("V")
@@ -293,6 +299,7 @@ def request_to_wire(request: c.GenerationRequest) -> orchestrator_pb2.GenerateRe
             return_candidates=chosen.return_candidates,
         ),
         cache_control=cache_to_wire(request.cache),
+        allow_degraded=request.allow_degraded,
     )
 
 
@@ -319,6 +326,7 @@ def request_from_wire(
         selection=selection,
         model=message.model,
         cache=_enum(_CACHE, message.cache_control, c.CacheControl.USE, "cache_control", violations),
+        allow_degraded=message.allow_degraded,
     )
 
 
@@ -344,6 +352,7 @@ def trace_to_wire(trace: c.RoundTrace) -> orchestrator_pb2.RoundTrace:
         score_ms=trace.score_ms,
         prune_ms=trace.prune_ms,
         num_vetoed=trace.num_vetoed,
+        alpha=trace.alpha,
     )
 
 
@@ -366,6 +375,7 @@ def trace_from_wire(message: orchestrator_pb2.RoundTrace) -> c.RoundTrace:
         score_ms=message.score_ms,
         prune_ms=message.prune_ms,
         num_vetoed=message.num_vetoed,
+        alpha=message.alpha,
     )
 
 
@@ -431,6 +441,8 @@ def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateRes
             first_round_ms=timings.first_round_ms,
         ),
         n=generation.n,
+        degradations=[_DEGRADATION[each] for each in generation.degradations],
+        hurried=generation.hurried,
     )
 
 
@@ -461,7 +473,8 @@ def generation_from_wire(message: orchestrator_pb2.GenerateResponse) -> c.Genera
         generator_fingerprint=message.fingerprints.generator,
         reward_fingerprint=message.fingerprints.reward,
         cached=message.cached,
-        degraded=message.degraded,
+        degradations=tuple(_back(_DEGRADATION, value) for value in message.degradations),
+        hurried=message.hurried,
     )
 
 

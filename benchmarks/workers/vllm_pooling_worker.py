@@ -27,7 +27,6 @@ class Worker:
             max_num_seqs=256,
             block_size=32,  # as in vllm_worker: what texts share is shared in whole blocks
             enable_prefix_caching=True,
-            skip_tokenizer_init=True,
             seed=0,
         )
         assert torch.get_num_threads() == threads, torch.get_num_threads()

@@ -59,6 +59,11 @@ class _CacheControlEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheCon
     """Neither read nor write."""
     CACHE_CONTROL_REFRESH: _CacheControl.ValueType  # 3
     """Generate anew and store."""
+    CACHE_CONTROL_USE_BETTER: _CacheControl.ValueType  # 4
+    """Like USE; the answer may also be one stored for the same prompt, sampling (but for the seed)
+    and rewards, from a search at least as large, or better than the one stored for this request.
+    Not where a reward is normalised by its batch: such scores compare within one request only.
+    """
 
 class CacheControl(_CacheControl, metaclass=_CacheControlEnumTypeWrapper):
     """What the cache may do for a request."""
@@ -71,7 +76,40 @@ CACHE_CONTROL_BYPASS: CacheControl.ValueType  # 2
 """Neither read nor write."""
 CACHE_CONTROL_REFRESH: CacheControl.ValueType  # 3
 """Generate anew and store."""
+CACHE_CONTROL_USE_BETTER: CacheControl.ValueType  # 4
+"""Like USE; the answer may also be one stored for the same prompt, sampling (but for the seed)
+and rewards, from a search at least as large, or better than the one stored for this request.
+Not where a reward is normalised by its batch: such scores compare within one request only.
+"""
 Global___CacheControl: _TypeAlias = CacheControl  # noqa: Y015
+
+class _Degradation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DegradationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Degradation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEGRADATION_UNSPECIFIED: _Degradation.ValueType  # 0
+    """Nothing."""
+    DEGRADATION_REWARD: _Degradation.ValueType  # 1
+    """A reward could not be had: candidates were ranked by the generator's likelihood."""
+    DEGRADATION_GENERATOR: _Degradation.ValueType  # 2
+    """The generator broke off: the answer is the best that was complete by then."""
+    DEGRADATION_DEADLINE: _Degradation.ValueType  # 3
+    """Time ran out before any answer was complete: the answer is the best text so far."""
+
+class Degradation(_Degradation, metaclass=_DegradationEnumTypeWrapper):
+    """What stood in for a step of the plan that could not be done."""
+
+DEGRADATION_UNSPECIFIED: Degradation.ValueType  # 0
+"""Nothing."""
+DEGRADATION_REWARD: Degradation.ValueType  # 1
+"""A reward could not be had: candidates were ranked by the generator's likelihood."""
+DEGRADATION_GENERATOR: Degradation.ValueType  # 2
+"""The generator broke off: the answer is the best that was complete by then."""
+DEGRADATION_DEADLINE: Degradation.ValueType  # 3
+"""Time ran out before any answer was complete: the answer is the best text so far."""
+Global___Degradation: _TypeAlias = Degradation  # noqa: Y015
 
 @_typing.final
 class Schedule(_message.Message):
@@ -377,10 +415,13 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SELECTION_FIELD_NUMBER: _builtins.int
     CACHE_CONTROL_FIELD_NUMBER: _builtins.int
+    ALLOW_DEGRADED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name; empty: the one that is served."""
     cache_control: Global___CacheControl.ValueType
     """What the cache may do."""
+    allow_degraded: _builtins.bool
+    """Whether something weaker is better than an error, see Degradation; default false."""
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """What to answer."""
@@ -401,10 +442,11 @@ class GenerateRequest(_message.Message):
         sampling: _common_pb2.Sampling | None = ...,
         selection: Global___Selection | None = ...,
         cache_control: Global___CacheControl.ValueType = ...,
+        allow_degraded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "selection", b"selection"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_control", b"cache_control", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "selection", b"selection"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_degraded", b"allow_degraded", "cache_control", b"cache_control", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "selection", b"selection"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -428,6 +470,8 @@ class GenerateResponse(_message.Message):
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    DEGRADATIONS_FIELD_NUMBER: _builtins.int
+    HURRIED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Made by the server; also in its logs and traces."""
     text: _builtins.str
@@ -444,6 +488,8 @@ class GenerateResponse(_message.Message):
     """Whether some step of the plan could not be done and something weaker stood in."""
     n: _builtins.int
     """Candidates at the start."""
+    hurried: _builtins.bool
+    """Whether the deadline made cuts deeper, or earlier, than was asked for."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedCandidate]:
         """The top candidates, best first: complete ones before truncated ones, vetoed ones last. The
@@ -466,6 +512,10 @@ class GenerateResponse(_message.Message):
     def timings(self) -> Global___Timings:
         """Where the time went."""
 
+    @_builtins.property
+    def degradations(self) -> _containers.RepeatedScalarFieldContainer[Global___Degradation.ValueType]:
+        """What stood in, where `degraded`; each at most once."""
+
     def __init__(
         self,
         *,
@@ -481,10 +531,12 @@ class GenerateResponse(_message.Message):
         fingerprints: Global___Fingerprints | None = ...,
         timings: Global___Timings | None = ...,
         n: _builtins.int = ...,
+        degradations: _abc.Iterable[Global___Degradation.ValueType] | None = ...,
+        hurried: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "candidates", b"candidates", "degraded", b"degraded", "fingerprints", b"fingerprints", "finish_reason", b"finish_reason", "n", b"n", "request_id", b"request_id", "rounds", b"rounds", "score", b"score", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "candidates", b"candidates", "degradations", b"degradations", "degraded", b"degraded", "fingerprints", b"fingerprints", "finish_reason", b"finish_reason", "hurried", b"hurried", "n", b"n", "request_id", b"request_id", "rounds", b"rounds", "score", b"score", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -579,6 +631,7 @@ class RoundTrace(_message.Message):
     SCORE_MS_FIELD_NUMBER: _builtins.int
     PRUNE_MS_FIELD_NUMBER: _builtins.int
     NUM_VETOED_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, ..."""
     decision_token: _builtins.int
@@ -613,6 +666,8 @@ class RoundTrace(_message.Message):
     """Live candidates that were vetoed at its end; 0 or more. They are rejected, but for the best of
     them where nobody else is left.
     """
+    alpha: _builtins.float
+    """Fraction of the ranked candidates that was rejected; more than asked for where time is short."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Rewards of the candidates ranked in this round, best first."""
@@ -637,10 +692,11 @@ class RoundTrace(_message.Message):
         score_ms: _builtins.float = ...,
         prune_ms: _builtins.float = ...,
         num_vetoed: _builtins.int = ...,
+        alpha: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_score", b"best_score", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from generator_service.toy import ToyGenerator
+from generator_service.toy import ToyGenerator, is_toy, load_toy
 from specrej.contracts import FinishReason, Prompt, Sampling
 from specrej.errors import InvalidRequest, Overloaded
 
@@ -61,3 +63,25 @@ async def test_it_refuses_what_does_not_fit() -> None:
         with pytest.raises(Overloaded):
             async with generator.open(PROMPT, 4, Sampling(max_tokens=20), 20):
                 raise AssertionError("must not open")
+
+
+async def test_its_name_says_how_it_behaves() -> None:
+    """Guards against fault tests that hit nothing, as the toy was done before them."""
+    toy = load_toy("toy:step_ms=20,failing_seed=13", 1000)
+    async with toy.open(PROMPT, 2, Sampling(max_tokens=20), 8) as session:
+        began = time.monotonic()
+        await session.extend(5)
+        assert time.monotonic() - began >= 5 * 0.02
+    with pytest.raises(RuntimeError):
+        async with toy.open(PROMPT, 2, Sampling(max_tokens=20, seed=13), 8) as session:
+            await session.extend(20)
+    assert toy.ledger.owned == 0
+
+
+@pytest.mark.parametrize("name", ["toy:step_ms=x", "toy:speed=9", "toy:failing_seed=1.5"])
+def test_there_is_no_such_toy(name: str) -> None:
+    """Guards against an option with a slip in it that then does nothing."""
+    assert is_toy(name)
+    assert not is_toy("toys")
+    with pytest.raises(FileNotFoundError, match="no such toy"):
+        load_toy(name, 1000)

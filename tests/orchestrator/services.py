@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +20,13 @@ from google.rpc import error_details_pb2, status_pb2
 
 from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
-from orchestrator.admission import Admission
+from orchestrator.admission import Admission, Limits
 from orchestrator.cache import Cache
 from orchestrator.composition import Composite
 from orchestrator.remote import RemoteGenerator, RemoteRewards
 from orchestrator.service import Orchestrator
 from orchestrator.servicer import OrchestratorServicer
+from orchestrator.shared_flight import SharedFlights
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.toy import ToyReward
@@ -311,7 +312,7 @@ class Whole:
     def is_idle(self) -> bool:
         """The invariant after every case: nothing runs, waits, flies, is scored or owns a slot."""
         busy = self.admission.running or self.admission.queued
-        flying = self.orchestrator._flights.num_flying
+        flying = self.orchestrator._flights.num_flying or self.orchestrator._refreshes.num_running
         return not (busy or flying) and self.generator.is_idle and self.reward_server.is_idle
 
 
@@ -327,10 +328,13 @@ async def whole(
     composites: Sequence[Composite] = (),
     default_reward: str = "",
     describe_every_s: float = 2.0,
+    cache_options: Mapping[str, Any] | None = None,
+    lease_s: float = 3.0,
 ) -> AsyncIterator[Whole]:
     """All three services, the rewards "toy" and "other", and a check that nothing is left."""
     generator, reward = generator or HeldGenerator(), HeldReward()
-    cache, admission = Cache(redis_url), Admission(max_running, max_queued)
+    cache = Cache(redis_url, **(cache_options or {}))
+    admission = Admission(Limits(max_running, max_queued))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(cache.close)
         generator_server = await stack.enter_async_context(generator_backend(generator))
@@ -345,7 +349,9 @@ async def whole(
             composites=composites,
             default_reward=default_reward,
             describe_every_s=describe_every_s,
+            shared_flights=SharedFlights(cache, lease_s=lease_s),
         )
+        stack.push_async_callback(orchestrator.aclose)
         port = OrchestratorServicer(orchestrator).service()
         channel = await stack.enter_async_context(
             serving(port, default_deadline_s=default_deadline_s)

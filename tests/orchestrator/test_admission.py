@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.admission import Admission
+from orchestrator.admission import Admission, Limits
 from specrej.errors import Overloaded
 
 BOUND_S = 5.0
@@ -26,15 +26,15 @@ class Visitors:
         self.inside = 0
         self.most_inside = 0
 
-    def arrive(self) -> asyncio.Task[None]:
+    def arrive(self, tenant: str = "", tokens: int = 1) -> asyncio.Task[None]:
         door = asyncio.Event()
-        task = asyncio.create_task(self._visit(len(self.doors), door))
+        task = asyncio.create_task(self._visit(len(self.doors), door, tenant, tokens))
         self.doors.append(door)
         self.tasks.append(task)
         return task
 
-    async def _visit(self, number: int, door: asyncio.Event) -> None:
-        async with self.admission.enter():
+    async def _visit(self, number: int, door: asyncio.Event, tenant: str, tokens: int) -> None:
+        async with self.admission.enter(tenant, tokens):
             self.entered.append(number)
             self.inside += 1
             self.most_inside = max(self.most_inside, self.inside)
@@ -70,7 +70,7 @@ async def test_limit_plus_queue_are_admitted_and_the_rest_refused(
     limit: int, queue: int, extra: int
 ) -> None:
     """Guards the limit itself, off by one in either direction."""
-    visitors = Visitors(Admission(limit, queue))
+    visitors = Visitors(Admission(Limits(limit, queue)))
     for _ in range(limit + queue + extra):
         visitors.arrive()
     await settle()
@@ -84,7 +84,7 @@ async def test_limit_plus_queue_are_admitted_and_the_rest_refused(
 
 async def test_first_come_first_served() -> None:
     """Guards against a line that wakes at random or from its end."""
-    visitors = Visitors(Admission(1, 10))
+    visitors = Visitors(Admission(Limits(1, 10)))
     for _ in range(8):
         visitors.arrive()
     await settle()
@@ -94,7 +94,7 @@ async def test_first_come_first_served() -> None:
 
 async def test_a_newcomer_cannot_overtake_the_line() -> None:
     """Guards against a freed permit lying open to whoever comes before the waiter wakes up."""
-    visitors = Visitors(Admission(1, 10))
+    visitors = Visitors(Admission(Limits(1, 10)))
     visitors.arrive()
     visitors.arrive()
     await settle()
@@ -110,7 +110,7 @@ async def test_a_newcomer_cannot_overtake_the_line() -> None:
 
 async def test_a_cancelled_waiter_leaves_the_line() -> None:
     """Guards against places held by the dead: the line would seem full for ever."""
-    visitors = Visitors(Admission(1, 1))
+    visitors = Visitors(Admission(Limits(1, 1)))
     visitors.arrive()
     waiter = visitors.arrive()
     await settle()
@@ -118,7 +118,8 @@ async def test_a_cancelled_waiter_leaves_the_line() -> None:
     assert visitors.admission.queued == 0  # at once, before the cancelled task has run
     late = visitors.arrive()
     await settle()
-    assert len(visitors.admission._line) == 1  # a long-running holder must not gather the dead
+    # A long-running holder must not gather the dead.
+    assert sum(len(tenant.line) for tenant in visitors.admission._tenants.values()) == 1
     await settle()
     assert not late.done() and visitors.admission.queued == 1
     await visitors.all_leave()
@@ -130,7 +131,7 @@ async def test_a_waiter_cancelled_as_it_gets_its_permit_passes_it_on() -> None:
 
     The waiter's place is granted, but cancellation reaches it before it runs.
     """
-    visitors = Visitors(Admission(1, 2))
+    visitors = Visitors(Admission(Limits(1, 2)))
     visitors.arrive()
     heir = visitors.arrive()
     visitors.arrive()
@@ -147,7 +148,7 @@ async def test_a_waiter_cancelled_as_it_gets_its_permit_passes_it_on() -> None:
 
 async def test_a_permit_is_not_given_to_a_waiter_that_is_being_cancelled() -> None:
     """Guards a release in the same turn as a cancel, before the waiter has left the line."""
-    visitors = Visitors(Admission(1, 2))
+    visitors = Visitors(Admission(Limits(1, 2)))
     holder = visitors.arrive()
     leaving = visitors.arrive()
     visitors.arrive()
@@ -162,7 +163,7 @@ async def test_a_permit_is_not_given_to_a_waiter_that_is_being_cancelled() -> No
 
 async def test_a_waiters_deadline_leaves_the_line() -> None:
     """Guards against work whose deadline passed in the queue being done all the same."""
-    visitors = Visitors(Admission(1, 1))
+    visitors = Visitors(Admission(Limits(1, 1)))
     visitors.arrive()
     await settle()
     with pytest.raises(TimeoutError):
@@ -174,7 +175,7 @@ async def test_a_waiters_deadline_leaves_the_line() -> None:
 
 async def test_an_error_inside_gives_the_permit_back() -> None:
     """Guards against a permit lost with every failed request."""
-    admission = Admission(1, 0)
+    admission = Admission(Limits(1, 0))
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             async with admission.enter():
@@ -195,7 +196,7 @@ class Clock:
 async def refusal(service_s: float | None, max_running: int, max_queued: int) -> float:
     """The delay told to the first one refused, after requests that each took `service_s`."""
     clock = Clock()
-    admission = Admission(max_running, max_queued, clock)
+    admission = Admission(Limits(max_running, max_queued), clock)
     for _ in range(3 if service_s is not None else 0):
         async with admission.enter():
             clock.now_s += service_s or 0.0
@@ -231,7 +232,7 @@ async def test_the_delay_is_how_long_the_line_takes(
 async def test_the_delay_follows_the_load() -> None:
     """Guards against a mean over all time, which yesterday's requests would dominate."""
     clock = Clock()
-    admission = Admission(1, 0, clock)
+    admission = Admission(Limits(1, 0), clock)
     for service_s in (10.0, *[1.0] * 60):
         async with admission.enter():
             clock.now_s += service_s
@@ -246,7 +247,98 @@ async def test_the_delay_follows_the_load() -> None:
 def test_limits_nobody_could_pass_are_refused(max_running: int, max_queued: int) -> None:
     """Guards against a setting with which every request would wait for ever."""
     with pytest.raises(ValueError, match="max_running"):
-        Admission(max_running, max_queued)
+        Admission(Limits(max_running, max_queued))
+
+
+async def test_tenants_take_turns_by_what_they_ask_for() -> None:
+    """Guards a tenant with one request against another's hundred, and small against large ones."""
+    visitors = Visitors(Admission(Limits(1, 100)))
+    visitors.arrive("first")
+    await settle()
+    for _ in range(4):
+        visitors.arrive("many", tokens=10)
+    for _ in range(2):
+        visitors.arrive("few", tokens=10)
+    for _ in range(2):
+        visitors.arrive("small", tokens=5)
+    await settle()
+    await visitors.all_leave()
+    tenants = ["first", *["many"] * 4, *["few"] * 2, *["small"] * 2]
+    order = [tenants[number] for number in visitors.entered]
+    assert order == ["first", "many", "few", "small", "small", "many", "few", "many", "many"]
+
+
+async def test_who_was_away_does_not_catch_up() -> None:
+    """Guards a tenant that has long been served against a newcomer's burst: they share from now."""
+    visitors = Visitors(Admission(Limits(1, 100)))
+    for _ in range(5):
+        visitors.arrive("old", tokens=10)
+    await settle()
+    for number in range(3):
+        visitors.doors[number].set()
+        await settle()
+    for _ in range(3):
+        visitors.arrive("new", tokens=10)
+    await settle()
+    await visitors.all_leave()
+    assert visitors.entered == [0, 1, 2, 3, 5, 4, 6, 7]
+
+
+async def test_candidate_tokens_that_wait_are_limited() -> None:
+    """Guards the line against a few huge requests that would hold everybody up."""
+    admission = Admission(Limits(1, 10, max_queued_tokens=100))
+    visitors = Visitors(admission)
+    visitors.arrive(tokens=1000)
+    visitors.arrive(tokens=1000)  # the first in line may be as large as it likes
+    await settle()
+    with pytest.raises(Overloaded, match="1000 candidate-tokens wait"):
+        async with admission.enter(tokens=1):
+            pytest.fail("admitted beyond the limit")
+    await visitors.all_leave()
+    async with admission.enter(tokens=1):
+        assert admission.running == 1
+
+
+async def test_a_tenants_quota_is_its_own() -> None:
+    """Guards the others against one tenant, and a tenant against being locked out for good."""
+    admission = Admission(Limits(10, 10, tenant_tokens=100))
+    visitors = Visitors(admission)
+    visitors.arrive("a", tokens=80)
+    visitors.arrive("b", tokens=1000)  # more than the quota, but alone
+    await settle()
+    with pytest.raises(Overloaded, match="80 candidate-tokens of 100 are under way"):
+        async with admission.enter("a", 21):
+            pytest.fail("admitted beyond the quota")
+    async with admission.enter("a", 20), admission.enter("c", 100):
+        assert admission.running == 4
+    await visitors.all_leave()
+    async with admission.enter("a", 100):
+        assert admission.running == 1
+
+
+async def test_who_would_wait_longer_than_it_has_time_is_refused_at_once() -> None:
+    """Guards overload: a request that will time out in line holds a place for nothing."""
+    clock = Clock()
+    admission = Admission(Limits(1, 10), clock)
+    async with admission.enter(tokens=10):
+        clock.now_s += 10.0
+    visitors = Visitors(admission)
+    visitors.arrive(tokens=10)
+    await settle()
+    with pytest.raises(Overloaded, match="the deadline is in 4") as refused:
+        async with admission.enter(tokens=5, time_left_s=4.0):
+            pytest.fail("admitted to a line it cannot get through")
+    assert refused.value.retry_after_s == pytest.approx(5.0)
+    patient = asyncio.create_task(_enter(admission, tokens=5, time_left_s=6.0))
+    await settle()
+    assert admission.queued == 1
+    await visitors.all_leave()
+    await patient
+
+
+async def _enter(admission: Admission, tokens: int, time_left_s: float) -> None:
+    async with admission.enter(tokens=tokens, time_left_s=time_left_s):
+        pass
 
 
 _ACTIONS = st.sampled_from(["arrive", "leave", "cancel", "turn"])
@@ -267,11 +359,11 @@ def test_permits_are_conserved(limit: int, queue: int, script: list[tuple[str, i
 
 
 async def _play(limit: int, queue: int, script: list[tuple[str, int]]) -> None:
-    admission = Admission(limit, queue)
+    admission = Admission(Limits(limit, queue))
     visitors = Visitors(admission)
     for action, number in script:
         if action == "arrive":
-            visitors.arrive()
+            visitors.arrive(f"tenant {number % 3}", tokens=1 + number)
         elif action == "turn":
             for _ in range(number):
                 await asyncio.sleep(0)
@@ -288,3 +380,4 @@ async def _play(limit: int, queue: int, script: list[tuple[str, int]]) -> None:
     assert all(outcome is None or isinstance(outcome, allowed) for outcome in outcomes)
     assert visitors.most_inside <= limit
     assert (admission.running, admission.queued, visitors.inside) == (0, 0, 0)
+    assert not admission._tenants and not admission._queued_tokens

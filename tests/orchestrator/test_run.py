@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,13 +21,17 @@ from specrej.contracts import (
     Admitted,
     Algorithm,
     Candidate,
+    Degradation,
     Event,
     Finished,
     FinishReason,
     Generation,
     GenerationRequest,
+    Generator,
+    GeneratorDescription,
     Normalization,
     Prompt,
+    Pruned,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -36,9 +41,10 @@ from specrej.contracts import (
     Scores,
     ScoringSession,
     Selection,
+    Session,
     WeightedReward,
 )
-from specrej.errors import InternalError, RewardInvalid
+from specrej.errors import DeadlineExceeded, InternalError, RewardInvalid, Unavailable
 
 PROMPT = Prompt.from_user("four words of prompt")
 SCHEDULES = st.one_of(
@@ -80,16 +86,16 @@ class LetterScorer(FixedScorer):
 
 
 async def events_of(
-    request: GenerationRequest, generator: ToyGenerator, scorer: Scorer | Panel
+    request: GenerationRequest, generator: Generator, scorer: Scorer | Panel, **options: Any
 ) -> list[Event]:
-    async with aclosing(run(request, generator, scorer)) as events:
+    async with aclosing(run(request, generator, scorer, **options)) as events:
         return [event async for event in events]
 
 
 async def answer(
-    request: GenerationRequest, generator: ToyGenerator, scorer: Scorer | Panel
+    request: GenerationRequest, generator: Generator, scorer: Scorer | Panel, **options: Any
 ) -> Generation:
-    last = (await events_of(request, generator, scorer))[-1]
+    last = (await events_of(request, generator, scorer, **options))[-1]
     assert isinstance(last, Finished)
     return last.generation
 
@@ -526,3 +532,164 @@ async def test_vetoes_keep_what_is_promised(
             assert trace.num_rejected >= trace.num_vetoed
     finished = sum(trace.num_finished for trace in generation.rounds)
     assert finished + sum(trace.num_rejected for trace in generation.rounds) == n
+
+
+class SlowGenerator:
+    """A toy generator whose tokens take time on a clock of its own; may break off, or hang."""
+
+    def __init__(self, step_s: float = 0.0, breaks_at: int = 10**9, hangs_at: int = 10**9) -> None:
+        self.now_s = 0.0
+        self.step_s = step_s
+        self.breaks_at = breaks_at
+        self.hangs_at = hangs_at
+        self.toy = ToyGenerator()
+
+    def clock(self) -> float:
+        return self.now_s
+
+    @asynccontextmanager
+    async def open(self, *arguments: Any) -> AsyncIterator[Session]:
+        async with self.toy.open(*arguments) as session:
+            yield SlowSession(self, session)
+
+    async def describe(self) -> GeneratorDescription:
+        return await self.toy.describe()
+
+
+class SlowSession:
+    def __init__(self, generator: SlowGenerator, session: Session) -> None:
+        self._generator = generator
+        self._session = session
+        self._at = 0
+        self.n, self.prompt_tokens = session.n, session.prompt_tokens
+
+    async def extend(self, until_tokens: int) -> Round:
+        if until_tokens > self._generator.breaks_at:
+            raise Unavailable("gone")
+        if until_tokens > self._generator.hangs_at:
+            await asyncio.Event().wait()
+        ended = await self._session.extend(until_tokens)
+        self._generator.now_s += (ended.num_tokens - self._at) * self._generator.step_s
+        self._at = ended.num_tokens
+        return ended
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        return await self._session.prune(keep)
+
+
+def lenient(**selection: object) -> GenerationRequest:
+    return replace(request(**selection), allow_degraded=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("time_left_s", [4.0, 5.0, 20.0])
+async def test_a_deadline_that_is_too_short_for_the_plan_still_has_a_complete_answer(
+    algorithm: Algorithm, time_left_s: float
+) -> None:
+    """Guards the point of it: the answer is there in time, whole, and what was hurried is said."""
+    asked = request(alpha=0.1, algorithm=algorithm)
+    plan = await answer(asked, SlowGenerator(0.1), FixedScorer())
+    generator = SlowGenerator(0.1)
+    found = await answer(
+        asked, generator, FixedScorer(), time_left_s=time_left_s, clock=generator.clock
+    )
+    assert generator.now_s <= time_left_s
+    assert found.best.finish is FinishReason.STOP
+    assert not found.degraded
+    assert found.hurried == (time_left_s < 20)
+    if not found.hurried:
+        assert found.candidates == plan.candidates
+    assert generator.toy.ledger.owned == 0
+
+
+async def test_strides_change_no_token() -> None:
+    """Guards against a deadline, however far away, that changes the answer."""
+    asked = request(algorithm=Algorithm.BEST_OF_N)
+    plain = await answer(asked, ToyGenerator(), LetterScorer("a"))
+    timed = await answer(asked, ToyGenerator(), LetterScorer("a"), time_left_s=1e6)
+    assert timed.candidates == plain.candidates
+    assert timed.usage == plain.usage
+    assert len(timed.rounds) == len(plain.rounds) == 1
+
+
+@pytest.mark.parametrize("allow", [True, False])
+async def test_out_of_time_before_any_answer_is_complete(allow: bool) -> None:
+    """Guards both callers: who allows it has the best text so far, who does not is told."""
+    generator = SlowGenerator(1.0)
+    asked = replace(
+        request(), allow_degraded=allow, sampling=Sampling(max_tokens=60, min_tokens=60)
+    )
+    options: dict[str, Any] = {"time_left_s": 20.0, "clock": generator.clock}
+    if not allow:
+        with pytest.raises(DeadlineExceeded):
+            await answer(asked, generator, FixedScorer(), **options)
+    else:
+        found = await answer(asked, generator, FixedScorer(), **options)
+        assert found.degradations == (Degradation.DEADLINE,)
+        assert found.best.finish is FinishReason.LENGTH
+        assert 0 < found.best.num_tokens <= 20
+    assert generator.now_s <= 20
+    assert generator.toy.ledger.owned == 0
+
+
+async def test_a_generator_that_hangs_is_not_waited_for_beyond_the_deadline() -> None:
+    """Guards the answer against a backend that has stopped, and neither fails nor goes on."""
+    generator = SlowGenerator(hangs_at=16)
+    found = await asyncio.wait_for(
+        answer(lenient(), generator, FixedScorer(), time_left_s=0.3), timeout=10
+    )
+    assert found.candidates
+    assert found.hurried or found.degradations == (Degradation.DEADLINE,)
+
+
+class FailingScorer(FixedScorer):
+    """Fails from its `first`-th batch on; 0: already when it is opened."""
+
+    def __init__(self, first: int, error: Exception) -> None:
+        super().__init__()
+        self._left = first
+        self._error = error
+
+    @asynccontextmanager
+    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+        if not self._left:
+            raise self._error
+        yield self
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        self._left -= 1
+        if not self._left:
+            raise self._error
+        return await super().score(candidates)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("error", [Unavailable("gone"), RewardInvalid("rubbish")])
+async def test_where_a_reward_cannot_be_had_the_likelihood_stands_in(
+    first: int, error: Exception
+) -> None:
+    """Guards the ladder: flagged, and never a ranking of values of two kinds."""
+    with pytest.raises(type(error)):
+        await answer(request(), ToyGenerator(), FailingScorer(first, error))
+    found = await answer(lenient(), ToyGenerator(), FailingScorer(first, error))
+    assert found.degradations == (Degradation.REWARD,)
+    assert all(each.rewards == (each.score,) for each in found.candidates)
+    assert all(each.score == pytest.approx(each.mean_logprob) for each in found.candidates)
+    if first < 2:
+        plain = await answer(request(), ToyGenerator(), LikelihoodScorer())
+        assert found.candidates == plain.candidates
+
+
+async def test_where_the_generator_breaks_off_the_best_complete_answer_stands_in() -> None:
+    """Guards answers that are complete already, and callers who did not allow it."""
+    asked = lenient(alpha=0.0)
+    whole = await answer(asked, SlowGenerator(), FixedScorer())
+    at = sorted(each.num_tokens for each in whole.candidates)[len(whole.candidates) // 2]
+    found = await answer(asked, SlowGenerator(breaks_at=at), FixedScorer())
+    assert found.degradations == (Degradation.GENERATOR,)
+    complete = [each for each in whole.candidates if each.finish is FinishReason.STOP]
+    assert found.best in complete
+    with pytest.raises(Unavailable):
+        await answer(request(alpha=0.0), SlowGenerator(breaks_at=at), FixedScorer())
+    with pytest.raises(Unavailable):  # nothing is complete: then only the error is left
+        await answer(asked, SlowGenerator(breaks_at=1), FixedScorer())

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
-from orchestrator.admission import Admission
+from orchestrator.admission import Admission, Limits
 from orchestrator.cache import Cache
 from orchestrator.composition import Composite
 from orchestrator.service import Orchestrator
@@ -249,6 +249,51 @@ async def test_likelihood_needs_no_reward_service(service: Whole) -> None:
     assert reply.score == reply.candidates[0].mean_logprob
     assert reply.usage.reward_tokens == 0
     assert (await refusal(service, ask())).code() is Code.UNAVAILABLE
+
+
+# Degradation
+
+
+async def test_without_its_reward_a_request_may_be_answered_by_likelihood(
+    cached_service: Whole,
+) -> None:
+    """Guards the ladder: only for who allows it, flagged, and never for anybody from the cache."""
+    service = cached_service
+    whole_answer = await answer(service, ask(sampling={"seed": 1}))
+    assert not whole_answer.degraded
+    await service.reward_server.kill()
+    assert (await refusal(service, ask())).code() is Code.UNAVAILABLE
+    reply = await answer(service, ask(allow_degraded=True))
+    assert reply.degraded
+    assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
+    assert reply.score == reply.candidates[0].mean_logprob
+    await service.reward_server.start()
+    assert not (await when_back(service, ask())).cached  # what stood in was not stored
+    # What is allowed has nothing to do with what is answered.
+    assert (await answer(service, ask(allow_degraded=True))).cached
+
+
+async def test_a_reward_service_that_was_never_there_may_be_done_without() -> None:
+    """Guards the start of a stack in any order, for who allows it."""
+    async with whole() as service:
+        await service.reward_server.kill()
+        assert (await refusal(service, ask())).code() is Code.UNAVAILABLE
+        reply = await answer(service, ask(allow_degraded=True))
+        assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
+        named = ask(selection={"rewards": [pb.WeightedReward(name="toy")]}, allow_degraded=True)
+        assert list((await answer(service, named)).degradations) == [pb.DEGRADATION_REWARD]
+
+
+async def test_a_short_deadline_is_kept_where_the_client_allows_what_there_is() -> None:
+    """Guards the way of the client's deadline, or the server's own, down to the loop."""
+    generator = HeldGenerator()
+    async with whole(generator) as service:
+        await answer(service, ask())
+        generator.gates["extend"].shut()
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await service.stub.Generate(ask(sampling={"seed": 8}), timeout=0.5)
+        assert late.value.code() is Code.DEADLINE_EXCEEDED
+        generator.gates["extend"].open()
 
 
 # Composition
@@ -896,7 +941,7 @@ async def test_more_candidates_than_a_reward_takes() -> None:
         async def describe(self) -> list[RewardDescription]:
             return [RewardDescription("small", "f", "takes few", max_batch=4)]
 
-    orchestrator = Orchestrator(ToyGenerator(), SmallRewards(), Cache(""), Admission(1, 0))
+    orchestrator = Orchestrator(ToyGenerator(), SmallRewards(), Cache(""), Admission(Limits(1, 0)))
     request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=5))
     with pytest.raises(InvalidRequest) as caught:
         _ = [event async for event in orchestrator.generate(request, tenant="")]
@@ -1026,7 +1071,7 @@ _MESSAGES = st.builds(
     sampling=_few(_SAMPLINGS),
     selection=_few(_SELECTIONS),
     model=st.sampled_from(["", "", "", "toy", "../../x"]),
-    cache_control=st.one_of(st.integers(0, 3), st.integers(0, 3), _ENUM),
+    cache_control=st.one_of(st.integers(0, 4), st.integers(0, 4), _ENUM),
 )
 
 

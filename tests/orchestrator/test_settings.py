@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,13 @@ BAD: list[tuple[str, str, tuple[str, ...], str]] = [
     ("orchestrator", "reward_address", ("", "host:port"), "pattern"),
     ("orchestrator", "redis_url", ("http://x", "localhost:6379"), "redis:// or rediss://"),
     ("orchestrator", "redis_url", ("redis://x:port", "redis://x:99999"), "ort"),
+    ("orchestrator", "redis_password_file", ("/nowhere/p", "/tmp"), "a file that is there"),
+    ("orchestrator", "redis_ca", ("/nowhere/ca.pem",), "a file that is there"),
+    ("orchestrator", "redis_ca", (__file__,), "rediss://"),
+    ("orchestrator", "redis_key", (__file__,), "rediss://"),
+    ("orchestrator", "cache_stale_s", ("-1",), f"{TOO_LOW} 0"),
+    ("orchestrator", "cache_stale_s", ("inf", "nan"), ""),
+    ("orchestrator", "shared_flights", ("maybe",), "boolean"),
     ("orchestrator", "default_schedule", ("soon",), "default_schedule"),
     ("orchestrator", "default_schedule", ('{"kind": "soon"}',), "memory, tokens, geometric"),
     ("orchestrator", "default_schedule", ('{"first": 0}',), "1 or more"),
@@ -254,3 +262,20 @@ def test_help_is_the_manual(
         MAINS[service]()
     assert ended.value.code == 0
     assert f"SPECREJ_{service.upper()}_" in capsys.readouterr().out
+
+
+def test_a_token_for_backends_needs_tls_beyond_this_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Guards against an orchestrator that shows its token to the network, or starts without it."""
+    file = tmp_path / "token"
+    flags = ["--backend-token-file", str(file), "--reward-address", "rewards:50052"]
+    for content, told in ((None, "No such file"), ("", "bearer token"), ("t", "in plaintext")):
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(SystemExit):
+            load(OrchestratorSettings, flags)
+        assert told in capsys.readouterr().err
+    for more in ("--backend-tls", "--backend-allow-plaintext-token"):
+        credentials = load(OrchestratorSettings, [*flags, more]).backend_credentials
+        assert credentials["token_file"] == str(file)

@@ -78,7 +78,7 @@ class PiecewiseReward:
         self.entered = threading.Semaphore(0)
         self.num_closed = 0
 
-    def open(self, prompt: Prompt) -> PiecewiseReward:
+    def open(self, prompt: Prompt, *, once: bool = False) -> PiecewiseReward:
         return self
 
     def begin(self, candidates: Sequence[Candidate]) -> PieceTask:

@@ -94,5 +94,23 @@ def test_a_pass_is_shared_evenly(sizes: list[list[int]], budget: int) -> None:
         assert max(given_) - min(waiting) <= 40
 
 
+@given(st.integers(1, 12), st.integers(1, 20), st.integers(1, 64))
+def test_a_small_task_behind_large_ones_is_done_soon(
+    num_large: int, size: int, budget: int
+) -> None:
+    """Guards a small batch against any number of large ones that came before it."""
+    tasks = [Pieces([size] * 100) for _ in range(num_large)]
+    given_ = [0] * num_large
+    take_fairly(tasks, budget, given_)
+    small = Pieces([1])
+    tasks, given_ = [*tasks, small], [*given_, min(given_)]
+    passes = 0
+    while small.next_tokens:
+        assert take_fairly(tasks, budget, given_)
+        passes += 1
+    # At worst every large one is first given a piece.
+    assert passes <= num_large + 1
+
+
 def test_rows_are_padded_on_the_right() -> None:
     assert pad([[1, 2, 3], [4]], fill=9) == [[1, 2, 3], [4, 9, 9]]

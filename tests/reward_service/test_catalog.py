@@ -13,7 +13,8 @@ from pydantic import TypeAdapter
 from reward_service.catalog import load_reward
 from reward_service.reward import score
 from reward_service.settings import RewardSettings, RewardSpec
-from specrej.contracts import Prompt
+from reward_service.worker import Worker
+from specrej.contracts import Candidate, Prompt
 from tests.reward_service.tiny import (
     PROMPT,
     make_config,
@@ -97,6 +98,39 @@ def test_a_missing_file_is_told(classifier: Path, tmp_path: Path, option: str) -
     paths = {"directory": classifier, option: tmp_path / "gone"}
     with pytest.raises(FileNotFoundError, match=r"reward r: no .* .*gone"):
         loaded(kind="classifier", **paths)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"kind": "likelihood", "unfinished": "open"},
+        {"kind": "pairwise"},
+        {"kind": "process", "good": "+", "bad": "-", "step_token": "@"},
+    ],
+    ids=lambda kind: str(kind["kind"]),
+)
+async def test_a_worker_serves_every_kind_and_batches_with_nothing_new(
+    words: Path, kind: dict[str, Any]
+) -> None:
+    """A lone text has nobody to be compared with, a repeated one nothing to compute: there was no
+    forward pass for them, and the empty one failed."""
+    worker = await Worker.start(lambda: loaded(directory=words, **kind))
+    try:
+        async with worker.open(PROMPT) as session:
+            batch = [Candidate(0, "One.\n\nTw", 0, 0.0), Candidate(1, "", 0, 0.0)]
+            first = await session.score(batch)
+            again = await session.score(batch)
+            assert again.values == pytest.approx(first.values, abs=1e-5)
+            assert len((await session.score(batch[:1])).values) == 1
+    finally:
+        worker.close()
+
+
+def test_a_plain_format_has_its_special_tokens_from_the_tokenizer(classifier: Path) -> None:
+    """Guards against texts without BOS: there is no template to write it."""
+    reward = loaded(kind="classifier", directory=classifier, format="{prompt} {response}")
+    (ids,) = reward.conversation.encode(["a"])
+    assert ids[0] == reward.conversation.tokenizer.bos_token_id
 
 
 CUSTOM = """

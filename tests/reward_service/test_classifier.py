@@ -270,5 +270,9 @@ def test_an_adapters_weights_are_added(llama: Path, tmp_path: Path) -> None:
         expected.append(float(states[0, -1] @ weight[0]))
     assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
     assert expected != pytest.approx(references(llama, TEXTS), abs=1e-2)
+    wrong: Any = AutoModelForSequenceClassification.from_pretrained(llama)
+    get_peft_model(wrong, config).save_pretrained(str(tmp_path / "wrong"))
+    with pytest.raises(ValueError, match="another kind of model"):
+        load_classifier(options(llama), adapter=tmp_path / "wrong")
     with pytest.raises(ValueError, match="holds no adapter"):
         load_classifier(options(llama), adapter=llama)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,6 +160,32 @@ def test_growing_texts_score_as_from_scratch(labels: Path) -> None:
         growing = score_batch(session, reward, [Candidate(0, text, 0, 0.0)]).values
         assert growing == pytest.approx(score(reward, PROMPT, [text]).values, abs=1e-4)
         reward.scorer.check_integrity()
+
+
+def test_the_step_token_is_found_whatever_the_tokenizer_merges(
+    labels: Path, tmp_path: Path
+) -> None:
+    """Guards steps that end where real tokenisers merge: ".@" is one token here, as ".\\n\\n" is
+    elsewhere. In whole texts the step token is then not to be found, which is told at load."""
+    for path in labels.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[".@"] = vocabulary.pop("Ġ")  # in place of one that is not needed
+    tokenizer["model"]["merges"] = [[".", "@"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    reward = load_process(options(tmp_path), steps=Steps(token=STEP))
+    turns = reward.conversation.turns(PROMPT)
+    text = reward.reading.prepare("One.\n\nTwo.\n\n", True)
+    (tokens,) = turns.tokenize([text], [True])
+    assert len(reward.reading.marks(tokens)) == 2
+    with pytest.raises(ValueError, match="not found in whole texts"):
+        load_process(options(tmp_path), steps=Steps(token=STEP, text=STEP))
+    whole = load_process(options(labels), steps=Steps(token=STEP, text=STEP))
+    spliced = load_process(options(labels), steps=Steps(token=STEP))
+    assert score(whole, PROMPT, ANSWERS).values == pytest.approx(
+        score(spliced, PROMPT, ANSWERS).values, abs=1e-5
+    )
 
 
 def refused(directory: Path, steps: Steps) -> CausalReward:

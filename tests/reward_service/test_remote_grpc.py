@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reward_service.catalog import load_reward
 from reward_service.remote_grpc import GRPCReward
 from reward_service.reward import WholeBatchReward, score, score_batch
+from reward_service.servicer import RewardServicer
+from reward_service.settings import GRPCSpec, RewardSettings
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.errors import InvalidRequest, RewardInvalid, Unavailable
+from specrej.security import new_token
+from tests.certificates import Authority, place
 from tests.reward_service.conftest import Start
 from tests.reward_service.fakes import FixedReward, GatedReward
+from tests.specrej.fakes import serve
 
 PROMPT = Prompt.from_user("Say it.")
 
@@ -105,3 +112,32 @@ async def test_a_worker_drives_it_as_any_reward(start: Start) -> None:
         assert [scores.values for scores in found] == [(1.0,), (0.5,), (0.0,)]
     finally:
         worker.close()
+
+
+async def test_it_shows_its_token_over_tls(tmp_path: Path) -> None:
+    """Guards the options of the kind grpc, and against a refused token being our caller's fault."""
+    authority = Authority(tmp_path)
+    pair = authority.issue()
+    token, line = new_token("front")
+    place(tmp_path / "tokens", line)
+    place(tmp_path / "token", token)
+    worker = await Worker.start(ToyReward)
+    servicer = RewardServicer(max_batch=8, lease_s=30)
+    servicer.serve([worker])
+    secured = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
+    secured["tokens_file"] = str(tmp_path / "tokens")
+    spec = {"name": "far", "kind": "grpc", "tls_ca": str(authority.path), "timeout_s": 10}
+
+    def ask(address: str) -> None:
+        known = GRPCSpec(**spec, address=address, token_file=str(tmp_path / "token"))
+        reward = load_reward(known, RewardSettings())
+        assert score(reward, PROMPT, ["aab"]).values == (2 / 3,)
+        place(tmp_path / "tokens", "")
+        with pytest.raises(Unavailable, match="does not let this service in"):
+            score(reward, PROMPT, ["aab"])
+        with pytest.raises(RuntimeError, match="UNAUTHENTICATED"):
+            load_reward(GRPCSpec(**spec, address=address), RewardSettings())
+
+    async with serve(servicer.service().name, servicer.service().register, **secured) as address:
+        await asyncio.to_thread(ask, address)
+    worker.close()

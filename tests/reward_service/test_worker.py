@@ -156,6 +156,46 @@ def test_the_toy_is_deterministic_and_computes_equal_texts_once() -> None:
     assert score(reward, PROMPT, ["AEi x", "", "b", "AEi x"]) == scores
 
 
+async def test_a_stop_iteration_is_told_like_any_error() -> None:
+    """Guards a caller against waiting for ever: asyncio's futures refuse this one error."""
+
+    class Stops(ToyReward):
+        def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+            if candidates[0].text == "stop":
+                next(iter(()))
+            return super().score(prompt, candidates)
+
+    async with started(Stops()) as worker:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.wait_for(worker.score(PROMPT, ["stop"]), 10)
+        assert (await worker.score(PROMPT, ["a"])).values == (1.0,)
+
+
+class PickyReward(ToyReward):
+    """Refuses "!", and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        self.seen.append(candidates[0].text)
+        if candidates[0].text == "!":
+            raise InvalidRequest([])
+        return super().score(prompt, candidates)
+
+
+async def test_one_whole_batch_of_a_pass_fails_alone() -> None:
+    """Guards the others against being asked twice, and against another's error."""
+    reward = PickyReward()
+    async with started(reward) as worker:
+        calls = (worker.score(PROMPT, [text]) for text in ("a", "!", "b"))
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(found[1], InvalidRequest)
+        assert [isinstance(scores, Scores) for scores in found] == [True, False, True]
+        assert sorted(reward.seen) == ["!", "Hello.", "a", "b"]
+
+
 @pytest.mark.parametrize(
     "module", ["reward", "worker", "toy", "settings", "batching", "catalog", "embedded"]
 )
@@ -178,7 +218,7 @@ class CountingReward(ToyReward):
         self.num_open = 0
         self.closed = threading.Event()
 
-    def open(self, prompt: Prompt) -> Any:
+    def open(self, prompt: Prompt, *, once: bool = False) -> Any:
         self.num_open += 1
         return CountingSession(self, super().open(prompt))
 

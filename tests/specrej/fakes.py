@@ -150,9 +150,11 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
 
 
 @asynccontextmanager
-async def serve(name: str, register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
+async def serve(
+    name: str, register: Callable[[grpc.aio.Server], None], **changes: Any
+) -> AsyncIterator[str]:
     """A real server on a free port; its address."""
-    settings = ServiceSettings(host="127.0.0.1", port=0, reflection=False)
+    settings = ServiceSettings(**{"host": "127.0.0.1", "port": 0, "reflection": False, **changes})
     server = Server(settings, [Service(name, register)])
     await server.start()
     await server.set_serving(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import typer
@@ -19,6 +21,7 @@ from specrej import errors, wire
 from specrej.cli import parse_reward, parse_schedule, schedule_text
 from specrej.client import build_request
 from specrej.rounds_view import plain_line, summary_line
+from specrej.security import read_tokens
 from specrej.stack import Ports
 from tests.specrej.fakes import EVENTS, GENERATION, SERVICE, FakeOrchestrator, FakeReward
 
@@ -283,3 +286,32 @@ async def test_vetoed_answers_are_marked(address: str, orchestrator: FakeOrchest
     outcome = await run("generate", "why?", "--address", address, "--return-candidates", "2")
     lines = ["[0.5000, candidate 3] the best", "[0.2500, candidate 1, vetoed] the next"]
     assert outcome.out.splitlines() == lines
+
+
+async def test_a_made_token_goes_to_stdout_and_its_line_elsewhere(tmp_path: Path) -> None:
+    """Guards scripts: stdout is the token alone, the file never holds it."""
+    outcome = await run("token", "acme")
+    token, line = outcome.out.strip(), json.loads(outcome.err)
+    assert outcome.code == 0
+    assert line == {"tenant": "acme", "sha256": hashlib.sha256(token.encode()).hexdigest()}
+    path = tmp_path / "tokens"
+    for tenant in ("edge", "ops"):
+        outcome = await run("token", tenant, *("--role", "admin", "--append", str(path)))
+        assert (outcome.code, outcome.err) == (0, "")
+        assert outcome.out.strip() not in path.read_text()
+    assert [entry.caller.tenant for entry in read_tokens(path)] == ["edge", "ops"]
+    assert path.stat().st_mode & 0o077 == 0
+    assert (await run("token", "acme", "--role", "king")).code == 2
+    assert (await run("token", "acme", "--append", str(tmp_path))).code == 1
+
+
+async def test_credentials_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    """Guards against a traceback, and against a token that leaves the machine in plaintext."""
+    far = ("describe", "--address", "example.com:1")
+    outcome = await run(*far, SPECREJ_TOKEN="t")
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
+    assert "in plaintext" in outcome.err
+    outcome = await run(*far, "--token-file", str(tmp_path / "gone"))
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
+    outcome = await run(*far, "--tls-ca", str(tmp_path / "gone"))
+    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)

@@ -32,6 +32,7 @@ OPTIONS = Options(
     logprobs=True,
     model="tiny",
     cache=c.CacheControl.REFRESH,
+    allow_degraded=True,
 )
 REQUEST = c.GenerationRequest(
     prompt=c.Prompt.from_user("why?"),
@@ -46,6 +47,7 @@ REQUEST = c.GenerationRequest(
     ),
     model="tiny",
     cache=c.CacheControl.REFRESH,
+    allow_degraded=True,
 )
 
 

@@ -112,7 +112,8 @@ GENERATIONS = st.builds(
     generator_fingerprint=TEXT,
     reward_fingerprint=TEXT,
     cached=st.booleans(),
-    degraded=st.booleans(),
+    degradations=st.lists(st.sampled_from(list(c.Degradation)), unique=True).map(tuple),
+    hurried=st.booleans(),
 )
 EVENT_VALUES = st.one_of(
     st.builds(c.Admitted, INT32, INT32, TEXT),

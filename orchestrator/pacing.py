@@ -1,0 +1,150 @@
+"""What can still be done before a request's deadline: arithmetic on how fast it went so far.
+
+A round's cut is made deeper, or comes earlier, so that a complete answer is there in time. Knows no
+model, no wire and no clock but the one it is given. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from orchestrator.rejection import num_kept
+
+# Until the speed is known, the clock is looked at again after so many tokens.
+_FIRST_STRIDE_TOKENS = 16
+
+# A stride takes this part of the time left, so that a guess that was wrong does no harm.
+_STRIDE_PART = 0.25
+
+# Kept back for what comes after the last step: a part of all the time, and at least so much.
+_RESERVE_PART = 0.03
+_RESERVE_S = 0.05
+
+# Where the speed is known for one number of rows only: the part of a step that does not depend on
+# them. Reading the weights is a large one.
+_FIXED_PART = 0.5
+
+# Candidates are taken to end by the token before which 95 % do, if all end alike often: ln(20)
+# times their mean length.
+_MOST_END = math.log(20)
+
+_ALPHA_STEP = 0.05
+
+
+@dataclass(slots=True)
+class Pace:
+    """One request's speed, and the time it has; without a deadline it changes nothing.
+
+    next_token: the next decision token after a position; max_tokens: where candidates end.
+    """
+
+    next_token: Callable[[int], int]
+    max_tokens: int
+    time_left_s: float | None = None
+    clock: Callable[[], float] = time.perf_counter
+    hurried: bool = False  # whether it has changed anything
+    _deadline: float = field(init=False)
+    _steps: dict[int, float] = field(default_factory=dict)  # seconds per step, by rows
+    _latest_rows: int = 0
+    _score_s: float = 0.0  # per candidate
+    _num_ended: int = 0
+    _num_grown_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        left = math.inf if self.time_left_s is None else self.time_left_s
+        reserve = max(_RESERVE_S, _RESERVE_PART * left) if math.isfinite(left) else 0.0
+        self._deadline = self.clock() + left - reserve
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the answer must be on its way."""
+        return self._deadline - self.clock()
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds to wait for a stride; None: for ever."""
+        return max(0.0, self.left_s) if self.time_left_s is not None else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time for one more step, and for scoring what comes of it."""
+        return self.left_s < (self.step_s(1) + self._score_s if self._steps else 0.0)
+
+    def note_stride(self, rows: int, num_tokens: int, num_ended: int, seconds: float) -> None:
+        """So many rows grew by so many tokens each, and some of them ended."""
+        if num_tokens > 0 and rows > 0:
+            self._steps[rows] = seconds / num_tokens
+            self._latest_rows = rows
+        self._num_ended += num_ended
+        self._num_grown_tokens += rows * num_tokens
+
+    def note_scoring(self, num_candidates: int, seconds: float) -> None:
+        """So many candidates were scored."""
+        self._score_s = seconds / max(1, num_candidates)
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of a step: on the line through the latest speed and that of the most rows."""
+        latest = self._steps[self._latest_rows]
+        most_rows = max(self._steps)
+        if most_rows > self._latest_rows:
+            slope = (self._steps[most_rows] - latest) / (most_rows - self._latest_rows)
+        else:
+            slope = (1 - _FIXED_PART) * latest / self._latest_rows
+        slope = min(max(0.0, slope), latest / self._latest_rows)
+        return latest + slope * (rows - self._latest_rows)
+
+    def stride_tokens(self, position: int, until: int, rows: int) -> int:
+        """How far to grow before the clock is looked at again."""
+        wanted = until - position
+        if self.time_left_s is None:
+            return wanted
+        if not self._steps:
+            return min(wanted, _FIRST_STRIDE_TOKENS)
+        fitting = max(0.0, self.left_s) * _STRIDE_PART / max(self.step_s(rows), 1e-9)
+        return max(1, min(wanted, int(min(fitting, wanted))))
+
+    def must_cut(self, position: int, until: int, rows: int) -> bool:
+        """Whether going on to the decision token `until` with all rows leaves too little time, even
+        if only one of them goes on from there, so that the cut must come now."""
+        if self.time_left_s is None or not self._steps or rows < 2:
+            return False
+        grown_s = (until - position) * self.step_s(rows) + rows * self._score_s
+        late = grown_s + self._finish_s(until, 1, 0.0) > self.left_s
+        self.hurried = self.hurried or late
+        return late
+
+    def alpha(self, position: int, num_ranked: int, alpha: float) -> float:
+        """The least alpha, from the one asked for on, with which the plan is finished in time.
+
+        The one that keeps a single candidate where none is.
+        """
+        if self.time_left_s is None or not self._steps or num_ranked < 2:
+            return alpha
+        deepest = 1 - 1 / num_ranked
+        tried = alpha
+        while not self._fits(position, num_kept(num_ranked, tried), tried) and tried < deepest:
+            tried = min(round(tried + _ALPHA_STEP, 6), deepest)
+        self.hurried = self.hurried or tried > alpha
+        return tried
+
+    def _fits(self, position: int, rows: int, alpha: float) -> bool:
+        return self._finish_s(position, rows, alpha) <= self.left_s
+
+    def _finish_s(self, position: int, rows: int, alpha: float) -> float:
+        """Seconds until all rows have ended, if every round rejects alpha of them."""
+        seconds, end = 0.0, self._end(position)
+        while position < end:
+            until = min(self.next_token(position), end)
+            seconds += (until - position) * self.step_s(rows) + rows * self._score_s
+            position, rows = until, num_kept(rows, alpha)
+        return seconds
+
+    def _end(self, position: int) -> int:
+        """Where candidates that have come so far will have ended."""
+        if not self._num_ended:
+            return self.max_tokens
+        mean_tokens = self._num_grown_tokens / self._num_ended
+        return min(self.max_tokens, position + math.ceil(_MOST_END * mean_tokens))

@@ -1,0 +1,171 @@
+"""Certificates and tokens as files, and what a client shows of them. Standard library only."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+from specrej.watched import Watched
+
+TOKEN_VARIABLE = "SPECREJ_TOKEN"
+
+# What HTTP allows in a bearer token (RFC 6750).
+_TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
+
+
+class Credentials(TypedDict, total=False):
+    """How a client shows who it is and checks who it talks to; empty values are none."""
+
+    token: str  # sent with every call
+    token_file: str | Path  # the same, in a file that is read again when it changes
+    tls: bool  # trust the system's authorities; the next three imply TLS
+    tls_ca: str | Path  # trust these authorities and no others
+    tls_cert: str | Path  # show this certificate: mutual TLS
+    tls_key: str | Path
+    allow_plaintext_token: bool  # also send the token where others could read it
+
+
+def credentials_from(environment: Mapping[str, str]) -> Credentials:
+    """What the variables of the command line say: SPECREJ_TOKEN, SPECREJ_TLS_CA and so on."""
+
+    def said(name: str) -> str:
+        return environment.get(f"SPECREJ_{name}", "")
+
+    return Credentials(
+        token=environment.get(TOKEN_VARIABLE, ""),
+        token_file=said("TOKEN_FILE"),
+        tls=said("TLS").lower() in ("1", "true", "yes", "on"),
+        tls_ca=said("TLS_CA"),
+        tls_cert=said("TLS_CERT"),
+        tls_key=said("TLS_KEY"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PEM:
+    """What the files hold; compared and printed without the key."""
+
+    cert: bytes | None
+    key: bytes | None = field(repr=False, compare=False)
+    ca: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class TLSFiles:
+    """Where a certificate chain, its key, and the authorities to trust are."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of those that are named."""
+        return tuple(path for path in (self.cert, self.key, self.ca) if path)
+
+    def read(self) -> PEM:
+        """Raises OSError or ValueError if a file is missing, no PEM, or not the others' match."""
+        if bool(self.cert) != bool(self.key):
+            raise ValueError("a certificate and its key go together, one of them is not given")
+        pem = PEM(*(path.read_bytes() if path else None for path in (self.cert, self.key, self.ca)))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if pem.ca is not None:
+            _check_authorities(context, pem.ca, self.ca)
+        if self.cert and self.key:
+            _check_pair(context, self.cert, self.key)
+        return pem
+
+    def watch(self) -> Watched[PEM]:
+        """What they hold, whenever it is asked for."""
+        return Watched(self.paths, self.read)
+
+
+def _check_authorities(context: ssl.SSLContext, pem: bytes, path: Path | None) -> None:
+    try:
+        context.load_verify_locations(cadata=pem.decode("ascii", "replace"))
+    except (ssl.SSLError, ValueError):
+        raise ValueError(f"{path} holds no PEM certificates") from None
+
+
+def _check_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    try:
+        # The password of an encrypted key would be asked for on the terminal otherwise.
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ValueError(f"{key} is not the key of {cert}") from None
+        raise ValueError(
+            f"{cert} and {key} must be a PEM certificate and its key, without a password"
+        ) from None
+
+
+def tls_files(given: Credentials) -> TLSFiles | None:
+    """The files of a client's TLS; None for plaintext."""
+    cert, key, ca = (
+        Path(path) if path else None
+        for path in (given.get("tls_cert"), given.get("tls_key"), given.get("tls_ca"))
+    )
+    return TLSFiles(cert, key, ca) if given.get("tls") or cert or key or ca else None
+
+
+def watch_token(given: Credentials) -> Watched[str] | None:
+    """The token to send, whenever it is asked for; None if there is none.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is none.
+    """
+    if token_file := given.get("token_file"):
+        path = Path(token_file)
+        return Watched((path,), partial(_read_token, path))
+    if token := given.get("token"):
+        return Watched((), partial(_checked_token, token, "the token"))
+    return None
+
+
+def _read_token(path: Path) -> str:
+    return _checked_token(path.read_text("ascii", "replace").strip(), str(path))
+
+
+def _checked_token(token: str, name: str) -> str:
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"{name} must be one bearer token: letters, digits and -._~+/=")
+    return token
+
+
+def check_credentials(address: str, given: Credentials) -> None:
+    """Raises OSError or ValueError if these cannot be used, or may not be sent, to `address`."""
+    files = tls_files(given)
+    if files:
+        files.read()
+    if not watch_token(given):
+        return
+    if not (files or is_local(address) or given.get("allow_plaintext_token")):
+        raise ValueError(
+            f"a token would go to {address} in plaintext: use TLS, or allow_plaintext_token"
+        )
+
+
+def is_local(address: str) -> bool:
+    """Whether what is sent to `address` ("host:port") stays on this machine."""
+    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def system_authorities() -> bytes | None:
+    """The authorities this system trusts; None if it says nothing, for grpc's own."""
+    bundle = ssl.get_default_verify_paths().cafile
+    return Path(bundle).read_bytes() if bundle else None

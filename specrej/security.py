@@ -1,0 +1,207 @@
+"""Who calls, and what they may: bearer tokens with tenants and roles. Standard library only.
+
+A tokens file has one JSON object per line, blank lines and lines that begin with # apart:
+
+    {"tenant": "acme", "sha256": "<hex SHA-256 of the token>", "roles": ["generate"]}
+
+The file holds no token: who reads it can call nothing. Roles are `generate` (the default),
+`gateway` (generate on behalf of whatever tenant the metadata names) and `admin` (look, but generate
+nothing).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+from specrej.errors import PermissionDenied, Unauthenticated
+from specrej.watched import Watched
+
+TENANT_METADATA = "specrej-tenant"
+TOKEN_METADATA = "authorization"
+_SCHEME = "bearer "
+
+# What a peer may send, unless a setting says otherwise.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_METADATA_BYTES = 16 * 1024
+
+OURS = "/specrej.v1."
+_HEALTH = "/grpc.health.v1.Health/"
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class Role(StrEnum):
+    """What a token is for."""
+
+    GENERATE = "generate"
+    GATEWAY = "gateway"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf a call is made: others share neither its cache nor its prompt prefixes."""
+
+    tenant: str = ""
+    roles: frozenset[Role] = frozenset()
+
+
+# Set by the interceptor for the task of a call, and for what that task starts.
+_caller: ContextVar[Caller] = ContextVar("specrej_caller")
+_NOBODY = Caller()
+
+
+def current_caller() -> Caller:
+    """Who made the call that this task serves."""
+    return _caller.get(_NOBODY)
+
+
+def set_caller(caller: Caller) -> None:
+    """For the rest of this task."""
+    _caller.set(caller)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a tokens file."""
+
+    digest: bytes
+    caller: Caller
+
+
+class Access:
+    """Decides who may call what; without a tokens file everybody may call everything."""
+
+    def __init__(self, tokens_file: Path | None = None) -> None:
+        """Raises OSError or ValueError: the file cannot be read."""
+        self._entries = tokens_file and Watched((tokens_file,), partial(read_tokens, tokens_file))
+
+    def admit(self, method: str, metadata: Metadata) -> Caller:
+        """The caller of `method`, "/package.Service/Method".
+
+        Raises:
+            Unauthenticated: no token, or one that nobody was given.
+            PermissionDenied: a token that is not for this.
+        """
+        given = tuple(metadata)
+        if method.startswith(_HEALTH):
+            return _NOBODY  # for probes, which have no tokens
+        if not self._entries:
+            return Caller(_tenant_of(given))
+        caller = _find(self._entries.get(), _token_of(given))
+        needed = _roles_for(method)
+        if not caller.roles & needed:
+            names = ", ".join(sorted(needed))
+            raise PermissionDenied("this token is not for that", metadata={"roles": names})
+        if Role.GATEWAY in caller.roles:
+            return Caller(_tenant_of(given) or caller.tenant, caller.roles)
+        return caller
+
+
+def _roles_for(method: str) -> frozenset[Role]:
+    """Making answers is for some; looking (descriptions, reflection) for everybody known."""
+    if method.startswith(OURS) and not method.endswith("/Describe"):
+        return frozenset((Role.GENERATE, Role.GATEWAY))
+    return frozenset(Role)
+
+
+def _tenant_of(metadata: Metadata) -> str:
+    return str(dict(metadata).get(TENANT_METADATA, ""))
+
+
+def _token_of(metadata: Metadata) -> str:
+    found = [str(value) for key, value in metadata if key == TOKEN_METADATA]
+    if len(found) != 1 or not found[0].lower().startswith(_SCHEME):
+        raise Unauthenticated("a token is needed: metadata authorization, Bearer TOKEN")
+    return found[0][len(_SCHEME) :].strip()
+
+
+def _find(entries: Iterable[Entry], token: str) -> Caller:
+    presented = _digest(token)
+    found: Caller | None = None
+    for entry in entries:
+        # To the end, each in constant time: how long it takes tells nothing of any entry.
+        if hmac.compare_digest(entry.digest, presented):
+            found = entry.caller
+    if found is None:
+        raise Unauthenticated("nobody was given this token")
+    return found
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+
+
+def read_tokens(path: Path) -> tuple[Entry, ...]:
+    """The entries of a tokens file; none at all is fine, and lets nobody in.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a line is bad; the text says which and quotes nothing.
+    """
+    lines = enumerate(path.read_text("utf-8", "replace").split("\n"), 1)
+    entries = tuple(
+        _entry(line, f"{path}, line {number}")
+        for number, line in lines
+        if line.strip() and not line.lstrip().startswith("#")
+    )
+    if len({entry.digest for entry in entries}) < len(entries):
+        raise ValueError(f"{path}: a token is there twice")
+    return entries
+
+
+def _entry(line: str, where: str) -> Entry:
+    try:
+        given = json.loads(line)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or not given.keys() <= {"tenant", "sha256", "roles"}:
+        raise ValueError(f"{where}: must be a JSON object of tenant, sha256 and perhaps roles")
+    tenant, digest, roles = (given.get(key) for key in ("tenant", "sha256", "roles"))
+    if not isinstance(tenant, str) or not tenant:
+        raise ValueError(f"{where}: tenant must be a name")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise ValueError(f"{where}: sha256 must be 64 hex digits")
+    return Entry(bytes.fromhex(digest), Caller(tenant, _roles(roles, where)))
+
+
+def _roles(given: object, where: str) -> frozenset[Role]:
+    if given is None:
+        return frozenset((Role.GENERATE,))
+    if not isinstance(given, list) or not given or not all(role in list(Role) for role in given):
+        raise ValueError(f"{where}: roles must be a list of {', '.join(Role)}")
+    return frozenset(Role(role) for role in given)
+
+
+def new_token(tenant: str, roles: Iterable[Role] = ()) -> tuple[str, str]:
+    """A fresh token, and the line of a tokens file that lets it in."""
+    token = secrets.token_urlsafe(32)
+    line: dict[str, object] = {"tenant": tenant, "sha256": _digest(token).hex()}
+    if names := sorted(set(roles)):
+        line["roles"] = names
+    return token, json.dumps(line)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a tokens file, in one piece; a new file is its owner's alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    old = path.read_bytes() if path.exists() else b""
+    gap = "\n" if old and not old.endswith(b"\n") else ""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+        file.write(f"{gap}{line}\n")

@@ -1,0 +1,41 @@
+"""Real certificates, made for one test and put in place as operators do: by renaming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Where a certificate and its key are."""
+
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """Signs certificates of this machine."""
+
+    def __init__(self, directory: Path, name: str = "ca") -> None:
+        self._authority = trustme.CA()
+        self._directory = directory
+        self.path = directory / f"{name}.pem"
+        self._authority.cert_pem.write_to_path(str(self.path))
+
+    def issue(self, name: str = "server") -> Pair:
+        """A new certificate and key in place of those of that name."""
+        made = self._authority.issue_cert("localhost", "127.0.0.1")
+        pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
+        place(pair.key, made.private_key_pem.bytes())
+        place(pair.cert, b"".join(blob.bytes() for blob in made.cert_chain_pems))
+        return pair
+
+
+def place(path: Path, content: bytes | str) -> None:
+    """Replace a file, or make it, at once."""
+    written = path.with_name(f"{path.name}.new")
+    written.write_bytes(content.encode() if isinstance(content, str) else content)
+    written.replace(path)
