@@ -64,6 +64,8 @@ class Flights(Generic[T]):
 
     def __init__(self) -> None:
         self._flights: dict[str, Flight[T]] = {}
+        self.num_waiting = 0  # callers, of all flights
+        self.num_landed = 0  # so far
 
     @property
     def num_flying(self) -> int:
@@ -83,7 +85,11 @@ class Flights(Generic[T]):
         # Before a flight is over it is out of the dict. Those it wakes therefore find none, or the
         # new one of whoever woke first, and nothing is lost if one of them is cancelled just then.
         while (flight := self._flights.get(key)) is not None:
-            await flight._over.wait()
+            self.num_waiting += 1
+            try:
+                await flight._over.wait()
+            finally:
+                self.num_waiting -= 1
             if flight.landed:
                 yield flight
                 return
@@ -99,5 +105,6 @@ class Flights(Generic[T]):
             flight._error, flight._traceback = error, error.__traceback__
             raise
         finally:
+            self.num_landed += flight.landed
             del self._flights[key]
             flight._over.set()

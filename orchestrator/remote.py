@@ -29,7 +29,9 @@ from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    OutOfOrder,
     PermissionDenied,
+    SessionExpired,
     SpecrejError,
     Unauthenticated,
     Unavailable,
@@ -107,7 +109,7 @@ class _CommandStream(Generic[Request, Response]):
 def _error_of(failure: grpc.aio.AioRpcError) -> SpecrejError:
     """What a backend's failure is to our caller, who neither cancelled nor ran out of time."""
     error = from_rpc_error(failure)
-    if isinstance(error, Cancelled | DeadlineExceeded):
+    if isinstance(error, Cancelled | DeadlineExceeded | SessionExpired | OutOfOrder):
         return Unavailable(f"a backend gave up: {error.message}")
     if isinstance(error, Unauthenticated | PermissionDenied):
         # It is this service's token that was refused, not our caller's.

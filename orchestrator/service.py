@@ -25,7 +25,7 @@ from typing import Generic, Protocol, TypeVar
 from orchestrator.admission import Admission
 from orchestrator.cache import Cache, Hit, is_as_asked
 from orchestrator.composition import LIKELIHOOD, Composite, check_expansion, expanded
-from orchestrator.flight import Flights
+from orchestrator.flight import Flight, Flights
 from orchestrator.keys import Keys, cache_keys, tenant_digest
 from orchestrator.refresh import Refreshes
 from orchestrator.run import run
@@ -182,12 +182,12 @@ class Orchestrator:
                 return self._run(plan)
 
     async def _use_cache(self, plan: _Plan) -> AsyncGenerator[Event, None]:
+        """What is stored, at once, even while it is made anew; else from a flight."""
+        num_landed = self._flights.num_landed
         if hit := await self._stored(plan):
-            if hit.stale:
-                self._refreshes.start(plan.keys.answer, partial(self._make_anew, plan))
-            yield Finished(hit.generation)
+            yield self._served(plan, hit)
             return
-        async with aclosing(self._fly(plan)) as events:
+        async with aclosing(self._fly(plan, num_landed)) as events:
             async for event in events:
                 yield event
 
@@ -196,25 +196,45 @@ class Orchestrator:
             return await self._cache.get_better(plan.keys)
         return await self._cache.get(plan.keys.answer)
 
-    async def _fly(self, plan: _Plan) -> AsyncGenerator[Event, None]:
-        """From a flight under way, here or in another process, or from a run of its own."""
+    def _served(self, plan: _Plan, hit: Hit) -> Finished:
+        if hit.stale:
+            self._refreshes.start(plan.keys.answer, partial(self._make_anew, plan))
+        return Finished(hit.generation)
+
+    async def _fly(self, plan: _Plan, num_landed: int | None = None) -> AsyncGenerator[Event, None]:
+        """From a flight under way, here or in another process, or from a run of its own.
+
+        `num_landed`: flights that had landed before this caller looked for what is stored; None if
+        that is not to be looked for. One that landed since may have been ours.
+        """
         key = plan.keys.answer
         async with self._flights.join(key) as flight:
             if flight.landed:
                 # Made once, for the leader: for this caller it comes from memory.
                 yield Finished(replace(flight.result, cached=True))
                 return
-            async with self._shared_turn(key) as turn:
-                if turn and turn.answer:
-                    flight.land(turn.answer)
-                    yield Finished(turn.answer)
-                    return
-                async with aclosing(self._run_and_store(plan, turn)) as events:
-                    async for event in events:
-                        # What this caller's deadline or leniency made of it is not for the others.
-                        if isinstance(event, Finished) and is_as_asked(event.generation):
-                            flight.land(event.generation)
-                        yield event
+            missed_one = num_landed is not None and num_landed != self._flights.num_landed
+            if missed_one and (hit := await self._cache.get(key)):
+                flight.land(hit.generation)
+                yield Finished(hit.generation)
+                return
+            async with aclosing(self._lead(plan, flight)) as events:
+                async for event in events:
+                    yield event
+
+    async def _lead(self, plan: _Plan, flight: Flight[Generation]) -> AsyncGenerator[Event, None]:
+        """Make the answer, unless another process does; it lands for all who wait here."""
+        async with self._shared_turn(plan.keys.answer) as turn:
+            if turn and turn.answer:
+                flight.land(turn.answer)
+                yield Finished(turn.answer)
+                return
+            async with aclosing(self._run_and_store(plan, turn)) as events:
+                async for event in events:
+                    # What this caller's deadline or leniency made of it is not for the others.
+                    if isinstance(event, Finished) and is_as_asked(event.generation):
+                        flight.land(event.generation)
+                    yield event
 
     def _shared_turn(self, key: str) -> AbstractAsyncContextManager[Turn | None]:
         return self._shared_flights.join(key) if self._shared_flights else nullcontext()

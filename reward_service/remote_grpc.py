@@ -23,7 +23,9 @@ from specrej.errors import (
     DeadlineExceeded,
     InternalError,
     NotFound,
+    OutOfOrder,
     PermissionDenied,
+    SessionExpired,
     SpecrejError,
     Unauthenticated,
     Unavailable,
@@ -193,7 +195,7 @@ def _to_wire(candidate: Candidate) -> pb.ScoreCandidate:
 def _error_of(failure: Any) -> SpecrejError:
     """What the other end's failure is to our caller, who neither cancelled nor ran out of time."""
     error = from_rpc_error(failure)
-    if isinstance(error, Cancelled | DeadlineExceeded | NotFound):
+    if isinstance(error, Cancelled | DeadlineExceeded | NotFound | OutOfOrder | SessionExpired):
         return Unavailable("a reward gave up")
     if isinstance(error, Unauthenticated | PermissionDenied):
         # It is this service's token that was refused, not our caller's.

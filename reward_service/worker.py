@@ -333,7 +333,10 @@ def _carry_out(call: _Call[T]) -> None:
 
 
 def _fail(request: _Call[T] | _Batch, error: BaseException) -> None:
-    # Asyncio's futures refuse a StopIteration, and who waits for one would wait for ever.
-    request.future.set_exception(
-        RuntimeError("a reward raised StopIteration") if isinstance(error, StopIteration) else error
-    )
+    # Asyncio's futures refuse a StopIteration, and who waits for one would wait for ever; what is
+    # no `Exception`, such as a SystemExit in a user's function, would end the event loop.
+    if isinstance(error, StopIteration) or not isinstance(error, Exception):
+        strange = RuntimeError(f"a reward raised {type(error).__name__}")
+        strange.__cause__ = error
+        error = strange
+    request.future.set_exception(error)

@@ -47,6 +47,7 @@ from specrej.errors import (
     OutOfOrder,
     Overloaded,
     RewardInvalid,
+    SessionExpired,
     SpecrejError,
     Unavailable,
     Violation,
@@ -430,7 +431,6 @@ class Refusing(HeldGenerator):
         NotFound("no such thing", metadata={"there": "is another"}),
         Overloaded("64 wait already", retry_after_s=2.5, metadata={"waiting": "64"}),
         Unavailable("loading", retry_after_s=4),
-        OutOfOrder("not now"),
         InternalError("the step failed"),
     ],
     ids=lambda error: type(error).__name__,
@@ -446,9 +446,13 @@ async def test_errors_come_through_whole(error: SpecrejError) -> None:
     assert getattr(told, "violations", ()) == getattr(error, "violations", ())
 
 
-@pytest.mark.parametrize("error", [Cancelled("by me"), DeadlineExceeded("mine")])
+@pytest.mark.parametrize(
+    "error",
+    [Cancelled("by me"), DeadlineExceeded("mine"), SessionExpired("lease"), OutOfOrder("not now")],
+)
 async def test_a_backends_own_troubles_are_not_the_callers(error: SpecrejError) -> None:
-    """Guards against CANCELLED for a caller who did not cancel: it would never be retried."""
+    """Guards against CANCELLED for a caller who did not cancel, or FAILED_PRECONDITION for one who
+    has no session: neither would ever be retried."""
     async with remote_generator(Refusing(error)) as generator:
         with pytest.raises(Unavailable):
             await AsyncExitStack().enter_async_context(generator.open(PROMPT, 4, Sampling(), 8))

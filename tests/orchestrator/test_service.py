@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
 from orchestrator.admission import Admission, Limits
-from orchestrator.cache import Cache
+from orchestrator.cache import Cache, Hit
 from orchestrator.composition import Composite
 from orchestrator.service import Orchestrator
 from specrej import wire
@@ -687,16 +687,34 @@ async def in_flight(
     service: Whole, count: int, message: pb.GenerateRequest | None = None
 ) -> list[asyncio.Task[pb.GenerateResponse]]:
     """Equal requests: the first leads and is held in its first round, the others wait for it."""
-    gate, counts = service.generator.gates["extend"], service.cache.counts
+    gate, flights = service.generator.gates["extend"], service.orchestrator._flights
     gate.shut()
     tasks: list[asyncio.Task[pb.GenerateResponse]] = []
     for number in range(count):
         tasks.append(asyncio.create_task(answer(service, message or ask(), stream=number % 2 == 1)))
         if number == 0:
             await until(lambda: gate.held == 1)
-    # Who has missed the cache joins the flight before anybody else's turn.
-    await until(lambda: counts.misses == count)
+    await until(lambda: flights.num_waiting == count - 1)
     return tasks
+
+
+async def test_a_caller_that_looked_too_early_looks_again(cached_service: Whole) -> None:
+    """Its look came back as a miss only after the leader had stored the answer and landed: the
+    caller then found no flight to join, and made the answer a second time."""
+    service = cached_service
+    get = service.cache.get
+    looks: list[Hit | None] = []
+
+    async def slow_once(key: str) -> Hit | None:
+        found = await get(key)
+        looks.append(found)
+        if len(looks) == 1:
+            await answer(service, ask())  # leads, stores and lands meanwhile
+        return found
+
+    service.cache.get = slow_once  # type: ignore[method-assign]
+    assert (await answer(service, ask())).cached
+    assert service.generator.num_opened == 1
 
 
 async def test_equal_requests_are_one_generation(cached_service: Whole) -> None:

@@ -156,17 +156,19 @@ def test_the_toy_is_deterministic_and_computes_equal_texts_once() -> None:
     assert score(reward, PROMPT, ["AEi x", "", "b", "AEi x"]) == scores
 
 
-async def test_a_stop_iteration_is_told_like_any_error() -> None:
-    """Guards a caller against waiting for ever: asyncio's futures refuse this one error."""
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt])
+async def test_what_is_no_ordinary_error_is_told_like_one(error: type[BaseException]) -> None:
+    """Guards a caller against waiting for ever (asyncio's futures refuse a StopIteration), and the
+    service against being ended by a user's function."""
 
-    class Stops(ToyReward):
+    class Strange(ToyReward):
         def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
             if candidates[0].text == "stop":
-                next(iter(()))
+                raise error
             return super().score(prompt, candidates)
 
-    async with started(Stops()) as worker:
-        with pytest.raises(RuntimeError, match="StopIteration"):
+    async with started(Strange()) as worker:
+        with pytest.raises(RuntimeError, match=f"a reward raised {error.__name__}"):
             await asyncio.wait_for(worker.score(PROMPT, ["stop"]), 10)
         assert (await worker.score(PROMPT, ["a"])).values == (1.0,)
 

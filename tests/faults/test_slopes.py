@@ -1,0 +1,72 @@
+"""What is flat and what grows: a soak that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.faults.slopes import slope
+
+SECONDS = [2.0 * number for number in range(300)]  # ten minutes
+MIB_PER_HOUR = 16.0
+
+
+def noisy(per_hour: float, noise: float = 0.5, seed: int = 1) -> list[float]:
+    drawn = random.Random(seed)
+    return [100 + per_hour * second / 3600 + drawn.gauss(0, noise) for second in SECONDS]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_flat(seed: int) -> None:
+    """In 1 of 40 seeds the interval lies above zero by chance: then the growth is tiny."""
+    assert slope(SECONDS, noisy(0, seed=seed)).is_flat(MIB_PER_HOUR)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_leak_grows(seed: int) -> None:
+    found = slope(SECONDS, noisy(120, seed=seed))
+    assert not found.is_flat(MIB_PER_HOUR)
+    assert found.low < 120 < found.high or abs(found.per_hour - 120) < 20
+
+
+def test_a_small_growth_is_of_no_concern_and_shrinking_is_none() -> None:
+    assert slope(SECONDS, noisy(10, noise=0)).is_flat(MIB_PER_HOUR)
+    assert not slope(SECONDS, noisy(10, noise=0)).is_flat(5)
+    assert slope(SECONDS, noisy(-500)).is_flat(0)
+
+
+def test_one_more_at_the_end_of_a_short_measurement_is_no_trend() -> None:
+    """Guards against a soak of a minute that fails for one connection."""
+    found = slope(SECONDS[:30], [14.0] * 20 + [15.0] * 10)
+    assert not found.is_flat(3)
+    assert found.is_flat(3, step=2)
+    leaking = slope(SECONDS[:30], [14.0 + number for number in range(30)])
+    assert not leaking.is_flat(3, step=2)
+
+
+def test_what_is_allocated_in_the_warm_up_does_not_count() -> None:
+    """Guards against every process being called a leak because it starts small."""
+    values = [min(second, 150) + noise for second, noise in zip(SECONDS, noisy(0), strict=True)]
+    assert slope(SECONDS, values).is_flat(MIB_PER_HOUR)
+
+
+def test_a_wandering_series_is_not_called_a_leak() -> None:
+    """Neighbouring samples of a slow wave are no independent witnesses: the interval is wider."""
+    drawn, level, values = random.Random(5), 0.0, []
+    for _ in SECONDS:
+        level = 0.95 * level + drawn.gauss(0, 1)
+        values.append(level)
+    found = slope(SECONDS, values)
+    independent = slope(SECONDS, random.Random(5).sample(values, len(values)))
+    assert found.high - found.low > 2 * (independent.high - independent.low)
+
+
+def test_a_constant_is_flat_to_the_last_bit() -> None:
+    found = slope(SECONDS, [7.0] * len(SECONDS))
+    assert (found.per_hour, found.low, found.high) == (0, 0, 0)
+
+
+def test_too_few_samples_are_no_soak() -> None:
+    with pytest.raises(ValueError, match="samples"):
+        slope(SECONDS[:9], [1.0] * 9)
