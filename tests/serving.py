@@ -16,18 +16,29 @@ from specrej.settings import ServiceSettings
 
 
 @asynccontextmanager
-async def serving(
+async def listening(
     service: Service, *, default_deadline_s: float | None = None
-) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel, without retries, to a server of one service."""
+) -> AsyncIterator[str]:
+    """The address of a server of one service."""
     server = Server(ServiceSettings(), [service], default_deadline_s=default_deadline_s)
     await server.start()
     await server.set_serving(True)
     try:
-        async with open_channel(f"127.0.0.1:{server.port}", retries=False) as channel:
-            yield channel
+        yield f"127.0.0.1:{server.port}"
     finally:
         await server.stop(0)
+
+
+@asynccontextmanager
+async def serving(
+    service: Service, *, default_deadline_s: float | None = None
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel, without retries, to a server of one service."""
+    async with (
+        listening(service, default_deadline_s=default_deadline_s) as address,
+        open_channel(address, retries=False) as channel,
+    ):
+        yield channel
 
 
 async def failure_of(call: Awaitable[Any] | Callable[[], Awaitable[Any]]) -> grpc.aio.AioRpcError:

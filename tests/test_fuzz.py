@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import grpc
-import grpc.aio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +21,7 @@ from reward_service.servicer import RewardServicer
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.v1 import common_pb2, generator_pb2, reward_pb2
-from tests.serving import serving, until
+from tests.serving import listening
 
 # What a caller's fault, or haste, may be answered with.
 _FAULTS = {
@@ -108,59 +111,93 @@ def _mangled(message: Any, seed: int) -> bytes:
     return bytes(data)
 
 
-def _script(commands: st.SearchStrategy[Any]) -> st.SearchStrategy[list[bytes]]:
-    def numbered(parts: list[tuple[Any, int | None, int]]) -> list[bytes]:
-        for place, (message, number, _) in enumerate(parts, 1):
+def _script(opening: Any, commands: st.SearchStrategy[Any]) -> st.SearchStrategy[list[bytes]]:
+    """Messages, in half of the cases after one that opens a session as it should be."""
+
+    def numbered(is_opened: bool, parts: list[tuple[Any, int | None, int]]) -> list[bytes]:
+        said = []
+        if is_opened:
+            opening.sequence = 1
+            said.append(opening.SerializeToString())
+        for place, (message, number, seed) in enumerate(parts, 1 + is_opened):
             message.sequence = place if number is None else number
-        return [_mangled(message, seed) for message, _, seed in parts]
+            said.append(_mangled(message, seed))
+        return said
 
     part = st.tuples(commands, _NUMBERS, st.integers(0, 2**16))
-    return st.lists(part, min_size=1, max_size=7).map(numbered)
+    return st.builds(numbered, st.booleans(), st.lists(part, max_size=7))
 
 
-async def _say(channel: grpc.aio.Channel, method: str, script: list[bytes]) -> grpc.StatusCode:
+def _say(address: str, method: str, script: list[bytes]) -> grpc.StatusCode:
     """What a stream ends with on which these messages are sent, each after the last's answer."""
-    call: Any = channel.stream_stream(method)(timeout=20)
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        for data in script:
-            await call.write(data)
-            if await call.read() is grpc.aio.EOF:
-                break
-        await call.done_writing()
-    code: grpc.StatusCode = await call.code()
+    with grpc.insecure_channel(address) as channel:
+        stream: Any = channel.stream_stream(method)
+        answered = threading.Semaphore(1)
+
+        def messages() -> Iterator[bytes]:
+            for data in script:
+                assert answered.acquire(timeout=20)
+                yield data
+
+        call = stream(messages(), timeout=20)
+        with suppress(grpc.RpcError):
+            for _ in call:
+                answered.release()
+        answered.release(len(script) + 1)  # whoever waits to send can end
+        code: grpc.StatusCode = call.code()
     return code
 
 
-@settings(max_examples=150, deadline=None)
-@given(script=_script(_COMMANDS))
-def test_the_generators_port(script: list[bytes]) -> None:
+def _fuzz(
+    address: str, method: str, script: st.SearchStrategy[list[bytes]], is_idle: Callable[[], bool]
+) -> Counter[str]:
+    codes: Counter[str] = Counter()
+
+    @settings(max_examples=150, deadline=None)
+    @given(script=script)
+    def say(script: list[bytes]) -> None:
+        code = _say(address, method, script)
+        codes[code.name] += 1
+        assert code in _FAULTS
+        until = time.monotonic() + 10
+        while not is_idle():
+            assert time.monotonic() < until, "something was left behind"
+
+    say()
+    return codes
+
+
+async def test_the_generators_port() -> None:
     """Guards the status contract, and slots against whoever talks nonsense."""
-    asyncio.run(_generator(script))
-
-
-async def _generator(script: list[bytes]) -> None:
     generator = ToyGenerator()
     servicer = GeneratorServicer(lease_s=30)
     servicer.load(generator)
-    async with serving(servicer.service()) as channel:
-        assert await _say(channel, _GENERATOR, script) in _FAULTS
-        await until(lambda: generator.ledger.owned == 0)
+    opening = generator_pb2.OpenSession(
+        prompt=common_pb2.Prompt(text="hello"),
+        n=4,
+        sampling=common_pb2.Sampling(max_tokens=8),
+        first_round_tokens=2,
+    )
+    script = _script(generator_pb2.SessionRequest(open=opening), _COMMANDS)
+    async with listening(servicer.service()) as address:
+        codes = await asyncio.to_thread(
+            _fuzz, address, _GENERATOR, script, lambda: generator.ledger.owned == 0
+        )
+    assert {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION"} <= codes.keys()
 
 
-@settings(max_examples=150, deadline=None)
-@given(script=_script(_SCORING))
-def test_the_rewards_port(script: list[bytes]) -> None:
-    """Guards the status contract, and the reward's queue."""
-    asyncio.run(_reward(script))
-
-
-async def _reward(script: list[bytes]) -> None:
+async def test_the_rewards_port() -> None:
+    """Guards the status contract, and what a session keeps."""
     worker = await Worker.start(ToyReward)
     try:
         servicer = RewardServicer(max_batch=3, lease_s=30)
         servicer.serve([worker])
-        async with serving(servicer.service()) as channel:
-            assert await _say(channel, _REWARD, script) in _FAULTS
-            await until(lambda: worker._num_sessions == 0)
+        opening = reward_pb2.OpenScoring(prompt=common_pb2.Prompt(text="hello"))
+        script = _script(reward_pb2.ScoreSessionRequest(open=opening), _SCORING)
+        async with listening(servicer.service()) as address:
+            codes = await asyncio.to_thread(
+                _fuzz, address, _REWARD, script, lambda: worker._num_sessions == 0
+            )
     finally:
         worker.close()
+    assert {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION"} <= codes.keys()
