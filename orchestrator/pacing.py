@@ -108,8 +108,10 @@ class Pace:
 
     def must_cut(self, position: int, until: int, rows: int) -> bool:
         """Whether going on to the decision token `until` with all rows leaves too little time, even
-        if only one of them goes on from there, so that the cut must come now."""
+        if only one of them goes on from there, so that the cut must come now, if it still helps."""
         if self.time_left_s is None or not self._steps or rows < 2:
+            return False
+        if not self._fits(position, 1, 0.0):
             return False
         grown_s = (until - position) * self.step_s(rows) + rows * self._score_s
         late = grown_s + self._finish_s(until, 1, 0.0) > self.left_s
@@ -119,9 +121,12 @@ class Pace:
     def alpha(self, position: int, num_ranked: int, alpha: float) -> float:
         """The least alpha, from the one asked for on, with which the plan is finished in time.
 
-        The one that keeps a single candidate where none is.
+        The one asked for where not even a single candidate would get to its end: that one of them
+        ends before is likelier the more there are.
         """
         if self.time_left_s is None or not self._steps or num_ranked < 2:
+            return alpha
+        if not self._fits(position, 1, 0.0):
             return alpha
         deepest = 1 - 1 / num_ranked
         tried = alpha

@@ -44,6 +44,15 @@ def test_without_a_deadline_nothing_changes() -> None:
     assert not pace.hurried
 
 
+def test_where_nobody_would_get_to_the_end_nobody_is_given_up() -> None:
+    """Guards the chance that one of many ends early: alone, a candidate makes fewer tokens."""
+    pace = pace_of(5.0)
+    pace.note_stride(64, 16, 0, 1.6)
+    assert pace.alpha(16, 64, 0.1) == 0.1
+    assert not pace.must_cut(16, 128, 64)
+    assert not pace.hurried
+
+
 def test_with_time_enough_nothing_changes() -> None:
     """Guards the quality of answers: a deadline that is far away costs nothing."""
     pace = pace_of(100.0)
@@ -57,7 +66,7 @@ def test_with_time_enough_nothing_changes() -> None:
 def test_a_short_deadline_raises_alpha_no_more_than_it_takes() -> None:
     """Guards against giving up all candidates where half of them would do."""
     chosen = []
-    for left_s in (30.0, 12.0, 9.0, 7.0, 1.0):
+    for left_s in (30.0, 12.0, 9.0, 7.0, 5.9):
         pace = pace_of(left_s)
         pace.note_stride(64, 16, 0, 1.6)  # a tenth of a second per step
         chosen.append(pace.alpha(16, 64, 0.1))
@@ -65,7 +74,7 @@ def test_a_short_deadline_raises_alpha_no_more_than_it_takes() -> None:
     assert chosen == sorted(chosen)
     assert chosen[0] == 0.1
     assert 0.1 < chosen[2] < chosen[-1]
-    assert num_kept(64, chosen[-1]) == 1
+    assert num_kept(64, chosen[-1]) < 8
 
 
 @given(
@@ -96,9 +105,11 @@ def test_a_cut_comes_early_where_the_planned_one_would_be_too_late() -> None:
     pace.note_stride(64, 16, 0, 1.6)
     assert not pace.must_cut(16, 32, 64)  # 1.6 s, and then 96 steps of one row, at 0.05 s each
     assert pace.must_cut(16, 128, 64)  # 11.2 s
-    clock.now_s += 6.0
+    clock.now_s += 3.5
     assert pace.must_cut(16, 32, 64)
     assert pace.hurried
+    clock.now_s += 1.0
+    assert not pace.must_cut(16, 32, 64)  # it would not help any more
     assert not pace.must_cut(16, 128, 1)  # nobody is left to reject
 
 
