@@ -36,6 +36,7 @@ from specrej.errors import (
     Unauthenticated,
     Unavailable,
 )
+from specrej.serving import time_left_s
 from specrej.status import DETAILS_TRAILER, from_rpc_error
 from specrej.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 
@@ -43,6 +44,7 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 _DESCRIBE_TIMEOUT_S = 5.0
+_AFTER_OURS_S = 1.0
 
 
 class _CommandStream(Generic[Request, Response]):
@@ -122,6 +124,13 @@ def _error_of(failure: grpc.aio.AioRpcError) -> SpecrejError:
     return error
 
 
+def _backend_time_s() -> float | None:
+    """The deadline handed down, a little later than ours: a backend is to give up by itself if this
+    process hangs, and not to be first with a status that is not our caller's."""
+    left_s = time_left_s()
+    return None if left_s is None else max(0.0, left_s) + _AFTER_OURS_S
+
+
 class RemoteGenerator:
     """A `Generator` behind a channel."""
 
@@ -137,7 +146,7 @@ class RemoteGenerator:
         first_round_tokens: int,
         cache_salt: str = "",
     ) -> AsyncIterator[RemoteSession]:
-        call = self._stub.Session(metadata=telemetry.outgoing_metadata())
+        call = self._stub.Session(metadata=telemetry.outgoing_metadata(), timeout=_backend_time_s())
         stream = _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse](
             call, generator_pb2.SessionRequest
         )
@@ -223,7 +232,9 @@ class RemoteScorer:
 
     @asynccontextmanager
     async def open(self, prompt: Prompt) -> AsyncIterator[RemoteScoringSession]:
-        call = self._stub.ScoreSession(metadata=telemetry.outgoing_metadata())
+        call = self._stub.ScoreSession(
+            metadata=telemetry.outgoing_metadata(), timeout=_backend_time_s()
+        )
         stream = _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse](
             call, reward_pb2.ScoreSessionRequest
         )

@@ -121,6 +121,7 @@ class Orchestrator:
         self.default_schedule = default_schedule or Schedule()
         self._composites = {composite.name: composite for composite in composites}
         self._default_reward = default_reward
+        self._num_answers = self._num_degraded = self._num_hurried = 0
         self._generator = generator
         self._rewards = rewards
         self._cache = cache
@@ -145,6 +146,9 @@ class Orchestrator:
             running=self._admission.running,
             queued=self._admission.queued,
             default_schedule=self.default_schedule,
+            num_answers=self._num_answers,
+            num_degraded=self._num_degraded,
+            num_hurried=self._num_hurried,
         )
 
     async def generate(
@@ -280,7 +284,9 @@ class Orchestrator:
                 events = run(plan.request, self._generator, panel, salt, plan.left_s())
                 async with aclosing(events):
                     async for event in events:
-                        yield _completed(event, plan, queue_ms, before_run_ms)
+                        completed = _completed(event, plan, queue_ms, before_run_ms)
+                        self._count(completed)
+                        yield completed
 
     async def _plan(
         self,
@@ -362,6 +368,12 @@ class Orchestrator:
     def _names(self, served: Iterable[str]) -> list[str]:
         """What a request may ask for: what the reward service serves, composites, likelihood."""
         return list(dict.fromkeys((*served, *self._composites, LIKELIHOOD)))
+
+    def _count(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            self._num_answers += 1
+            self._num_degraded += event.generation.degraded
+            self._num_hurried += event.generation.hurried
 
     def _scorer(self, name: str) -> Scorer:
         return LikelihoodScorer() if name == LIKELIHOOD else self._rewards.scorer(name)

@@ -473,6 +473,8 @@ def _description_table(description: ServiceDescription) -> Table:
         "schedule": schedule_text(description.default_schedule),
         "cache": "available" if description.cache_available else "not available",
         "requests": f"{description.running} running, {description.queued} queued",
+        "answers": f"{description.num_answers:,} made, {description.num_degraded:,} degraded,"
+        f" {description.num_hurried:,} hurried",
     }
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():

@@ -433,7 +433,10 @@ Event = Admitted | RoundCompleted | Finished
 
 @dataclass(frozen=True, slots=True)
 class ServiceDescription:
-    """The whole service: generator, rewards (the first is the default), load and defaults."""
+    """The whole service: generator, rewards (the first is the default), load and defaults.
+
+    Since it started: answers that were made here, and how many of them were degraded or hurried.
+    """
 
     generator: GeneratorDescription
     rewards: tuple[str, ...]
@@ -441,3 +444,6 @@ class ServiceDescription:
     running: int
     queued: int
     default_schedule: Schedule
+    num_answers: int = 0
+    num_degraded: int = 0
+    num_hurried: int = 0

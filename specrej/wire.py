@@ -528,6 +528,9 @@ def service_to_wire(
         running=description.running,
         queued=description.queued,
         default_schedule=schedule_to_wire(description.default_schedule),
+        num_answers=description.num_answers,
+        num_degraded=description.num_degraded,
+        num_hurried=description.num_hurried,
     )
 
 
@@ -541,6 +544,9 @@ def service_from_wire(
         running=message.running,
         queued=message.queued,
         default_schedule=schedule_from_wire(message.default_schedule, c.Schedule()),
+        num_answers=message.num_answers,
+        num_degraded=message.num_degraded,
+        num_hurried=message.num_hurried,
     )
 
 

@@ -973,12 +973,21 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     DEFAULT_SCHEDULE_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERS_FIELD_NUMBER: _builtins.int
+    NUM_DEGRADED_FIELD_NUMBER: _builtins.int
+    NUM_HURRIED_FIELD_NUMBER: _builtins.int
     cache_available: _builtins.bool
     """Whether the cache answers."""
     running: _builtins.int
     """Requests running now."""
     queued: _builtins.int
     """Requests waiting now."""
+    num_answers: _builtins.int
+    """Answers that this process has made since it started; those from the cache do not count."""
+    num_degraded: _builtins.int
+    """Of these, degraded ones."""
+    num_hurried: _builtins.int
+    """Of these, hurried ones."""
     @_builtins.property
     def generator(self) -> _generator_pb2.GeneratorServiceDescribeResponse:
         """The generator as it describes itself."""
@@ -1000,10 +1009,13 @@ class OrchestratorServiceDescribeResponse(_message.Message):
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         default_schedule: Global___Schedule | None = ...,
+        num_answers: _builtins.int = ...,
+        num_degraded: _builtins.int = ...,
+        num_hurried: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_schedule", b"default_schedule", "generator", b"generator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_available", b"cache_available", "default_schedule", b"default_schedule", "generator", b"generator", "queued", b"queued", "rewards", b"rewards", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_available", b"cache_available", "default_schedule", b"default_schedule", "generator", b"generator", "num_answers", b"num_answers", "num_degraded", b"num_degraded", "num_hurried", b"num_hurried", "queued", b"queued", "rewards", b"rewards", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

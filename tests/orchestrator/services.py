@@ -51,7 +51,7 @@ from specrej.contracts import (
     SlotGauge,
     Timings,
 )
-from specrej.serving import Context, Server, Service
+from specrej.serving import Context, Server, Service, time_left_s
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2_grpc, reward_pb2
 from tests.serving import serving, until
@@ -89,6 +89,7 @@ class HeldGenerator:
         self.toy = ToyGenerator(capacity_slots, end_every=end_every)
         self.num_opened = 0
         self.salts: list[str] = []
+        self.times_left_s: list[float | None] = []
         self.gates = {verb: Gate() for verb in ("open", "extend", "prune", "close")}
 
     @asynccontextmanager
@@ -102,6 +103,7 @@ class HeldGenerator:
     ) -> AsyncIterator[Session]:
         self.num_opened += 1
         self.salts.append(cache_salt)
+        self.times_left_s.append(time_left_s())
         await self.gates["open"].passed()
         async with self.toy.open(prompt, n, sampling, first_round_tokens, cache_salt) as session:
             yield _HeldSession(session, self.gates)

@@ -267,6 +267,9 @@ async def test_without_its_reward_a_request_may_be_answered_by_likelihood(
     assert reply.degraded
     assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
     assert reply.score == reply.candidates[0].mean_logprob
+    description = await service.orchestrator.describe()
+    counts = (description.num_answers, description.num_degraded, description.num_hurried)
+    assert counts == (2, 1, 0)
     await service.reward_server.start()
     assert not (await when_back(service, ask())).cached  # what stood in was not stored
     # What is allowed has nothing to do with what is answered.
@@ -284,16 +287,26 @@ async def test_a_reward_service_that_was_never_there_may_be_done_without() -> No
         assert list((await answer(service, named)).degradations) == [pb.DEGRADATION_REWARD]
 
 
-async def test_a_short_deadline_is_kept_where_the_client_allows_what_there_is() -> None:
-    """Guards the way of the client's deadline, or the server's own, down to the loop."""
-    generator = HeldGenerator()
-    async with whole(generator) as service:
-        await answer(service, ask())
-        generator.gates["extend"].shut()
-        with pytest.raises(grpc.aio.AioRpcError) as late:
-            await service.stub.Generate(ask(sampling={"seed": 8}), timeout=0.5)
-        assert late.value.code() is Code.DEADLINE_EXCEEDED
-        generator.gates["extend"].open()
+async def test_the_time_that_is_left_is_handed_down(service: Whole) -> None:
+    """Guards backends against work for callers whose orchestrator hangs; they give up after it, so
+    that the status is ours."""
+    await service.stub.Generate(ask(), timeout=7)
+    await service.stub.Generate(ask(sampling={"seed": 8}))
+    with_deadline, without = service.generator.times_left_s
+    assert with_deadline is not None
+    assert 6.0 < with_deadline <= 8.0
+    assert without is None or without > 1e6
+
+
+async def test_a_generator_that_does_not_go_on_costs_no_more_than_the_deadline(
+    service: Whole,
+) -> None:
+    """Guards the client's deadline, which ends a wait that nothing else would."""
+    service.generator.gates["extend"].shut()
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await service.stub.Generate(ask(), timeout=0.5)
+    assert late.value.code() is Code.DEADLINE_EXCEEDED
+    service.generator.gates["extend"].open()
 
 
 # Composition

@@ -76,6 +76,9 @@ SERVICE = c.ServiceDescription(
     running=1,
     queued=0,
     default_schedule=c.Schedule(kind="tokens", tokens=(16, 64)),
+    num_answers=1234,
+    num_degraded=5,
+    num_hurried=6,
 )
 
 
