@@ -13,9 +13,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from reward_service.batching import distinct, take_fairly
 from reward_service.causal import CausalScorer, CausalTask, Tokens
+from reward_service.checkpoint import load_backbone
 from reward_service.conversation import Conversation, Format, Tokenized, Turns, load_tokenizer
 from specrej import fingerprint
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
@@ -62,6 +64,20 @@ class Options:
             config.get_text_config(), "max_position_embeddings", tokenizer.model_max_length
         )
         return Conversation(self.name, tokenizer, limit, self.format)
+
+    def backbone(self, *, with_words: bool = False) -> PreTrainedModel:
+        """The decoder, or `with_words` the language model, on the device.
+
+        Raises:
+            ValueError: the directory lacks some of its weights.
+        """
+        self.set_threads()
+        return load_backbone(
+            self.directory,
+            self.device,
+            with_words=with_words,
+            trust_remote_code=self.trust_remote_code,
+        )
 
     def set_threads(self) -> None:
         if self.threads:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from reward_service.causal import CausalScorer
 from reward_service.causal_reward import CausalReward, LastToken, Options
-from reward_service.checkpoint import load_backbone, load_head
+from reward_service.checkpoint import load_head
 from specrej import fingerprint
 
 # The tensor in a head's file that `training` writes, [hidden].
@@ -80,12 +80,9 @@ def load_classifier(
         told = {name: options.directory / path for name, path in _read(manifest).items()}
         options = replace(options, directory=told["backbone"])
         head, adapter = told["head"], told.get("adapter")
-    options.set_threads()
     transform = transform or Transform()
     weight, bias = _head(options.directory, head, len(label_weights))
-    model = load_backbone(
-        options.directory, options.device, trust_remote_code=options.trust_remote_code
-    )
+    model = options.backbone()
     if adapter:
         # Peft takes a second to load, and only adapters need it.
         from reward_service import lora

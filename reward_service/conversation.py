@@ -119,13 +119,12 @@ class Tokenized:
     """A conversation with one response.
 
     `keep` of its tokens stay what they are when the response grows, but for the last few perhaps;
-    the response begins at `start`. Where it is too long, the first `cut` tokens are left out.
+    the response begins at `start`. Where it is too long, its first tokens are left out.
     """
 
     token_ids: list[int]
     keep: int
     start: int
-    cut: int = 0
 
 
 class Turns:
@@ -158,7 +157,7 @@ class Turns:
         cut = max(0, len(token_ids) - self._conversation.max_tokens)
         # Positions shift when the first tokens go: nothing computed for the next text holds.
         keep = 0 if cut else common(whole, begun)
-        return Tokenized(token_ids[cut:], keep, max(0, start - cut), cut)
+        return Tokenized(token_ids[cut:], keep, max(0, start - cut))
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:

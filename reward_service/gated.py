@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from reward_service.causal import CausalScorer
 from reward_service.causal_reward import CausalReward, Options
-from reward_service.checkpoint import load_backbone, load_head
+from reward_service.checkpoint import load_head
 from reward_service.conversation import Conversation, Tokenized
 from specrej.contracts import Prompt
 
@@ -73,11 +73,8 @@ def load_gated(options: Options, *, gate_at: str) -> CausalReward:
     Raises:
         ValueError: the directory holds no such model; says why.
     """
-    options.set_threads()
     regression = load_head(options.directory, "regression_layer.weight")[""]
-    model = load_backbone(
-        options.directory, options.device, trust_remote_code=options.trust_remote_code
-    )
+    model = options.backbone()
     config: Any = model.config
     gate = _Gate(
         _on(load_head(options.directory, "gating."), model.device),

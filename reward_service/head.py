@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from reward_service.causal import CausalScorer
 from reward_service.causal_reward import CausalReward, LastToken, Options, batch_values
-from reward_service.checkpoint import load_backbone
 from reward_service.pairs import Pair, share_right
 from reward_service.reward import whole_answers
 from specrej import fingerprint
@@ -82,7 +81,7 @@ class _States(LastToken):
 def load_reader(backbone: Path) -> CausalReward:
     """A reward whose values are the states at the last token."""
     options = Options("training", backbone)
-    model = load_backbone(backbone, options.device)
+    model = options.backbone()
     conversation = options.conversation(model.config)
     scorer = CausalScorer(model, lambda states, _: states.float(), options.kept_tokens)
     return CausalReward(options, "", "", conversation, scorer, _States())

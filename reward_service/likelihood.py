@@ -26,7 +26,6 @@ from reward_service.causal_reward import (
     CausalRewardTask,
     Options,
 )
-from reward_service.checkpoint import load_backbone
 from reward_service.conversation import Tokenized
 from reward_service.reward import Reward
 from reward_service.words import Words
@@ -75,13 +74,7 @@ def load_likelihood(
 
 
 def _load_one(options: Options, likelihood: Likelihood) -> CausalReward:
-    options.set_threads()
-    model = load_backbone(
-        options.directory,
-        options.device,
-        with_words=True,
-        trust_remote_code=options.trust_remote_code,
-    )
+    model = options.backbone(with_words=True)
     words = Words(model)
     return CausalReward(
         options,

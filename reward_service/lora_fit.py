@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from reward_service import lora
 from reward_service.batching import pad
 from reward_service.causal_reward import Options
-from reward_service.checkpoint import load_backbone
 from reward_service.classifier import HEAD_TENSOR
 from reward_service.conversation import Conversation
 from reward_service.head import Note
@@ -61,7 +60,7 @@ class LoraFit:
         """`digest`: of the pairs; another one's state is not gone on with."""
         torch.manual_seed(schedule.seed)
         options = Options("training", backbone)
-        model = load_backbone(backbone, options.device)
+        model = options.backbone()
         self.adapter = out / "adapter"
         self.head = self.adapter / "head.safetensors"  # they belong together
         self._schedule = schedule

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from reward_service.batching import distinct
 from reward_service.causal import CausalScorer, CausalTask, Tokens
 from reward_service.causal_reward import Options
-from reward_service.checkpoint import load_backbone
 from reward_service.conversation import Conversation
 from reward_service.prefixes import common
 from reward_service.words import Words, single_token
@@ -150,13 +149,7 @@ def _pairs(num_texts: int, opponents: int) -> list[tuple[int, int]]:
 
 def load_pairwise(options: Options, *, comparison: Comparison) -> PairwiseReward:
     """Raises ValueError: the directory holds no such model; says why."""
-    options.set_threads()
-    model = load_backbone(
-        options.directory,
-        options.device,
-        with_words=True,
-        trust_remote_code=options.trust_remote_code,
-    )
+    model = options.backbone(with_words=True)
     conversation = options.conversation(model.config)
     names = (comparison.first, comparison.second)
     pair = [single_token(conversation.tokenizer, word, "the word") for word in names]

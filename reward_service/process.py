@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from reward_service.causal import CausalScorer, Read
 from reward_service.causal_reward import CausalReward, Options
-from reward_service.checkpoint import load_backbone, load_head
+from reward_service.checkpoint import load_head
 from reward_service.conversation import SPLICE, Conversation, Tokenized
 from reward_service.words import Words, single_token
 from specrej.contracts import Prompt
@@ -78,14 +78,8 @@ class _StepReading:
 
 def load_process(options: Options, *, steps: Steps) -> CausalReward:
     """Raises ValueError: the directory holds no such model; says why."""
-    options.set_threads()
     with_words = bool(steps.good)
-    model = load_backbone(
-        options.directory,
-        options.device,
-        with_words=with_words,
-        trust_remote_code=options.trust_remote_code,
-    )
+    model = options.backbone(with_words=with_words)
     conversation = options.conversation(model.config)
     tokenizer = conversation.tokenizer
     step_token = single_token(tokenizer, steps.token, "the step token")
