@@ -71,14 +71,20 @@ class Admission:
         self._limits = limits
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
-        self._queued_tokens = 0
         self._served = 0.0  # of the tenant that was let in last
         self._drain = _DrainRate()
 
     @property
     def queued(self) -> int:
         """Requests that wait for a permit."""
-        return sum(not p.permit.done() for t in self._tenants.values() for p in t.line)
+        return len(self._waiting())
+
+    @property
+    def _queued_tokens(self) -> int:
+        return sum(place.tokens for place in self._waiting())
+
+    def _waiting(self) -> list[_Place]:
+        return [p for t in self._tenants.values() for p in t.line if not p.permit.done()]
 
     @asynccontextmanager
     async def enter(
@@ -113,19 +119,19 @@ class Admission:
 
     def _check(self, asking: _Tenant, tokens: int, time_left_s: float | None) -> None:
         """Raises Overloaded unless this may run or wait."""
-        limits, queued = self._limits, self.queued
+        limits, queued, waiting_tokens = self._limits, self.queued, self._queued_tokens
         beyond = asking.held + tokens - limits.tenant_tokens
         if limits.tenant_tokens and asking.held and beyond > 0:
             text = f"{asking.held} candidate-tokens of {limits.tenant_tokens} are under way"
             raise Overloaded(text, retry_after_s=_bounded(self._wait_s(beyond, 1)))
         if self.running < limits.max_running:
             return
-        wait_s = self._wait_s(self._queued_tokens + tokens, queued + 1)
-        too_many = limits.max_queued_tokens and queued
+        wait_s = self._wait_s(waiting_tokens + tokens, queued + 1)
+        room = limits.max_queued_tokens - waiting_tokens
         if queued >= limits.max_queued:
             text = f"{self.running} requests run and {queued} wait"
-        elif too_many and self._queued_tokens + tokens > limits.max_queued_tokens:
-            text = f"{self._queued_tokens} candidate-tokens wait"
+        elif limits.max_queued_tokens and queued and tokens > room:
+            text = f"{waiting_tokens} candidate-tokens wait"
         elif time_left_s is not None and self._drain.is_known and wait_s > time_left_s:
             text = f"the wait is about {wait_s:.1f} s, the deadline is in {time_left_s:.1f} s"
         else:
@@ -144,7 +150,6 @@ class Admission:
             return
         place = _Place(tokens, asyncio.get_running_loop().create_future())
         asking.line.append(place)
-        self._queued_tokens += tokens
         try:
             await place.permit
         except asyncio.CancelledError:
@@ -158,7 +163,6 @@ class Admission:
         while waiting := [tenant for tenant in self._tenants.values() if tenant.line]:
             chosen = min(waiting, key=lambda tenant: tenant.served)
             place = chosen.line.popleft()
-            self._queued_tokens -= place.tokens
             if not place.permit.done():
                 self._serve(chosen, place.tokens)
                 place.permit.set_result(None)
@@ -173,7 +177,6 @@ class Admission:
     def _leave(self, asking: _Tenant, place: _Place) -> None:
         if place in asking.line:  # a release may have passed over it already
             asking.line.remove(place)
-            self._queued_tokens -= place.tokens
 
 
 class _DrainRate:

@@ -12,10 +12,9 @@ import asyncio
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import Redis
@@ -167,7 +166,8 @@ async def _purge(redis: Redis, arguments: argparse.Namespace) -> None:
     if arguments.key:
         what, keys = f"the answer {arguments.key}", [_answer_key(arguments.key)]
     else:
-        what = f"all answers of tenant {arguments.tenant!r}" if arguments.tenant else "all answers"
+        named = arguments.tenant is not None  # "" is the tenant of callers without tokens
+        what = f"all answers of tenant {arguments.tenant!r}" if named else "all answers"
         patterns = (_pattern(each, arguments.tenant) for each in (_ANSWERS, _INDEXES))
         keys = [key for pattern in patterns async for key in _scan(redis, pattern)]
     if not arguments.yes:
@@ -240,14 +240,14 @@ def _row(*cells: str) -> str:
 
 async def _scan(redis: Redis, pattern: str) -> AsyncIterator[str]:
     """Keys of a pattern, each once; SCAN may tell of one again."""
-    seen: Counter[str] = Counter()
+    seen: set[str] = set()
     cursor: object = 0
     while True:
         cursor, keys = await _call(redis, "SCAN", str(cursor), "MATCH", pattern, "COUNT", _BATCH)
         for raw in keys:
             key = raw.decode(errors="replace")
-            seen[key] += 1
-            if seen[key] == 1:
+            if key not in seen:
+                seen.add(key)
                 yield key
         if int(str(cursor)) == 0:
             return
@@ -260,9 +260,9 @@ async def _count(redis: Redis, pattern: str) -> int:
 async def _value(redis: Redis, key: str) -> bytes | None:
     """None for a key that is not there; b"" for what is no string."""
     kind = await _call(redis, "TYPE", key)
-    if kind in (b"none", "none"):
+    if kind == b"none":
         return None
-    if kind not in (b"string", "string"):
+    if kind != b"string":
         return b""
     value = await _call(redis, "GETRANGE", key, 0, MAX_BYTES)
     return bytes(value)
@@ -271,9 +271,6 @@ async def _value(redis: Redis, key: str) -> bytes | None:
 async def _ttl_s(redis: Redis, key: str) -> float:
     left_ms = int(await _call(redis, "PTTL", key))
     return left_ms / 1000 if left_ms >= 0 else -1.0
-
-
-T = TypeVar("T")
 
 
 async def _call(redis: Redis, *command: str | int) -> Any:

@@ -109,9 +109,7 @@ class Pace:
     def must_cut(self, position: int, until: int, rows: int) -> bool:
         """Whether going on to the decision token `until` with all rows leaves too little time, even
         if only one of them goes on from there, so that the cut must come now, if it still helps."""
-        if self.time_left_s is None or not self._steps or rows < 2:
-            return False
-        if not self._fits(position, 1, 0.0):
+        if not self._can_help(position, rows):
             return False
         grown_s = (until - position) * self.step_s(rows) + rows * self._score_s
         late = grown_s + self._finish_s(until, 1, 0.0) > self.left_s
@@ -124,9 +122,7 @@ class Pace:
         The one asked for where not even a single candidate would get to its end: that one of them
         ends before is likelier the more there are.
         """
-        if self.time_left_s is None or not self._steps or num_ranked < 2:
-            return alpha
-        if not self._fits(position, 1, 0.0):
+        if not self._can_help(position, num_ranked):
             return alpha
         deepest = 1 - 1 / num_ranked
         tried = alpha
@@ -134,6 +130,11 @@ class Pace:
             tried = min(round(tried + _ALPHA_STEP, 6), deepest)
         self.hurried = self.hurried or tried > alpha
         return tried
+
+    def _can_help(self, position: int, num_candidates: int) -> bool:
+        """Whether giving candidates up can bring one to its end in time."""
+        known = self.time_left_s is not None and bool(self._steps)
+        return known and num_candidates > 1 and self._fits(position, 1, 0.0)
 
     def _fits(self, position: int, rows: int, alpha: float) -> bool:
         return self._finish_s(position, rows, alpha) <= self.left_s
