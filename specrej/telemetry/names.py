@@ -1,0 +1,168 @@
+"""Every name that telemetry uses: spans, attributes, metrics with their units and labels.
+
+Names are OpenTelemetry's semantic conventions where these have one (generative AI, RPC), else the
+project's own namespace. Prometheus shows dots as underscores, with the unit and `_total` behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NAMESPACE = "specrej"
+
+# Buckets in seconds: the conventions' for calls, finer ones for what a step takes.
+_CALL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 120)
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+Kind = Literal["counter", "up_down", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One instrument; `labels` are all that its values ever carry."""
+
+    name: str
+    kind: Kind
+    unit: str
+    description: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+# Calls, on all three ports (labels as the conventions name them).
+RPC_METHOD, RPC_CODE = "rpc.method", "rpc.response.status_code"
+RPC_STARTED = Metric(
+    "specrej.rpc.server.started", "counter", "{call}", "calls that came in", (RPC_METHOD,)
+)
+RPC_IN_FLIGHT = Metric(
+    "specrej.rpc.server.in_flight", "up_down", "{call}", "calls that run", (RPC_METHOD,)
+)
+RPC_DURATION = Metric(
+    "rpc.server.call.duration",
+    "histogram",
+    "s",
+    "calls that ended, by code",
+    (RPC_METHOD, RPC_CODE),
+    _CALL_S,
+)
+HEARTBEAT_AGE = Metric(
+    "specrej.heartbeat.age", "gauge", "s", "since the last sign of life of what is at work"
+)
+LEASES_EXPIRED = Metric(
+    "specrej.leases.expired", "counter", "{session}", "streams whose peer fell silent"
+)
+
+# The orchestrator.
+ADMISSIONS = Metric(
+    "specrej.admission.results", "counter", "{request}", "requests by result", ("result",)
+)
+REQUESTS_RUNNING = Metric("specrej.requests.running", "gauge", "{request}", "that run")
+REQUESTS_QUEUED = Metric("specrej.requests.queued", "gauge", "{request}", "that wait for a turn")
+TOKENS_QUEUED = Metric(
+    "specrej.requests.queued.tokens", "gauge", "{token}", "candidate-tokens that wait for a turn"
+)
+QUEUE_DURATION = Metric(
+    "specrej.queue.duration", "histogram", "s", "waiting for a turn", (), _CALL_S
+)
+REQUEST_DURATION = Metric(
+    "specrej.request.duration",
+    "histogram",
+    "s",
+    "requests answered by a run, from arrival to answer",
+    ("algorithm",),
+    _CALL_S,
+)
+FIRST_ROUND = Metric(
+    "specrej.request.first_round",
+    "histogram",
+    "s",
+    "from arrival to the end of the first round",
+    ("algorithm",),
+    _CALL_S,
+)
+TOKEN_DURATION = Metric(
+    "specrej.request.token.duration",
+    "histogram",
+    "s",
+    "a run's seconds per token of its answer",
+    ("algorithm",),
+    _TOKEN_S,
+)
+ANSWERS = Metric(
+    "specrej.answers", "counter", "{answer}", "by where they came from", ("source",)
+)  # run, cache, flight
+DEGRADED = Metric(
+    "specrej.answers.degraded", "counter", "{answer}", "weaker than asked for", ("degradation",)
+)
+HURRIED = Metric(
+    "specrej.answers.hurried", "counter", "{answer}", "cut deeper or earlier for the deadline"
+)
+CANDIDATES = Metric(
+    "specrej.candidates", "counter", "{candidate}", "of ended runs, by fate", ("fate",)
+)  # finished, truncated, rejected, abandoned
+ROUNDS = Metric("specrej.rounds", "counter", "{round}", "by why they ended", ("ended_by",))
+TOKENS = Metric(
+    "specrej.tokens",
+    "counter",
+    "{token}",
+    "of answered runs: generated, saved (estimated, against Best-of-N), prompt, scored",
+    ("kind",),
+)
+CACHE_RESULTS = Metric(
+    "specrej.cache.results", "counter", "{lookup}", "lookups of answers, by result", ("result",)
+)  # hit, stale, miss, error
+FLIGHT_WAITS = Metric(
+    "specrej.flights.waited", "counter", "{request}", "that waited for an equal one", ("where",)
+)  # here, elsewhere
+
+# The generator.
+SLOTS = Metric("specrej.slots", "gauge", "{slot}", "KV slots by state", ("state",))
+SESSIONS = Metric("specrej.sessions", "gauge", "{session}", "by state", ("state",))
+STEP_DURATION = Metric(
+    "specrej.engine.step.duration", "histogram", "s", "one forward pass and its draws", (), _STEP_S
+)
+STEP_ROWS = Metric(
+    "specrej.engine.step.rows", "histogram", "{row}", "candidates in one step", (), _COUNTS
+)
+ENGINE_TOKENS = Metric(
+    "specrej.engine.tokens", "counter", "{token}", "generated, prefilled, reused", ("kind",)
+)
+
+# The reward service.
+REWARD = "reward"
+REWARD_DURATION = Metric(
+    "specrej.reward.duration", "histogram", "s", "a batch, from arrival to scores", (REWARD,),
+    _CALL_S,
+)  # fmt: skip
+REWARD_BATCH = Metric(
+    "specrej.reward.batch", "histogram", "{text}", "texts of a batch", (REWARD,), _COUNTS
+)
+REWARD_TOKENS = Metric("specrej.reward.tokens", "counter", "{token}", "computed", (REWARD,))
+REWARD_QUEUED = Metric("specrej.reward.queued", "gauge", "{batch}", "that wait or run", (REWARD,))
+
+# How well prefixes foretell: see docs/telemetry.md.
+_SHADOW_LABELS = ("schedule", REWARD)
+SHADOW_REQUESTS = Metric(
+    "specrej.shadow.requests", "counter", "{request}", "that kept shadows", _SHADOW_LABELS
+)
+SHADOW_CORRELATION = Metric(
+    "specrej.shadow.correlation",
+    "gauge",
+    "1",
+    "rank correlation of rewards at the decision token and at the end",
+    (*_SHADOW_LABELS, "decision_token"),
+)
+SHADOW_REGRETS = Metric(
+    "specrej.shadow.regrets",
+    "counter",
+    "{request}",
+    "in which a rejected candidate would have been the answer",
+    _SHADOW_LABELS,
+)
+SHADOW_ALPHA = Metric(
+    "specrej.shadow.recommended_alpha", "gauge", "1", "the alpha that shadows speak for",
+    _SHADOW_LABELS,
+)  # fmt: skip
