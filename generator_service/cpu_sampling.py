@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.cpu_jobs import OPTIONS, Job, Kernel, doubles, exp, next_share, vector, words
+from inference.cpu_exp import weigh
+from inference.cpu_jobs import OPTIONS, Job, Kernel, doubles, next_share, vector, words
 from inference.cpu_vectors import highest
 
 # int64 words of a job; the first is its counter.
@@ -28,8 +29,6 @@ _BLOCK = 256
 
 # Logits may be minus infinity, which OPTIONS assume away.
 _WITH_INFINITY = {**OPTIONS, "fastmath": {"nnan", "nsz", "reassoc", "contract", "arcp"}}
-
-_LEAST = np.float32(-87.0)  # e**x is not told from 0 below
 
 
 def draw(
@@ -63,13 +62,7 @@ def draw(
 @numba.njit(**_WITH_INFINITY)
 def _weights(logits: Any, most: Any, scale: Any, weights: Any) -> Any:
     """Fill in exp((logit - most) * scale); returns their sum."""
-    total = np.float32(0)
-    for j in range(logits.shape[0]):
-        x = (logits[j] - most) * scale
-        weight = exp(max(x, _LEAST)) if x > _LEAST else np.float32(0)
-        weights[j] = weight
-        total += weight
-    return total
+    return weigh(logits.ctypes.data, weights.ctypes.data, logits.shape[0], most, scale)
 
 
 @numba.njit(**_WITH_INFINITY)

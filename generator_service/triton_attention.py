@@ -87,6 +87,8 @@ def _addresses(store: Sequence[Tensor]) -> list[int]:
 class TritonDecoder:
     """Attention of one forward pass's decode rows: an `attention.Decoder`."""
 
+    takes_prompts = False
+
     def __init__(self, batch: Sequence[tuple[slice, Table]]) -> None:
         """`batch`: each session's rows, those of its padding among them, and its table."""
         self._batch = batch

@@ -77,7 +77,9 @@ class Scaling:
 
 
 class Decoder(Protocol):
-    """Takes the decode rows of a whole forward pass at once; see `cpu_attention.CPUDecoder`."""
+    """Takes the decode rows of a whole forward pass at once, or all rows if it `takes_prompts`."""
+
+    takes_prompts: bool
 
     def attend(
         self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], output: Tensor, scaled: Scaling
@@ -138,6 +140,8 @@ def attend_rows(
         rows = slice(start, start + segment.num_rows)
         start = rows.stop
         if isinstance(segment, PrefillSegment):
+            if decoder and decoder.takes_prompts:
+                continue
             if not segment.stored:
                 piece = segment.pieces[-1]
                 piece.write(layer, segment.offset, key[:, rows], value[:, rows])

@@ -17,32 +17,59 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from inference.cpu_exp import weigh
 from inference.cpu_jobs import OPTIONS, Kernel, exp, matrix, next_share, vector, words
+from inference.cpu_prompts import attend_panel
+from inference.cpu_tiles import PANEL
 from inference.cpu_vectors import LANES, Code, highest
+from inference.cpu_words import (
+    ALL_PARTS,
+    CHUNKS,
+    COUNT,
+    DIM,
+    FIRST,
+    FIRST_OWN,
+    HEADS,
+    JOB_WORDS,
+    KEY,
+    KEY_HEAD,
+    KEY_ROW,
+    KEYS,
+    KV_HEADS,
+    LENGTH,
+    LONGEST,
+    NUM_PARTS,
+    NUM_PROMPTS,
+    NUM_SEGMENTS,
+    OUTPUT,
+    OWN_KEYS,
+    OWN_VALUES,
+    PANELS,
+    PART,
+    PART_WORDS,
+    PARTS,
+    PROMPT_WORDS,
+    PROMPTS,
+    QUERY,
+    QUERY_HEAD,
+    QUERY_ROW,
+    REALS,
+    ROOM,
+    ROW,
+    ROWS,
+    SEGMENT_WORDS,
+    SEGMENTS,
+    SHARED,
+    STORED,
+    TOKENS,
+    VALUE,
+    VALUE_HEAD,
+    VALUE_ROW,
+    VALUES,
+)
 
 # Rows a thread takes at a time.
 CHUNK_ROWS = 4
-
-# int64 words of an attention job: addresses, strides in elements, sizes.
-COUNTER, CHUNKS, REALS, SEGMENTS, NUM_SEGMENTS, PARTS = range(6)
-QUERY, QUERY_ROW, QUERY_HEAD = 6, 7, 8
-KEY, KEY_ROW, KEY_HEAD = 9, 10, 11
-VALUE, VALUE_ROW, VALUE_HEAD = 12, 13, 14
-OUTPUT, HEADS, KV_HEADS, DIM, LONGEST = 15, 16, 17, 18, 19
-JOB_WORDS = 20
-
-# A segment: where its rows begin and how many, its suffix store (of `ROOM` tokens per row, of
-# which FIRST_OWN .. LENGTH - 1 are seen), its prompt's parts and their tokens. SHARED is the
-# address of the products with these tokens, [kv_heads, rows * group, tokens], if there already.
-ROW, ROWS, LENGTH, ROOM, FIRST_OWN, PART, NUM_PARTS, TOKENS, SHARED, OWN_KEYS, OWN_VALUES = range(
-    11
-)
-SEGMENT_WORDS = 11
-
-# A part of a prompt: tokens FIRST .. FIRST + COUNT - 1 of a store of STORED.
-STORED, FIRST, COUNT, KEYS, VALUES = range(5)
-PART_WORDS = 5
-
 
 # int64 words of the other jobs; the first is their counter.
 NORM_ROWS, NORM_INPUT, NORM_OUTPUT, NORM_WEIGHT, NORM_EPSILON, NORM_SIZE = range(1, 7)
@@ -206,11 +233,7 @@ def _softmax(scores: Any, tokens: int, scale: Any, softcap: Any) -> None:
             scores[t] = softcap * math.copysign((1 - e) / (1 + e), x)
         scale = np.float32(1)
     most = highest(scores.ctypes.data, tokens)
-    total = np.float32(0)
-    for t in range(tokens):
-        weight = exp((scores[t] - most) * scale)
-        scores[t] = weight
-        total += weight
+    total = weigh(scores.ctypes.data, scores.ctypes.data, tokens, most, scale)
     inverse = np.float32(1) / total
     for t in range(tokens):
         scores[t] *= inverse
@@ -298,24 +321,58 @@ def _attend_row(job: Any, segment: Any, parts: Any, row: int, reals: Any, scores
             _mix(own_at, values, dim, own, output, to_keys)
 
 
+@numba.njit(**OPTIONS)
+def _panels(prompt: Any, group: int) -> Any:
+    """Of one head's rows."""
+    return -(-prompt[ROWS] * group // PANEL)
+
+
+@numba.njit(**OPTIONS)
+def _attend_prompts(
+    job: Any, prompts: Any, parts: Any, share: int, reals: Any, scratch: Any
+) -> None:
+    """One head's panel of one prompt."""
+    group = job[HEADS] // job[KV_HEADS]
+    for number in range(job[NUM_PROMPTS]):
+        prompt = prompts[number]
+        panels = _panels(prompt, group)
+        if share < panels * job[KV_HEADS]:
+            head, panel = share // panels, share % panels
+            attend_panel(job, prompt, parts, head, panel, reals, scratch)
+            return
+        share -= panels * job[KV_HEADS]
+
+
+@numba.njit(**OPTIONS)
+def _attend_rows(job: Any, segments: Any, parts: Any, first: int, reals: Any, scores: Any) -> None:
+    """One chunk of the rows that decode, from the first on."""
+    for number in range(job[NUM_SEGMENTS]):
+        segment = segments[number]
+        for row in range(max(0, first), min(segment[ROWS], first + CHUNK_ROWS)):
+            _attend_row(job, segment, parts, row, reals, scores)
+        first -= segment[ROWS]
+
+
 def _attention(job_words: Any) -> None:
-    """Some chunks of rows; every thread runs it until no chunk is left."""
+    """Some panels of prompts, then some chunks of rows; every thread runs it until none is left."""
     job = numba.carray(job_words, (JOB_WORDS,))
     segments = numba.carray(words(job[SEGMENTS]), (job[NUM_SEGMENTS], SEGMENT_WORDS))
-    last = segments[job[NUM_SEGMENTS] - 1]
-    parts = numba.carray(words(job[PARTS]), (last[PART] + last[NUM_PARTS], PART_WORDS))
+    prompts = numba.carray(words(job[PROMPTS]), (job[NUM_PROMPTS], PROMPT_WORDS))
+    parts = numba.carray(words(job[PARTS]), (job[ALL_PARTS], PART_WORDS))
     reals = vector(job[REALS], 2)
     scores = np.empty(job[LONGEST] + LANES, np.float32)
+    lines = 2 * job[DIM] + 1 + job[LONGEST] if job[PANELS] else 0
+    places = np.empty(PANEL, np.int64), np.empty(PANEL, np.int64)
+    scratch = np.empty((lines, PANEL), np.float32), places[0], places[1]
     while True:
-        chunk = next_share(job_words)
-        if chunk >= job[CHUNKS]:
+        share = next_share(job_words)
+        if share < job[PANELS]:
+            _attend_prompts(job, prompts, parts, share, reals, scratch)
+        elif share < job[PANELS] + job[CHUNKS]:
+            first = (share - job[PANELS]) * CHUNK_ROWS
+            _attend_rows(job, segments, parts, first, reals, scores)
+        else:
             break
-        first = chunk * CHUNK_ROWS
-        for number in range(job[NUM_SEGMENTS]):
-            segment = segments[number]
-            for row in range(max(0, first), min(segment[ROWS], first + CHUNK_ROWS)):
-                _attend_row(job, segment, parts, row, reals, scores)
-            first -= segment[ROWS]
 
 
 def _rms_norm(job_words: Any) -> None:

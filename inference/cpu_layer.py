@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from inference import cpu_kernels as kernels
 from inference import norm
 from inference.attention import Decoder, PrefillSegment, Scaling, Segment, attend_rows
-from inference.cpu_attention import CPUDecoder
+from inference.cpu_attention import CPUAttention
 from inference.cpu_jobs import Program
 from inference.cpu_product import INPUT, OUTPUT, ROWS, product
+from inference.cpu_words import JOB_WORDS
 from inference.kv import KVShape, PromptKV
 from inference.linear import joined
 from inference.norm import RMSNorm
@@ -84,7 +85,7 @@ class CPULayer(nn.Module):
         self._down = joined(mlp.down_proj)
         products = (self._qkv, self._o, self._gate_up, self._down)
         self.work = sum(each.in_features * each.out_features for each in products)  # of a row
-        self.words = np.zeros((_END, kernels.JOB_WORDS), np.int64)
+        self.words = np.zeros((_END, JOB_WORDS), np.int64)
         for job, words in (
             (_NORM_IN, self._norm_in.words(0, 0, 0)),
             (_QKV, self._qkv.words(0, 0, 0)),
@@ -106,8 +107,8 @@ class CPULayers(nn.Module):
         self._sizes = layers[0].sizes
         self._places = [(layer.number, layer.scaled) for layer in layers]
         self._work = sum(layer.work for layer in layers)
-        self._program = Program(_KERNELS * len(layers), kernels.JOB_WORDS)
-        self._words = self._program.words.reshape(len(layers), _END, kernels.JOB_WORDS)
+        self._program = Program(_KERNELS * len(layers), JOB_WORDS)
+        self._words = self._program.words.reshape(len(layers), _END, JOB_WORDS)
         self._constants = np.stack([layer.words for layer in layers])
         self._alike: dict[Scaling, list[int]] = {}
         for place, (_, scaled) in enumerate(self._places):
@@ -126,16 +127,16 @@ class CPULayers(nn.Module):
         rows = hidden_states[0]
         pass_ = _Pass(self._sizes, rows, position_embeddings)
         np.add(self._constants, pass_.words, out=self._words)
-        if isinstance(decoder, CPUDecoder) and self._are_one_job(decoder, len(rows)):
+        if isinstance(decoder, CPUAttention) and self._is_one_job(decoder):
             self._run_whole(pass_, decoder, len(rows))
         else:
             self._run_apart(pass_, segments, decoder, len(rows))
         return hidden_states
 
-    def _are_one_job(self, decoder: CPUDecoder, rows: int) -> bool:
-        return all(decoder.is_one_job(rows, scaled) for scaled in self._alike)
+    def _is_one_job(self, decoder: CPUAttention) -> bool:
+        return all(decoder.is_one_job(scaled) for scaled in self._alike)
 
-    def _run_whole(self, pass_: _Pass, decoder: CPUDecoder, rows: int) -> None:
+    def _run_whole(self, pass_: _Pass, decoder: CPUAttention, rows: int) -> None:
         """All jobs of all layers in one call."""
         for scaled, places in self._alike.items():
             layers = [self._places[place][0] for place in places]
@@ -173,7 +174,7 @@ class _Pass:
         self.qkv = q, k, v
         self._held = rows, turns, normed, joint, gated
         stream, norm_to, gated_at = rows.data_ptr(), normed.data_ptr(), gated.data_ptr()
-        self.words = np.zeros((_END, kernels.JOB_WORDS), np.int64)
+        self.words = np.zeros((_END, JOB_WORDS), np.int64)
         for job in (_NORM_IN, _NORM_OUT):
             _fill(self.words[job], (count, stream, norm_to))
         for job, source, target in (

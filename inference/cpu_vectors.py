@@ -18,16 +18,37 @@ IS_WIDE = bool(binding.get_host_cpu_features().get("avx512f"))
 LANES = 16 if IS_WIDE else 8
 
 
-class Code:
-    """LLVM instructions on vectors of `LANES` float32 at int64 addresses."""
+# 2**f on [-0.5, 0.5]: Taylor, degree 7, the highest first.
+_POWERS = (
+    1.5252734e-5,
+    1.5403530e-4,
+    1.3333558e-3,
+    9.6181291e-3,
+    5.5504109e-2,
+    0.24022651,
+    0.69314718,
+    1.0,
+)
+_LOG2_E = 1.4426950408889634
 
-    def __init__(self, builder: Any) -> None:
+# e**x below it is not told from 0.
+_LEAST = -87.0
+
+
+class Code:
+    """LLVM instructions on vectors of `lanes` float32 at int64 addresses."""
+
+    def __init__(self, builder: Any, lanes: int = LANES) -> None:
         self._builder = builder
+        self._lanes = lanes
         self._float = ir.FloatType()
-        self._vector = ir.VectorType(self._float, LANES)
+        self._vector = ir.VectorType(self._float, lanes)
         self._byte = ir.IntType(8).as_pointer()
         self._add = self._function(
-            f"llvm.fma.v{LANES}f32", ir.FunctionType(self._vector, [self._vector] * 3)
+            f"llvm.fma.v{lanes}f32", ir.FunctionType(self._vector, [self._vector] * 3)
+        )
+        self._round = self._function(
+            f"llvm.rint.v{lanes}f32", ir.FunctionType(self._vector, [self._vector])
         )
         number = ir.IntType(32)
         self._prefetch = self._function(
@@ -49,7 +70,7 @@ class Code:
     def vector_of(self, value: float) -> Any:
         """A variable, which LLVM keeps in a register."""
         place = cgutils.alloca_once(self._builder, self._vector)
-        self._builder.store(ir.Constant(self._vector, [value] * LANES), place)
+        self._builder.store(ir.Constant(self._vector, [value] * self._lanes), place)
         return place
 
     def vector(self, address: Any, beyond: int) -> Any:
@@ -59,12 +80,72 @@ class Code:
 
     def everywhere(self, address: Any) -> Any:
         """A vector of one float32."""
+        return self.spread(self._builder.load(self._pointer(address, 0, self._float)))
+
+    def spread(self, value: Any) -> Any:
+        """A vector of one float32 that is in a register."""
         unset = ir.Constant(self._vector, ir.Undefined)
         first = ir.Constant(ir.IntType(32), 0)
-        value = self._builder.load(self._pointer(address, 0, self._float))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), self._lanes), [0] * self._lanes)
         alone = self._builder.insert_element(unset, value, first)
         return self._builder.shuffle_vector(alone, unset, lanes)
+
+    def number(self, value: float) -> Any:
+        """A vector of one constant."""
+        return ir.Constant(self._vector, [value] * self._lanes)
+
+    def exp(self, x: Any) -> Any:
+        """e**x for x <= 0, also minus infinity; relative error below 2e-7, 0 below -87.
+
+        2**f on [-0.5, 0.5] by a polynomial, times the power of two by its bits.
+        """
+        builder = self._builder
+        is_some = builder.fcmp_ordered(">", x, self.number(_LEAST))
+        x = builder.select(is_some, x, self.number(_LEAST))
+        x = builder.fmul(x, self.number(_LOG2_E))
+        whole = builder.call(self._round, [x])
+        f = builder.fsub(x, whole)
+        total = self.number(_POWERS[0])
+        for power in _POWERS[1:]:
+            total = builder.call(self._add, [total, f, self.number(power)])
+        integers = ir.VectorType(ir.IntType(32), self._lanes)
+        exponent = builder.fptosi(whole, integers)
+        exponent = builder.add(exponent, ir.Constant(integers, [127] * self._lanes))
+        exponent = builder.shl(exponent, ir.Constant(integers, [23] * self._lanes))
+        power_of_two = builder.bitcast(exponent, self._vector)
+        return builder.select(is_some, builder.fmul(total, power_of_two), self.number(0.0))
+
+    def lanes_below(self, count: Any) -> Any:
+        """A mask: the first `count` (int64) lanes."""
+        integers = ir.VectorType(ir.IntType(32), self._lanes)
+        number = self._builder.trunc(count, ir.IntType(32))
+        unset, first = ir.Constant(integers, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+        alone = self._builder.insert_element(unset, number, first)
+        zeros = ir.Constant(integers, [0] * self._lanes)
+        counts = self._builder.shuffle_vector(alone, unset, zeros)
+        numbers = ir.Constant(integers, list(range(self._lanes)))
+        return self._builder.icmp_signed("<", numbers, counts)
+
+    def some(self, address: Any, mask: Any) -> Any:
+        """The vector at an address, 0 where the mask is not set: nothing is read there."""
+        kind = ir.FunctionType(
+            self._vector,
+            [self._vector.as_pointer(), ir.IntType(32), mask.type, self._vector],
+        )
+        load = self._function(f"llvm.masked.load.v{self._lanes}f32.p0", kind)
+        align = ir.Constant(ir.IntType(32), 4)
+        pointer = self._pointer(address, 0, self._vector)
+        return self._builder.call(load, [pointer, align, mask, self.number(0.0)])
+
+    def put_some(self, value: Any, address: Any, mask: Any) -> None:
+        kind = ir.FunctionType(
+            ir.VoidType(),
+            [self._vector, self._vector.as_pointer(), ir.IntType(32), mask.type],
+        )
+        store = self._function(f"llvm.masked.store.v{self._lanes}f32.p0", kind)
+        align = ir.Constant(ir.IntType(32), 4)
+        pointer = self._pointer(address, 0, self._vector)
+        self._builder.call(store, [value, pointer, align, mask])
 
     def add_product(self, value: Any, weight: Any, total: Any) -> None:
         builder = self._builder
@@ -85,6 +166,14 @@ class Code:
             f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FunctionType(self._float, [self._vector])
         )
         return self._builder.call(reduce, [self._builder.load(most)])
+
+    def sum_of_lanes(self, totals: Any) -> Any:
+        """In pairs, halves against each other."""
+        kind = ir.FunctionType(self._float, [self._float, self._vector])
+        reduce = self._function(f"llvm.vector.reduce.fadd.v{self._lanes}f32", kind)
+        zero = ir.Constant(self._float, -0.0)
+        given = [zero, self._builder.load(totals)]
+        return self._builder.call(reduce, given, fastmath=("reassoc",))
 
     def is_odd(self, value: Any) -> Any:
         return self._builder.trunc(value, ir.IntType(1))

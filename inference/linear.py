@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from inference.cpu_jobs import Job
-from inference.cpu_product import HALF, PANEL, WORDS, product
+from inference.cpu_product import HALF, WORDS, product
+from inference.cpu_tiles import PANEL
 
 
 class PackedLinear(nn.Module):

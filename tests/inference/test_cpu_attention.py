@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -133,7 +133,124 @@ def test_equals_the_torch_operations_for_any_sessions(
     assert_equal(Case(sessions, kv_heads, group, dim, window))
 
 
-def test_prompt_rows_in_the_same_step_are_left_to_torch() -> None:
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a prompt: tokens of the pieces before theirs, what of theirs is stored, how many."""
+
+    earlier: tuple[int, ...]
+    offset: int
+    rows: int
+    heads_of: int = 0  # the earlier pieces are views of stores that are so much longer
+
+
+def prompts_of(case: Case, chunks: tuple[Chunk, ...]) -> list[Segment]:
+    """Stores with random contents, the same for every call; what is not stored yet is not a number.
+
+    What no row may see would show.
+    """
+    torch.manual_seed(3)
+    segments: list[Segment] = []
+    for chunk in chunks:
+        longer = [PromptKV(case.shape, tokens + chunk.heads_of) for tokens in chunk.earlier]
+        own = PromptKV(case.shape, chunk.offset + chunk.rows + 2)
+        for store in (*longer, own):
+            for tensor in (*store.keys, *store.values):
+                tensor.normal_()
+        for tensor in (*own.keys, *own.values):
+            tensor[:, chunk.offset :] = torch.nan
+        earlier = [store.head(tokens) for store, tokens in zip(longer, chunk.earlier, strict=True)]
+        start = sum(chunk.earlier) + chunk.offset
+        segments.append(PrefillSegment((*earlier, own), start, chunk.offset, chunk.rows))
+    return segments
+
+
+def assert_prompts_equal(case: Case, chunks: tuple[Chunk, ...]) -> None:
+    scaled = Scaling(case.dim**-0.5, case.softcap, case.window)
+    slow = [*prompts_of(case, chunks), *segments_of(case)]
+    fast = [*prompts_of(case, chunks), *segments_of(case)]
+    qkv = rows_of(case, slow)
+    expected = attend_rows(0, qkv, slow, scaled, None)
+    compiled = decoder(case.shape, case.kv_heads * case.group, fast)
+    found = attend_rows(0, qkv, fast, scaled, compiled)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for one, other in zip(slow, fast, strict=True):
+        for mine, theirs in zip(one.pieces, other.pieces, strict=True):
+            for kept, stored in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                torch.testing.assert_close(stored[0], kept[0], rtol=0, atol=0, equal_nan=True)
+
+
+_ANSWERS = (((3, 2), 6, 5),)
+PROMPTS = {
+    "one token": (Case(_ANSWERS), (Chunk((), 0, 1),)),
+    "a whole prompt": (Case(_ANSWERS), (Chunk((), 0, 20),)),
+    "more rows than a panel": (Case(_ANSWERS, dim=64), (Chunk((7,), 0, 131),)),
+    "a later chunk": (Case(_ANSWERS), (Chunk((), 9, 14),)),
+    "pieces": (Case(_ANSWERS), (Chunk((4, 1, 30), 3, 11),)),
+    "views of longer stores": (Case(_ANSWERS), (Chunk((4, 6), 0, 11, heads_of=5),)),
+    "several prompts": (Case(_ANSWERS), (Chunk((), 0, 5), Chunk((8,), 2, 40), Chunk((1,), 0, 1))),
+    "a window inside the rows": (Case(_ANSWERS, window=4), (Chunk((9,), 2, 20),)),
+    "a window inside a piece": (Case(_ANSWERS, window=17), (Chunk((5, 9), 2, 20),)),
+    "a soft cap": (Case(_ANSWERS, softcap=2.0), (Chunk((9,), 2, 20),)),
+    "no answers beside": (Case(()), (Chunk((9,), 2, 20),)),
+    "dense products beside": (Case((((90,), 64, 3),)), (Chunk((9,), 2, 20),)),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_equal_the_torch_operations(name: str) -> None:
+    """Guards against a row that sees a token after it, or one that is not there."""
+    assert_prompts_equal(*PROMPTS[name])
+
+
+@given(
+    st.lists(
+        st.builds(
+            Chunk,
+            st.lists(st.integers(1, 40), max_size=3).map(tuple),
+            st.integers(0, 20),
+            st.integers(1, 70),
+        ),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from([2, 4, 16, 20, 64]),
+    st.none() | st.integers(1, 60),
+    st.none() | st.just(3.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_prompts_equal_the_torch_operations_for_any_sizes(
+    chunks: tuple[Chunk, ...],
+    kv_heads: int,
+    group: int,
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Guards panels, tiles and windows over sizes nobody thought of."""
+    assert_prompts_equal(Case((), kv_heads, group, dim, window, softcap), chunks)
+
+
+def test_rows_whose_keys_are_stored_do_not_write() -> None:
+    """Guards against an equal prompt's KV, shared with others, being written again."""
+    case, chunk = Case(()), Chunk((), 0, 6)
+    (computed,) = prompts_of(case, (chunk,))
+    assert isinstance(computed, PrefillSegment)
+    qkv = rows_of(case, [computed])
+    heads, scaled = case.kv_heads * case.group, Scaling(1.0, None, None)
+    expected = attend_rows(0, qkv, [computed], scaled, decoder(case.shape, heads, [computed]))
+    again = replace(computed, stored=True)
+    marked = computed.pieces[-1].keys[0]
+    before = marked.clone()
+    marked[:, 0] = torch.inf  # nobody reads it but from the rows themselves
+    found = attend_rows(0, qkv, [again], scaled, decoder(case.shape, heads, [again]))
+    torch.testing.assert_close(found, expected)
+    assert marked[0, 0, 0] == torch.inf
+    torch.testing.assert_close(marked[:, 1:], before[:, 1:], rtol=0, atol=0, equal_nan=True)
+
+
+def test_prompt_rows_in_the_same_step_stay_where_they_are() -> None:
     """Guards against decode rows that are taken from where a chunk of a prompt stands."""
     case = CASES["several sessions"]
     decode = segments_of(case)
