@@ -72,20 +72,29 @@ class Conversation:
         Raises:
             InvalidRequest: the model's template does not take it.
         """
-        messages = prompt.messages or (Message("user", prompt.text),)
+        messages = prompt.turns
         if plain := self._format.plain:
             asked = "\n\n".join(message.content for message in messages)
             before, after = plain.split("{response}")
             return [before.replace("{prompt}", asked) + text + after for text in texts]
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        conversations = [[*turns, {"role": "assistant", "content": text}] for text in texts]
+        return self.written([(*messages, Message("assistant", text)) for text in texts])
+
+    def written(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+        """By the model's chat template.
+
+        Raises:
+            InvalidRequest: it does not take one of them.
+        """
+        turns = [
+            [{"role": each.role, "content": each.content} for each in c] for c in conversations
+        ]
         try:
-            rendered: list[str] = self.tokenizer.apply_chat_template(conversations, tokenize=False)
+            written: list[str] = self.tokenizer.apply_chat_template(turns, tokenize=False)
         except TemplateError as error:
             # Templates refuse what the model was not trained on, such as a system turn.
             reason = f"reward {self.name} does not take this conversation: {str(error)[:200]}"
             raise InvalidRequest([Violation("prompt.messages", reason)]) from error
-        return rendered
+        return written
 
     def encode(self, rendered: Sequence[str]) -> list[list[int]]:
         """Token ids, not cut."""

@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.nn import functional as F
-
 from reward_service.batching import distinct
 from reward_service.causal import CausalScorer, CausalTask, Tokens
 from reward_service.causal_reward import Options
@@ -76,20 +73,22 @@ class PairwiseReward:
         self.scorer.compute(pieces)
 
     def ask(self, context: str, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """Tokens of the question which of two is better."""
+        """Tokens of the question which of two is better.
+
+        Raises:
+            InvalidRequest: the model's template does not take it.
+        """
         if not pairs:
             return []
         questions = [self.comparison.write(context, a, b) for a, b in pairs]
-        rendered: list[str] = self.conversation.tokenizer.apply_chat_template(
-            [[{"role": "user", "content": question}] for question in questions], tokenize=False
-        )
-        return self.conversation.encode(rendered)
+        asked = [(Message("user", question),) for question in questions]
+        return self.conversation.encode(self.conversation.written(asked))
 
 
 class _PairwiseSession:
     def __init__(self, reward: PairwiseReward, prompt: Prompt) -> None:
         self._reward = reward
-        messages = prompt.messages or (Message("user", prompt.text),)
+        messages = prompt.turns
         self._context = "\n\n".join(message.content for message in messages)
         one, other = reward.ask(self._context, [("a", "a"), ("b", "b")])
         limit = reward.conversation.max_tokens
@@ -153,10 +152,5 @@ def load_pairwise(options: Options, *, comparison: Comparison) -> PairwiseReward
     conversation = options.conversation(model.config)
     names = (comparison.first, comparison.second)
     pair = [single_token(conversation.tokenizer, word, "the word") for word in names]
-    words = Words(model)
-
-    def read(states: Tensor, _: Tensor) -> Tensor:
-        return F.softmax(words.logits(states, pair), dim=-1)[:, :1]
-
-    scorer = CausalScorer(model, read, options.kept_tokens)
+    scorer = CausalScorer(model, Words(model).preferring(pair), options.kept_tokens)
     return PairwiseReward(options, comparison, conversation, scorer)

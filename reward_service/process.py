@@ -88,7 +88,7 @@ def load_process(options: Options, *, steps: Steps) -> CausalReward:
     _check_steps(options, conversation, reading)
     if with_words:
         pair = [single_token(tokenizer, word, "the word") for word in (steps.good, steps.bad)]
-        read = _by_words(Words(model), pair)
+        read = Words(model).preferring(pair)
     else:
         read = _by_labels(options, steps.good_label, model.device)
     return CausalReward(
@@ -108,13 +108,6 @@ def _check_steps(options: Options, conversation: Conversation, reading: _StepRea
     if len(reading.marks(tokens)) != 2:
         reason = "the step token is not found in whole texts: leave out step_text, or write it so"
         raise ValueError(f"{options.directory}: {reason} that it stays one token")
-
-
-def _by_words(words: Words, pair: list[int]) -> Read:
-    def read(states: Tensor, _: Tensor) -> Tensor:
-        return F.softmax(words.logits(states, pair), dim=-1)[:, :1]
-
-    return read
 
 
 def _by_labels(options: Options, good_label: int, device: torch.device) -> Read:

@@ -18,19 +18,8 @@ from specrej import wire
 from specrej.channel import open_blocking_channel
 from specrej.contracts import Candidate, FinishReason, Prompt, RewardDescription, Scores
 from specrej.credentials import Credentials
-from specrej.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InternalError,
-    NotFound,
-    OutOfOrder,
-    PermissionDenied,
-    SessionExpired,
-    SpecrejError,
-    Unauthenticated,
-    Unavailable,
-)
-from specrej.status import DETAILS_TRAILER, from_rpc_error
+from specrej.errors import InternalError, NotFound, Unavailable
+from specrej.status import from_backend_error
 from specrej.v1 import reward_pb2 as pb
 from specrej.v1 import reward_pb2_grpc
 
@@ -176,7 +165,10 @@ class _Stream:
             raise InternalError("a reward ended its stream before it answered") from None
         except grpc.RpcError as failure:
             self.close()  # or grpc's thread would wait for requests for ever
-            raise _error_of(failure) from failure
+            error = from_backend_error(failure, "a reward")
+            if isinstance(error, NotFound):  # it was there when this service started
+                error = Unavailable("a reward is gone")
+            raise error from failure
         finally:
             late.cancel()
         return answer
@@ -190,19 +182,3 @@ class _Stream:
 def _to_wire(candidate: Candidate) -> pb.ScoreCandidate:
     finished = candidate.finish is FinishReason.STOP
     return pb.ScoreCandidate(candidate_id=candidate.id, text=candidate.text, finished=finished)
-
-
-def _error_of(failure: Any) -> SpecrejError:
-    """What the other end's failure is to our caller, who neither cancelled nor ran out of time."""
-    error = from_rpc_error(failure)
-    if isinstance(error, Cancelled | DeadlineExceeded | NotFound | OutOfOrder | SessionExpired):
-        return Unavailable("a reward gave up")
-    if isinstance(error, Unauthenticated | PermissionDenied):
-        # It is this service's token that was refused, not our caller's.
-        return Unavailable("a reward does not let this service in")
-    if isinstance(error, Unavailable) and DETAILS_TRAILER not in dict(
-        failure.trailing_metadata() or ()
-    ):
-        # grpc's own words, not the service's: they hold internal addresses.
-        return Unavailable("a reward cannot be reached")
-    return error

@@ -17,7 +17,7 @@ import httpx2
 
 from reward_service.reward import WholeBatchReward
 from specrej import fingerprint
-from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.errors import RewardInvalid, Unavailable
 
 # Batches that are asked for at the same time.
@@ -60,7 +60,7 @@ class HTTPReward(WholeBatchReward):
         Unavailable: it cannot be reached, is too slow, or says that it is overloaded.
         RewardInvalid: it answers something else.
         """
-        messages = prompt.messages or (Message("user", prompt.text),)
+        messages = prompt.turns
         asked = {
             "messages": [{"role": turn.role, "content": turn.content} for turn in messages],
             "responses": [candidate.text for candidate in candidates],

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from reward_service.causal import Read
+
 # Rows whose logits over the vocabulary are there at once: bounds the memory for them.
 _ROWS = 256
 
@@ -30,6 +32,14 @@ class Words:
     def logits(self, states: Tensor, token_ids: list[int]) -> Tensor:
         """Of some tokens, [rows, tokens], from hidden states [rows, hidden]."""
         return torch.cat([self._logits(part)[:, token_ids] for part in torch.split(states, _ROWS)])
+
+    def preferring(self, pair: list[int]) -> Read:
+        """Reads how probable the first of two tokens is beside the second, [rows, 1]."""
+
+        def read(states: Tensor, _: Tensor) -> Tensor:
+            return F.softmax(self.logits(states, pair), dim=-1)[:, :1]
+
+        return read
 
     def logprobs(self, states: Tensor, following: Tensor) -> Tensor:
         """Of one token per row, [rows, 1]; following [rows]."""

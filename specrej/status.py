@@ -6,6 +6,8 @@ the `grpc-retry-pushback-ms` trailer. What is not in the table is INTERNAL with 
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
@@ -94,6 +96,27 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
         case _:
             invalid = info.reason == errors.RewardInvalid.reason
             return (errors.RewardInvalid if invalid else errors.InternalError)(message)
+
+
+def from_backend_error(failure: Any, who: str) -> errors.SpecrejError:
+    """What the failure of `who`, that this service calls, is to our caller.
+
+    Who neither cancelled nor ran out of time, and whose token was not refused.
+    """
+    error = from_rpc_error(failure)
+    if isinstance(
+        error,
+        errors.Cancelled | errors.DeadlineExceeded | errors.SessionExpired | errors.OutOfOrder,
+    ):
+        return errors.Unavailable(f"{who} gave up: {error.message}")
+    if isinstance(error, errors.Unauthenticated | errors.PermissionDenied):
+        return errors.Unavailable(f"{who} does not let this service in")
+    if isinstance(error, errors.Unavailable) and DETAILS_TRAILER not in dict(
+        failure.trailing_metadata() or ()
+    ):
+        # grpc's own words, not the peer's: they hold internal addresses.
+        return errors.Unavailable(f"{who} cannot be reached")
+    return error
 
 
 def _bad_request(error: errors.InvalidRequest) -> error_details_pb2.BadRequest:

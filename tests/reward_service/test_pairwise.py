@@ -98,3 +98,11 @@ def test_a_prompt_over_the_models_limit_is_refused(directory: Path) -> None:
 def test_words_of_several_tokens_are_refused(directory: Path) -> None:
     with pytest.raises(ValueError, match="the word 'AB' must be one token, is 2"):
         load_pairwise(options(directory), comparison=Comparison(first="AB"))
+
+
+def test_a_template_that_refuses_is_the_prompts_fault(directory: Path) -> None:
+    """Guards against jinja's own error, which would be a bug's status."""
+    reward = reward_of(directory)
+    reward.conversation.tokenizer.chat_template = "{{ raise_exception('only in French') }}"
+    with pytest.raises(InvalidRequest, match="only in French"):
+        reward.open(PROMPT)
