@@ -23,7 +23,7 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test check fmt proto proto-check models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-overload faults soak loadtest clean
+.PHONY: help setup demo up test check fmt proto proto-check promtool models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-overload bench-telemetry faults soak loadtest latency-vs-n clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,8 @@ proto-check: $(READY) ## lint the schema; fail if specrej/v1 is not what it gene
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/specrej/v1" specrej/v1 || \
 	{ echo "specrej/v1 is stale: run make proto" >&2; exit 1; }
 
+promtool: .tools/promtool ## fetch Prometheus's own checker of rules for the tests (Debian; no root)
+
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
 bench: $(READY) models ## decode and scoring throughput against transformers and vLLM
@@ -86,6 +88,9 @@ bench-peers: $(READY) models ## ours against transformers, vLLM, llama.cpp: make
 bench-overload: $(READY) ## open loop from half to four times capacity: goodput, refusals
 	@$(BIN)/python -m benchmarks.overload $(ARGS)
 
+bench-telemetry: $(READY) models ## throughput with telemetry on against off
+	@$(BIN)/python -m benchmarks.telemetry $(ARGS)
+
 faults: $(READY) ## kill, stop, starve and confuse real processes: make faults ARGS="--only faults/redis"
 	@$(BIN)/python -m tests.faults $(ARGS)
 
@@ -94,11 +99,19 @@ soak: $(READY) ## ten minutes of mixed load; fails if anything grows: make soak 
 
 loadtest: $(READY) ## a minute of load on what make up serves: make loadtest ARGS="--users 8 --n 32"
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \
-		--users 4 --spawn-rate 4 --run-time 60s $(ARGS)
+		--users 4 --spawn-rate 4 --run-time 60s --stop-timeout 120 $(ARGS)
+
+latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour: a report in build/latency-vs-n
+	@$(BIN)/python -m loadtest.sweep $(ARGS)
 
 clean: ## remove caches and build output; .venv and .models stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+.tools/promtool:
+	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
+	cd "$$unpacked" && apt-get download --quiet=2 prometheus && \
+	dpkg-deb --extract prometheus_*.deb . && cp usr/bin/promtool "$(CURDIR)/$@"
 
 # The unpackers print what they do, and do nothing where the model already is.
 $(GENERATOR): | $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+from generator_service import instruments
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.toy import is_toy, load_toy
@@ -17,14 +18,9 @@ from specrej.settings import load
 def main() -> None:
     """Serve until told to stop."""
     settings = load(GeneratorSettings)
-    telemetry.configure(
-        "generator",
-        settings.otlp_endpoint,
-        settings.log_level,
-        log_error_text=settings.log_error_text,
-    )
     try:
-        asyncio.run(_serve(settings))
+        with telemetry.configured("generator", settings):
+            asyncio.run(_serve(settings))
     except OSError as error:
         raise SystemExit(f"generator: {error}") from error
 
@@ -43,7 +39,9 @@ async def _serve(settings: GeneratorSettings) -> None:
 
 def _load(settings: GeneratorSettings) -> tuple[Generator, Heartbeat]:
     if is_toy(settings.model):
-        return load_toy(settings.model, settings.kv_slots or 100_000), lambda: 0.0
+        toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
+        instruments.observe(toy.load)
+        return toy, lambda: 0.0
     if not (settings.model_directory / "config.json").is_file():
         raise FileNotFoundError(
             f"no model in {settings.model} (SPECREJ_GENERATOR_MODEL): run make models"
@@ -52,7 +50,8 @@ def _load(settings: GeneratorSettings) -> tuple[Generator, Heartbeat]:
     # Here, so that --help and a bad setting answer at once.
     from generator_service.loading import load_generator
 
-    generator = load_generator(settings)
+    generator = load_generator(settings, instruments.count_step)
+    instruments.observe(generator.load)
     return generator, generator.heartbeat_s
 
 

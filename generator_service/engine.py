@@ -25,6 +25,7 @@ from torch import Tensor
 
 from generator_service.prefixes import Piece, PrefixTree
 from generator_service.sampling import sample
+from generator_service.steps import OnStep, Tally
 from inference.attention import DecodeSegment, PrefillSegment, Segment
 from inference.kv import KVShape, PromptKV, SuffixKV
 from inference.slots import SlotLedger
@@ -164,12 +165,13 @@ class Engine:
         prefill_chunk: int = 256,
         max_rows: int = 1024,
         prefix_cache_slots: int = 0,
+        on_step: OnStep | None = None,
     ) -> None:
         """`auto_candidates` bounds N where it is left to the engine.
 
         A step takes at most `prefill_chunk` prompt tokens and the rows of `max_rows` candidates
         (or of one session, if it has more). Prompts that no session uses any more stay in up to
-        `prefix_cache_slots` slots.
+        `prefix_cache_slots` slots. `on_step` is called after every step, in the engine's thread.
         """
         self._model = model
         self._capacity_slots = capacity_slots
@@ -177,6 +179,8 @@ class Engine:
         self._open_books()
         self._max_rows = max_rows
         self._num_steps = 0
+        self._on_step = on_step
+        self._tally = Tally()
         self._max_waiting = max_waiting
         self._auto_candidates = auto_candidates
         self._prefill_chunk = prefill_chunk
@@ -349,7 +353,15 @@ class Engine:
             for session, _ in work:
                 self._fail(session, failure)
         finally:
+            self._tell(work, time.monotonic() - self._step_began)
             self._step_began = None
+
+    def _tell(self, work: list[tuple[_Session, Segment]], seconds: float) -> None:
+        """What a step took and made, to whoever wants to know."""
+        tally, self._tally = self._tally, Tally()
+        if self._on_step:
+            rows = sum(s.num_rows for _, s in work if not isinstance(s, PrefillSegment))
+            self._on_step(tally.step(seconds, rows))
 
     def _forward(self, work: list[tuple[_Session, Segment]]) -> tuple[Tensor, ...]:
         """Float32 logits per session: of each live row, or of a chunk's last token."""
@@ -375,6 +387,7 @@ class Engine:
         """A chunk is stored; after the last one all candidates draw their first token from it."""
         if not segment.stored:
             session.unread().computed += segment.num_rows
+            self._tally.prefilled += segment.num_rows
         if segment.start + segment.num_rows == session.prompt_tokens:
             session.is_reading = False
             if session.rows:  # a prune may have come before
@@ -397,6 +410,7 @@ class Engine:
         forbidden = self._model.eos_ids if step < sampling.min_tokens else ()
         tokens, logprobs = sample(logits, sampling, ids, step, forbidden)
         session.num_tokens += 1
+        self._tally.generated += len(ids)
         for candidate, token, logprob in zip(
             session.rows, tokens.tolist(), logprobs.tolist(), strict=True
         ):
@@ -513,6 +527,8 @@ class Engine:
         session.n = command.n or self._choose_n(session)
         session.prompt = self._prefixes.acquire(command.cache_salt, command.prompt_ids)
         self._sessions[session.id] = session  # from here on, closing it frees all it has
+        found = (piece for piece in session.prompt.chain() if piece.computed or piece.users > 1)
+        self._tally.reused += sum(len(piece.tokens) for piece in found)
         floor = self._floor(session, session.n)
         want = session.slots_for(session.n, session.max_tokens)
         self.ledger.admit(session.id, floor, want, len(self._waiting))

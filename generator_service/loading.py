@@ -12,6 +12,7 @@ from generator_service.engine import Engine, OpenCommand
 from generator_service.local import LocalGenerator, ModelCard
 from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
+from generator_service.steps import OnStep
 from generator_service.text import Text
 from specrej import fingerprint
 from specrej.contracts import Sampling
@@ -19,8 +20,11 @@ from specrej.contracts import Sampling
 log = logging.getLogger(__name__)
 
 
-def load_generator(settings: GeneratorSettings) -> LocalGenerator:
-    """A generator whose engine runs and has made its first tokens; takes seconds."""
+def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -> LocalGenerator:
+    """A generator whose engine runs and has made its first tokens; takes seconds.
+
+    `on_step` is called after every step, in the engine's thread.
+    """
     transformers_logging.disable_progress_bar()
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -35,6 +39,7 @@ def load_generator(settings: GeneratorSettings) -> LocalGenerator:
         prefill_chunk=settings.prefill_chunk,
         max_rows=settings.max_candidates,
         prefix_cache_slots=int(capacity * settings.prefix_cache),
+        on_step=on_step,
     )
     engine.start()
     _warm_up(engine)

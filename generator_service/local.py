@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from generator_service.engine import Engine, OpenCommand, Prefix, PrefixBatch
+from generator_service.steps import Load
 from generator_service.text import Text
 from specrej.contracts import (
     Candidate,
@@ -115,12 +116,17 @@ class LocalGenerator:
         finally:
             await asyncio.wrap_future(self._engine.close(session_id))
 
+    def load(self) -> Load:
+        """Slots and sessions as of now; from any thread."""
+        engine = self._engine
+        return Load(engine.gauge(), engine.num_sessions, engine.num_waiting)
+
     def heartbeat_s(self) -> float:
         """As `Engine.heartbeat_s`."""
         return self._engine.heartbeat_s()
 
     async def describe(self) -> GeneratorDescription:
-        card = self._card
+        card, load = self._card, self.load()
         return GeneratorDescription(
             model=card.name,
             fingerprint=card.fingerprint,
@@ -129,9 +135,9 @@ class LocalGenerator:
             vocabulary=card.vocabulary,
             slot_bytes=card.slot_bytes,
             device=card.device,
-            slots=self._engine.gauge(),
-            sessions=self._engine.num_sessions,
-            waiting=self._engine.num_waiting,
+            slots=load.slots,
+            sessions=load.sessions,
+            waiting=load.waiting,
         )
 
     def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:

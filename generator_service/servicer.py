@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
-from specrej import wire
+from specrej import telemetry, wire
 from specrej.contracts import Generator, GeneratorDescription, Prompt, Sampling, Session
 from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation
 from specrej.serving import Context, Service, answer_commands
+from specrej.telemetry import names
 from specrej.v1 import generator_pb2 as pb
 from specrej.v1 import generator_pb2_grpc
 from specrej.validation import check_candidates, check_prompt, check_sampling, raise_if_any
@@ -69,17 +70,22 @@ class _Commands:
         self._closed = False
 
     async def answer(self, request: pb.SessionRequest) -> pb.SessionResponse:
-        match request.WhichOneof("command"):
+        command = request.WhichOneof("command")
+        if command is None:
+            raise InvalidRequest([Violation("command", "must be set")])
+        with telemetry.span(command, {names.SEQUENCE: request.sequence}):
+            return await self._carry_out(command, request)
+
+    async def _carry_out(self, command: str, request: pb.SessionRequest) -> pb.SessionResponse:
+        match command:
             case "open":
                 return await self._open(request.open)
             case "extend":
                 return await self._extend(request.extend)
             case "prune":
                 return await self._prune(request.prune)
-            case "close":
-                return await self._close()
             case _:
-                raise InvalidRequest([Violation("command", "must be set")])
+                return await self._close()
 
     async def _open(self, command: pb.OpenSession) -> pb.SessionResponse:
         if self._session or self._closed:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from generator_service.steps import Load, OnStep, Step
 from inference.slots import SlotLedger
 from specrej.contracts import (
     Candidate,
@@ -55,6 +56,7 @@ class ToySession:
         end_every: int,
         step_s: float,
         fails: bool,
+        on_step: OnStep | None,
     ) -> None:
         self._ledger = ledger
         self._id = session_id
@@ -62,6 +64,7 @@ class ToySession:
         self._end_every = end_every
         self._step_s = step_s
         self._fails = fails
+        self._on_step = on_step
         self._live = [_Toy(number) for number in range(n)]
         self._unreported = list(self._live)
         self._num_tokens = 0
@@ -77,7 +80,10 @@ class ToySession:
                 break
             if self._step_s:
                 await asyncio.sleep(self._step_s)
+            rows = len(self._live)
             self._step()
+            if self._on_step:
+                self._on_step(Step(self._step_s, rows, generated=rows))
         candidates = tuple(self._report(toy) for toy in self._unreported)
         self._unreported = list(self._live)
         return Round(
@@ -153,11 +159,13 @@ class ToyGenerator:
         end_every: int = 40,
         step_s: float = 0.0,
         failing_seed: int | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self.ledger = SlotLedger(capacity_slots)
         self._end_every = end_every
         self._step_s = step_s
         self._failing_seed = failing_seed
+        self._on_step = on_step
         self._ids = itertools.count(1)
 
     @asynccontextmanager
@@ -181,15 +189,30 @@ class ToyGenerator:
         self.ledger.admit(session_id, floor, words + n * sampling.max_tokens, 0)
         self.ledger.take(session_id, words)
         fails = sampling.seed == self._failing_seed
+        if self._on_step:
+            self._on_step(Step(0.0, 0, prefilled=words))
         try:
             yield ToySession(
-                self.ledger, session_id, n, words, sampling, self._end_every, self._step_s, fails
+                self.ledger,
+                session_id,
+                n,
+                words,
+                sampling,
+                self._end_every,
+                self._step_s,
+                fails,
+                self._on_step,
             )
         finally:
             self.ledger.close(session_id)
 
-    async def describe(self) -> GeneratorDescription:
+    def load(self) -> Load:
+        """Slots and sessions as of now."""
         slots = SlotGauge(self.ledger.capacity, self.ledger.owned, 0)
+        return Load(slots, self.ledger.num_sessions, 0)
+
+    async def describe(self) -> GeneratorDescription:
+        load = self.load()
         return GeneratorDescription(
             model="toy",
             fingerprint=f"toy-{self._end_every}",
@@ -198,8 +221,8 @@ class ToyGenerator:
             vocabulary=len(_WORDS),
             slot_bytes=1,
             device="none",
-            slots=slots,
-            sessions=self.ledger.num_sessions,
+            slots=load.slots,
+            sessions=load.sessions,
         )
 
 
@@ -208,7 +231,7 @@ def is_toy(model: str) -> bool:
     return model.partition(":")[0] == "toy"
 
 
-def load_toy(model: str, capacity_slots: int) -> ToyGenerator:
+def load_toy(model: str, capacity_slots: int, on_step: OnStep | None = None) -> ToyGenerator:
     """The toy of that name.
 
     Raises:
@@ -223,7 +246,9 @@ def load_toy(model: str, capacity_slots: int) -> ToyGenerator:
             raise ValueError(f"unknown: {', '.join(options)}")
     except ValueError as error:
         raise FileNotFoundError(f"no such toy: {model} ({error})") from None
-    return ToyGenerator(capacity_slots, step_s=step_ms / 1e3, failing_seed=failing_seed)
+    return ToyGenerator(
+        capacity_slots, step_s=step_ms / 1e3, failing_seed=failing_seed, on_step=on_step
+    )
 
 
 def _num_words(prompt: Prompt) -> int:

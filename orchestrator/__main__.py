@@ -8,13 +8,16 @@ from functools import partial
 
 import grpc.aio
 
+from orchestrator import instruments
 from orchestrator.admission import Admission, Limits
 from orchestrator.cache import Cache
+from orchestrator.journal import Journal
 from orchestrator.refresh import Refreshes
 from orchestrator.remote import RemoteGenerator, RemoteRewards
 from orchestrator.service import Orchestrator
 from orchestrator.servicer import OrchestratorServicer
 from orchestrator.settings import OrchestratorSettings
+from orchestrator.shadowing import Shadows
 from orchestrator.shared_flight import SharedFlights
 from specrej import telemetry
 from specrej.channel import open_channel
@@ -30,14 +33,9 @@ _BACKEND_POLL_S = 0.5
 def main() -> None:
     """Serve until told to stop."""
     settings = load(OrchestratorSettings)
-    telemetry.configure(
-        "orchestrator",
-        settings.otlp_endpoint,
-        settings.log_level,
-        log_error_text=settings.log_error_text,
-    )
     try:
-        asyncio.run(_serve(settings))
+        with telemetry.configured("orchestrator", settings):
+            asyncio.run(_serve(settings))
     except OSError as error:
         raise SystemExit(f"orchestrator: {error}") from error
 
@@ -49,6 +47,13 @@ async def _serve(settings: OrchestratorSettings) -> None:
         stale_s=settings.cache_stale_s,
         timeout_s=settings.cache_timeout_s,
     )
+    limits = Limits(
+        settings.max_running,
+        settings.max_queued,
+        settings.max_queued_tokens,
+        settings.tenant_tokens,
+    )
+    admission = Admission(limits)
     async with (
         _channel_to(settings.generator_address, settings) as generator_channel,
         _channel_to(settings.reward_address, settings) as reward_channel,
@@ -57,20 +62,22 @@ async def _serve(settings: OrchestratorSettings) -> None:
             RemoteGenerator(generator_channel),
             RemoteRewards(reward_channel),
             cache,
-            Admission(
-                Limits(
-                    settings.max_running,
-                    settings.max_queued,
-                    settings.max_queued_tokens,
-                    settings.tenant_tokens,
-                )
-            ),
+            admission,
             default_schedule=settings.default_schedule,
             composites=settings.composites,
             default_reward=settings.default_reward,
             shared_flights=SharedFlights(cache) if settings.shared_flights else None,
             refreshes=Refreshes(deadline_s=settings.deadline_s),
+            shadows=Shadows(
+                settings.shadow_share,
+                max_slots=settings.shadow_slots,
+                target_regret=settings.shadow_regret,
+                deadline_s=settings.deadline_s,
+            ),
+            journal=Journal(settings.journal_requests),
+            log_texts=settings.log_texts,
         )
+        instruments.observe(admission)
         servicer = OrchestratorServicer(orchestrator)
         server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
         try:

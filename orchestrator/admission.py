@@ -71,6 +71,7 @@ class Admission:
         self._limits = limits
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
+        self._waits: dict[_Place, None] = {}  # of all tenants
         self._served = 0.0  # of the tenant that was let in last
         self._drain = _DrainRate()
 
@@ -80,11 +81,13 @@ class Admission:
         return len(self._waiting())
 
     @property
-    def _queued_tokens(self) -> int:
+    def queued_tokens(self) -> int:
+        """Candidate-tokens of those that wait."""
         return sum(place.tokens for place in self._waiting())
 
     def _waiting(self) -> list[_Place]:
-        return [p for t in self._tenants.values() for p in t.line if not p.permit.done()]
+        # Other threads read gauges: to them dict.copy() is one step, iterating is not.
+        return [place for place in self._waits.copy() if not place.permit.done()]
 
     @asynccontextmanager
     async def enter(
@@ -119,7 +122,7 @@ class Admission:
 
     def _check(self, asking: _Tenant, tokens: int, time_left_s: float | None) -> None:
         """Raises Overloaded unless this may run or wait."""
-        limits, queued, waiting_tokens = self._limits, self.queued, self._queued_tokens
+        limits, queued, waiting_tokens = self._limits, self.queued, self.queued_tokens
         beyond = asking.held + tokens - limits.tenant_tokens
         if limits.tenant_tokens and asking.held and beyond > 0:
             text = f"{asking.held} candidate-tokens of {limits.tenant_tokens} are under way"
@@ -150,6 +153,7 @@ class Admission:
             return
         place = _Place(tokens, asyncio.get_running_loop().create_future())
         asking.line.append(place)
+        self._waits[place] = None
         try:
             await place.permit
         except asyncio.CancelledError:
@@ -158,6 +162,8 @@ class Admission:
             else:  # cancelled between getting the permit and waking up
                 self._release()
             raise
+        finally:
+            del self._waits[place]
 
     def _release(self) -> None:
         while waiting := [tenant for tenant in self._tenants.values() if tenant.line]:

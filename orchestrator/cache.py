@@ -17,7 +17,9 @@ from orchestrator.envelope import Envelope, enclosed, pack, unpack
 from orchestrator.family import Member
 from orchestrator.keys import Family, Keys
 from orchestrator.store import Access, Store
+from specrej import telemetry
 from specrej.contracts import Generation
+from specrej.telemetry import names
 
 MAX_MEMBERS = 64  # of a family's index
 # Entries of an index whose answers are gone or wrong are dropped, and the next is tried; in the end
@@ -113,17 +115,17 @@ class Cache:
         reply = await self.store.call("read", "GETRANGE", key, 0, self.max_bytes)
         if reply is None:
             self.counts.unanswered += 1
-            return None
+            return _looked("error" if self.store.is_on else "off")
         if reply.value == b"":
             self.counts.misses += 1
-            return None
+            return _looked("miss")
         hit = self.read(key, reply.value)
         if hit is None:
             self.counts.invalid += 1
-            return None
+            return _looked("invalid")
         self.counts.hits += 1
         self.counts.stale += hit.stale
-        return hit
+        return _looked("stale" if hit.stale else "hit", hit)
 
     async def get_better(self, keys: Keys) -> Hit | None:
         """The best answer of the family that may serve the request: perhaps its own."""
@@ -258,6 +260,12 @@ class Cache:
             stale=self._stale_s > 0 and age_s > self._ttl_s,
             member=families.member_of(envelope),
         )
+
+
+def _looked(result: str, hit: Hit | None = None) -> Hit | None:
+    """What a look for a key found, counted."""
+    telemetry.metrics.add(names.CACHE_RESULTS, result=result)
+    return hit
 
 
 def _digest_of(key: str) -> str:

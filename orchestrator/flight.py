@@ -72,6 +72,10 @@ class Flights(Generic[T]):
         """Keys somebody leads."""
         return len(self._flights)
 
+    def is_led(self, key: str) -> bool:
+        """Whether whoever joins now has to wait."""
+        return key in self._flights
+
     @asynccontextmanager
     async def join(self, key: str) -> AsyncIterator[Flight[T]]:
         """Lead the flight of `key` if nobody does (`landed` is False), else wait for its result.

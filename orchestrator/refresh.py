@@ -25,11 +25,21 @@ class RefreshCounts:
 class Refreshes:
     """Answers that are being made anew."""
 
-    def __init__(self, *, limit: int = 4, deadline_s: float = 600.0) -> None:
-        """At most `limit` run at once, each for at most `deadline_s` seconds."""
+    def __init__(
+        self,
+        *,
+        limit: int = 4,
+        deadline_s: float = 600.0,
+        what: str = "an answer could not be made anew",
+    ) -> None:
+        """At most `limit` run at once, each for at most `deadline_s` seconds.
+
+        `what`: how the log puts it that one of them failed.
+        """
         self.counts = RefreshCounts()
         self._limit = limit
         self._deadline_s = deadline_s
+        self._what = what
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -66,9 +76,9 @@ class Refreshes:
         except (SpecrejError, TimeoutError) as error:
             # The caller has had the old answer; the next one sets off the next attempt.
             self.counts.failed += 1
-            log.info("an answer could not be made anew: %s", type(error).__name__)
+            log.info("%s: %s", self._what, type(error).__name__)
         except Exception:
             self.counts.failed += 1
-            log.exception("an answer could not be made anew")
+            log.exception("%s", self._what)
         else:
             self.counts.done += 1

@@ -6,7 +6,7 @@ A session is one stream; leaving its context ends the stream, and with it what t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar, cast
 
@@ -25,24 +25,17 @@ from specrej.contracts import (
     Sampling,
     Scores,
 )
-from specrej.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InternalError,
-    OutOfOrder,
-    PermissionDenied,
-    SessionExpired,
-    SpecrejError,
-    Unauthenticated,
-    Unavailable,
-)
+from specrej.errors import InternalError, SpecrejError, Unavailable
 from specrej.serving import time_left_s
-from specrej.status import DETAILS_TRAILER, from_rpc_error
+from specrej.status import from_backend_error
 from specrej.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
+_SESSION = "specrej.v1.GeneratorService/Session"
+_SCORE_SESSION = "specrej.v1.RewardService/ScoreSession"
+_BACKEND = "a backend"
 _DESCRIBE_TIMEOUT_S = 5.0
 _AFTER_OURS_S = 1.0
 
@@ -52,10 +45,12 @@ class _CommandStream(Generic[Request, Response]):
 
     def __init__(
         self,
-        call: grpc.aio.StreamStreamCall[Request, Response],
+        start: Callable[..., grpc.aio.StreamStreamCall[Request, Response]],
         make: Callable[..., Request],
+        method: str,
     ) -> None:
-        self._call = call
+        self._span = telemetry.ClientSpan(method, outlives=True)
+        self._call = start(metadata=self._span.metadata, timeout=_backend_time_s())
         self._make = make
         self._sequence = 0
         self._is_waiting = False
@@ -77,7 +72,7 @@ class _CommandStream(Generic[Request, Response]):
         try:
             answer = await self._call.read()
         except grpc.aio.AioRpcError as failure:
-            raise _error_of(failure) from failure
+            raise self._failed(failure) from failure
         if answer is grpc.aio.EOF:
             raise InternalError("a backend ended its stream before it answered")
         self._is_waiting = False
@@ -92,9 +87,19 @@ class _CommandStream(Generic[Request, Response]):
         try:
             with suppress(asyncio.InvalidStateError):
                 await self._call.done_writing()
-            await self._call.read()
+            if await self._call.read() is grpc.aio.EOF:
+                self._span.end(grpc.StatusCode.OK.name)
         except grpc.aio.AioRpcError as failure:
-            raise _error_of(failure) from failure
+            raise self._failed(failure) from failure
+
+    def cancel(self) -> None:
+        """End the stream, if it has not ended."""
+        self._call.cancel()
+        self._span.end(grpc.StatusCode.CANCELLED.name)
+
+    def _failed(self, failure: grpc.aio.AioRpcError) -> SpecrejError:
+        self._span.end(failure.code().name)
+        return from_backend_error(failure, _BACKEND)
 
     async def _send(self, request: Request) -> None:
         try:
@@ -102,26 +107,11 @@ class _CommandStream(Generic[Request, Response]):
             with suppress(asyncio.InvalidStateError):
                 await self._call.write(request)
         except grpc.aio.AioRpcError as failure:
+            error = self._failed(failure)
             if failure.code() is grpc.StatusCode.INTERNAL:
                 # No peer's status: grpc's word for a stream that breaks inside a write.
                 raise Unavailable("a backend broke off") from failure
-            raise _error_of(failure) from failure
-
-
-def _error_of(failure: grpc.aio.AioRpcError) -> SpecrejError:
-    """What a backend's failure is to our caller, who neither cancelled nor ran out of time."""
-    error = from_rpc_error(failure)
-    if isinstance(error, Cancelled | DeadlineExceeded | SessionExpired | OutOfOrder):
-        return Unavailable(f"a backend gave up: {error.message}")
-    if isinstance(error, Unauthenticated | PermissionDenied):
-        # It is this service's token that was refused, not our caller's.
-        return Unavailable("a backend does not let this service in")
-    if isinstance(error, Unavailable) and DETAILS_TRAILER not in dict(
-        failure.trailing_metadata() or ()
-    ):
-        # grpc's own words, not the backend's: they hold internal addresses.
-        return Unavailable("a backend cannot be reached")
-    return error
+            raise error from failure
 
 
 def _backend_time_s() -> float | None:
@@ -129,6 +119,20 @@ def _backend_time_s() -> float | None:
     process hangs, and not to be first with a status that is not our caller's."""
     left_s = time_left_s()
     return None if left_s is None else max(0.0, left_s) + _AFTER_OURS_S
+
+
+async def _described(describe: Callable[..., Awaitable[Any]], request: Any, service: str) -> Any:
+    """Raises SpecrejError: what the peer's status stands for."""
+    span = telemetry.ClientSpan(f"specrej.v1.{service}/Describe")
+    try:
+        answer = await describe(request, timeout=_DESCRIBE_TIMEOUT_S, metadata=span.metadata)
+        span.end(grpc.StatusCode.OK.name)
+    except grpc.aio.AioRpcError as failure:
+        span.end(failure.code().name)
+        raise from_backend_error(failure, _BACKEND) from failure
+    finally:
+        span.end(grpc.StatusCode.CANCELLED.name)  # unless it has ended otherwise
+    return answer
 
 
 class RemoteGenerator:
@@ -146,9 +150,8 @@ class RemoteGenerator:
         first_round_tokens: int,
         cache_salt: str = "",
     ) -> AsyncIterator[RemoteSession]:
-        call = self._stub.Session(metadata=telemetry.outgoing_metadata(), timeout=_backend_time_s())
         stream = _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse](
-            call, generator_pb2.SessionRequest
+            self._stub.Session, generator_pb2.SessionRequest, _SESSION
         )
         try:
             command = generator_pb2.OpenSession(
@@ -167,14 +170,11 @@ class RemoteGenerator:
                     await stream.ask(close=generator_pb2.CloseSession())
                     await stream.finish()
         finally:
-            call.cancel()
+            stream.cancel()
 
     async def describe(self) -> GeneratorDescription:
         request = generator_pb2.GeneratorServiceDescribeRequest()
-        try:
-            answer = await self._stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as failure:
-            raise _error_of(failure) from failure
+        answer = await _described(self._stub.Describe, request, "GeneratorService")
         return wire.generator_from_wire(answer)
 
 
@@ -216,10 +216,7 @@ class RemoteRewards:
     async def describe(self) -> tuple[RewardDescription, ...]:
         """The rewards that are served; the first is the default."""
         request = reward_pb2.RewardServiceDescribeRequest()
-        try:
-            answer = await self._stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as failure:
-            raise _error_of(failure) from failure
+        answer = await _described(self._stub.Describe, request, "RewardService")
         return tuple(map(wire.reward_from_wire, answer.rewards))
 
 
@@ -232,11 +229,8 @@ class RemoteScorer:
 
     @asynccontextmanager
     async def open(self, prompt: Prompt) -> AsyncIterator[RemoteScoringSession]:
-        call = self._stub.ScoreSession(
-            metadata=telemetry.outgoing_metadata(), timeout=_backend_time_s()
-        )
         stream = _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse](
-            call, reward_pb2.ScoreSessionRequest
+            self._stub.ScoreSession, reward_pb2.ScoreSessionRequest, _SCORE_SESSION
         )
         try:
             command = reward_pb2.OpenScoring(reward=self._name, prompt=wire.prompt_to_wire(prompt))
@@ -246,7 +240,7 @@ class RemoteScorer:
                 with suppress(SpecrejError):
                     await stream.finish()
         finally:
-            call.cancel()
+            stream.cancel()
 
 
 class RemoteScoringSession:

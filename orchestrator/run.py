@@ -9,22 +9,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from orchestrator import rejection
+from orchestrator import instruments, rejection
 from orchestrator.composition import LIKELIHOOD, Verdict
 from orchestrator.pacing import Pace
 from orchestrator.schedule import next_decision_token
 from orchestrator.scoring import Jury, Panel, Ratings, judged
+from orchestrator.shadow import Notes
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
     Algorithm,
     Candidate,
+    CandidateTrace,
     Degradation,
     Event,
+    Fate,
     Finished,
     FinishReason,
     Generation,
@@ -42,6 +46,7 @@ from specrej.contracts import (
     WeightedReward,
 )
 from specrej.errors import DeadlineExceeded, InternalError, RewardInvalid, Unavailable
+from specrej.telemetry import names
 
 
 class _OutOfTime(Exception):
@@ -59,6 +64,7 @@ async def run(
     cache_salt: str = "",
     time_left_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    notes: Notes | None = None,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, the last one `Finished`; ids and fingerprints are the caller's.
 
@@ -67,6 +73,7 @@ async def run(
 
     With `time_left_s` seconds to the deadline, cuts are made deeper or earlier where that is what
     it takes to have a complete answer in time. `clock` tells seconds.
+    `notes` are taken for shadows.
 
     The generator shares prompt prefixes only between runs with equal salts.
     Close the iterator (`contextlib.aclosing`): its sessions live as long as it does.
@@ -78,18 +85,17 @@ async def run(
     sampling, selection = request.sampling, request.selection
     panel = scorer if isinstance(scorer, Panel) else Panel([scorer])
     pace = Pace(partial(_decision_token, request), sampling.max_tokens, time_left_s, clock)
-    async with (
-        generator.open(
-            request.prompt, selection.n, sampling, first_round_tokens(request), cache_salt
-        ) as session,
-        Jury(panel, request.prompt, may_fall_back=request.allow_degraded) as jury,
-    ):
+    opening = generator.open(
+        request.prompt, selection.n, sampling, first_round_tokens(request), cache_salt
+    )
+    judging = Jury(panel, request.prompt, may_fall_back=request.allow_degraded)
+    async with _opened(opening, judging) as (session, jury):
         board = _Board(
-            session.n, session.prompt_tokens, selection.rewards or _PLAIN, sampling.logprobs
+            session.n, session.prompt_tokens, selection.rewards or _PLAIN, sampling.logprobs, notes
         )
         open_ms = _ms_since(began)
-        yield Admitted(session.n, session.prompt_tokens)
         try:
+            yield Admitted(session.n, session.prompt_tokens)
             while board.live and not pace.is_over:
                 completed = await _round(request, session, jury, board, pace)
                 if len(board.rounds) == 1:
@@ -102,10 +108,26 @@ async def run(
             if not (is_generator and request.allow_degraded and board.ended()):
                 raise
             board.degradations.append(Degradation.GENERATOR)
+        finally:
+            instruments.count_fates(session.n, board.latest, board.live)
     if not board.ended():
         board.cut_short(may_degrade=request.allow_degraded)
     board.hurried = pace.hurried or bool(board.live)
     yield Finished(board.generation(selection.return_candidates, open_ms, _ms_since(began)))
+
+
+@asynccontextmanager
+async def _opened(
+    opening: AbstractAsyncContextManager[Session], judging: Jury
+) -> AsyncIterator[tuple[Session, Jury]]:
+    """A session and those who judge it; how long opening and closing take is shown."""
+    async with AsyncExitStack() as stack:
+        with telemetry.span(names.SPAN_OPEN):
+            session = await stack.enter_async_context(opening)
+            jury = await stack.enter_async_context(judging)
+        yield session, jury
+        with telemetry.span(names.SPAN_CLOSE):
+            await stack.aclose()
 
 
 def first_round_tokens(request: GenerationRequest) -> int:
@@ -127,20 +149,26 @@ async def _round(
 ) -> RoundCompleted:
     """Extend all live candidates, score them, reject the lowest, free their slots."""
     number = len(board.rounds) + 1
-    with telemetry.span("round", round=number, live=len(board.live)) as span:
+    with telemetry.span(names.SPAN_ROUND, {names.ROUND_NUMBER: number}) as span:
         laps = _Laps(pace.clock)
-        ended = await _extend(request, session, board, pace)
+        with telemetry.span(names.SPAN_EXTEND):
+            ended = await _extend(request, session, board, pace)
         extend_ms = laps.lap_ms()
         board.take(ended)
         # What has just ended can be the answer only if it is scored, however late it is.
         if any(c.finish for c in ended.candidates) or (ended.candidates and not pace.is_over):
-            board.judge(ended.candidates, await jury.rate(ended.candidates, board.latest.values()))
+            with telemetry.span(names.SPAN_SCORE):
+                ratings = await jury.rate(ended.candidates, board.latest.values())
+                board.judge(ended.candidates, ratings)
         score_ms = laps.lap_ms()
         pace.note_scoring(len(ended.candidates), score_ms / 1e3)
-        alpha, freed = await _reject(request, session, board, ended, pace)
+        with telemetry.span(names.SPAN_PRUNE):
+            alpha, freed = await _reject(request, session, board, ended, pace)
+        if board.notes:
+            board.notes.take(ended, board.raw, board.live)
         laps_ms = (extend_ms, score_ms, laps.lap_ms())
         trace = board.trace(number, ended, freed, laps_ms, alpha)
-        telemetry.set_attributes(span, decision_token=trace.decision_token, kept=trace.num_live)
+        span.set_attributes(instruments.of_round(trace))
     return RoundCompleted(trace, tuple(sorted(board.live)), board.best_text())
 
 
@@ -224,6 +252,7 @@ class _Board:
     prompt_tokens: int
     rewards: tuple[WeightedReward, ...]
     keeps_tokens: bool  # whether the answers show their tokens and logprobs
+    notes: Notes | None = None  # for shadows
     live: set[int] = field(default_factory=set)
     ranked: set[int] = field(default_factory=set)
     latest: dict[int, Candidate] = field(default_factory=dict)
@@ -341,7 +370,7 @@ class _Board:
         finished = sum(candidate.finish is not None for candidate in ended.candidates)
         vetoed = self.vetoed
         best = self._best()
-        round_scores = self.scores(c.id for c in ended.candidates).values()
+        candidates = self._fates(ended.candidates)
         trace = RoundTrace(
             number=number,
             decision_token=ended.num_tokens,
@@ -351,7 +380,7 @@ class _Board:
             num_rejected=self.num_started - finished - len(self.live),
             num_live=len(self.live),
             best_score=self.verdicts[best].score if best is not None else 0.0,
-            scores=tuple(sorted(round_scores, reverse=True)),
+            scores=tuple(each.score for each in candidates),
             session_slots=ended.slots.session,
             freed_slots=freed,
             capacity_slots=ended.slots.capacity,
@@ -361,9 +390,25 @@ class _Board:
             prune_ms=laps_ms[2],
             num_vetoed=sum(c.finish is None and c.id in vetoed for c in ended.candidates),
             alpha=alpha,
+            candidates=candidates,
         )
         self.rounds.append(trace)
         return trace
+
+    def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:
+        """What became of those that were scored in a round, after its cut, best first."""
+        finished = {candidate.id for candidate in candidates if candidate.finish}
+        vetoed, scores = self.vetoed, self.scores(candidate.id for candidate in candidates)
+
+        def fate(number: int) -> Fate:
+            if number in finished:
+                return Fate.FINISHED
+            if number in self.live:
+                return Fate.KEPT
+            return Fate.VETOED if number in vetoed else Fate.REJECTED
+
+        by_score = sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+        return tuple(CandidateTrace(number, score, fate(number)) for number, score in by_score)
 
     def generation(self, num_candidates: int, open_ms: float, total_ms: float) -> Generation:
         """The answer."""

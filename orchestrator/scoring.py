@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 from orchestrator.composition import Verdict, combine
 from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
@@ -96,8 +97,14 @@ class Jury:
             self._fall_back()
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self._exit.aclose()
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        # With the error: a session that is given up half-way does not wait for a goodbye.
+        await self._exit.__aexit__(kind, error, frames)
 
     async def rate(self, candidates: Sequence[Candidate], everyone: Iterable[Candidate]) -> Ratings:
         """What the panel says of the candidates; `everyone`: all known ones, as of now."""

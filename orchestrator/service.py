@@ -17,24 +17,28 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from orchestrator import instruments
 from orchestrator.admission import Admission
 from orchestrator.cache import Cache, Hit, is_as_asked
 from orchestrator.composition import LIKELIHOOD, Composite, check_expansion, expanded
 from orchestrator.flight import Flight, Flights
+from orchestrator.journal import Entry, Journal
 from orchestrator.keys import Keys, cache_keys, tenant_digest
 from orchestrator.refresh import Refreshes
 from orchestrator.run import run
 from orchestrator.scoring import LikelihoodScorer, Panel
+from orchestrator.shadowing import Shadows
 from orchestrator.shared_flight import SharedFlights, Turn
-from specrej import fingerprint
+from specrej import fingerprint, telemetry
 from specrej.contracts import (
     Admitted,
     Algorithm,
+    AnswerSource,
     CacheControl,
     Degradation,
     Event,
@@ -44,7 +48,9 @@ from specrej.contracts import (
     Generator,
     GeneratorDescription,
     RankedCandidate,
+    RequestRecord,
     RewardDescription,
+    RoundCompleted,
     Schedule,
     Scorer,
     Selection,
@@ -52,6 +58,7 @@ from specrej.contracts import (
     WeightedReward,
 )
 from specrej.errors import InvalidRequest, NotFound, Unavailable, Violation
+from specrej.telemetry import names
 from specrej.validation import check_request, raise_if_any
 
 T = TypeVar("T")
@@ -85,6 +92,8 @@ class _Plan:
     arrived: float  # time.perf_counter()
     time_left_s: float | None  # then
     likelihood_instead: bool  # of rewards that nobody can describe
+    model: str  # that is served
+    entry: Entry | None = None  # what is remembered of it; None: nothing
 
     def left_s(self) -> float | None:
         """Seconds to the deadline."""
@@ -108,11 +117,15 @@ class Orchestrator:
         default_reward: str = "",
         shared_flights: SharedFlights | None = None,
         refreshes: Refreshes | None = None,
+        shadows: Shadows | None = None,
+        journal: Journal | None = None,
+        log_texts: bool = False,
         describe_every_s: float = 2.0,
     ) -> None:
         """Without `shared_flights`, equal requests are one generation in this process only.
 
         Backends are asked to describe themselves at most every `describe_every_s` seconds.
+        `log_texts`: a request's line in the log has its prompt and its answer.
 
         `default_schedule` is for requests that name none; whoever unpacks them fills it in.
         `composites`, valid ones, come before rewards of their names. `default_reward` is for
@@ -129,12 +142,16 @@ class Orchestrator:
         self._flights: Flights[Generation] = Flights()
         self._shared_flights = shared_flights
         self._refreshes = refreshes or Refreshes()
+        self._shadows = shadows or Shadows(share=0.0)
+        self._journal = journal or Journal()
+        self._log_texts = log_texts
         self._described = _Recent(generator.describe, describe_every_s)
         self._described_rewards = _Recent(rewards.describe, describe_every_s)
 
     async def aclose(self) -> None:
         """End what runs in the background."""
         await self._refreshes.aclose()
+        await self._shadows.aclose()
 
     async def describe(self) -> ServiceDescription:
         """Models, rewards and load, as of now."""
@@ -167,11 +184,35 @@ class Orchestrator:
             SpecrejError: whatever its caller must be told.
         """
         arrived = time.perf_counter()
-        plan = await self._plan(request, tenant, violations, arrived, time_left_s)
         request_id = uuid.uuid4().hex
-        async with aclosing(self._answer(plan)) as events:
-            async for event in events:
-                yield _signed(event, request_id, plan.reward_order)
+        instruments.asked(request, request_id, with_texts=self._log_texts)
+        with telemetry.span(names.SPAN_PLAN):
+            plan = await self._plan(request, tenant, violations, arrived, time_left_s)
+        instruments.planned(plan.model, plan.request.selection)
+        with self._written(plan, request_id) as entry:
+            async with aclosing(self._answer(replace(plan, entry=entry))) as events:
+                async for event in events:
+                    entry.saw(event)
+                    instruments.saw(event, with_texts=self._log_texts)
+                    yield _signed(event, request_id, plan.reward_order)
+
+    def record(self, request_id: str, *, tenant: str) -> RequestRecord:
+        """How one of the tenant's last requests went, or goes.
+
+        Raises:
+            NotFound: it is not remembered.
+        """
+        return self._journal.find(request_id, tenant)
+
+    def _written(self, plan: _Plan, request_id: str) -> AbstractContextManager[Entry]:
+        return self._journal.writing(
+            request_id,
+            plan.tenant,
+            plan.request.selection,
+            plan.request.sampling.max_tokens,
+            arrived=plan.arrived,
+            time_left_s=plan.time_left_s,
+        )
 
     def _answer(self, plan: _Plan) -> AsyncGenerator[Event, None]:
         """From the cache, from a flight under way, or from a run of its own."""
@@ -188,7 +229,9 @@ class Orchestrator:
     async def _use_cache(self, plan: _Plan) -> AsyncGenerator[Event, None]:
         """What is stored, at once, even while it is made anew; else from a flight."""
         num_landed = self._flights.num_landed
-        if hit := await self._stored(plan):
+        with telemetry.span(names.SPAN_LOOKUP):
+            hit = await self._stored(plan)
+        if hit:
             yield self._served(plan, hit)
             return
         async with aclosing(self._fly(plan, num_landed)) as events:
@@ -203,7 +246,7 @@ class Orchestrator:
     def _served(self, plan: _Plan, hit: Hit) -> Finished:
         if hit.stale:
             self._refreshes.start(plan.keys.answer, partial(self._make_anew, plan))
-        return Finished(hit.generation)
+        return Finished(hit.generation, AnswerSource.CACHE)
 
     async def _fly(self, plan: _Plan, num_landed: int | None = None) -> AsyncGenerator[Event, None]:
         """From a flight under way, here or in another process, or from a run of its own.
@@ -212,15 +255,17 @@ class Orchestrator:
         that is not to be looked for. One that landed since may have been ours.
         """
         key = plan.keys.answer
-        async with self._flights.join(key) as flight:
+        async with AsyncExitStack() as stack:
+            instruments.count_wait(self._flights.is_led(key))
+            flight = await instruments.entered(stack, names.SPAN_FLIGHT, self._flights.join(key))
             if flight.landed:
                 # Made once, for the leader: for this caller it comes from memory.
-                yield Finished(replace(flight.result, cached=True))
+                yield Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
                 return
             missed_one = num_landed is not None and num_landed != self._flights.num_landed
             if missed_one and (hit := await self._cache.get(key)):
                 flight.land(hit.generation)
-                yield Finished(hit.generation)
+                yield Finished(hit.generation, AnswerSource.CACHE)
                 return
             async with aclosing(self._lead(plan, flight)) as events:
                 async for event in events:
@@ -228,10 +273,11 @@ class Orchestrator:
 
     async def _lead(self, plan: _Plan, flight: Flight[Generation]) -> AsyncGenerator[Event, None]:
         """Make the answer, unless another process does; it lands for all who wait here."""
-        async with self._shared_turn(plan.keys.answer) as turn:
+        async with AsyncExitStack() as stack:
+            turn = await self._shared_turn(stack, plan.keys.answer)
             if turn and turn.answer:
                 flight.land(turn.answer)
-                yield Finished(turn.answer)
+                yield Finished(turn.answer, AnswerSource.FLIGHT)
                 return
             async with aclosing(self._run_and_store(plan, turn)) as events:
                 async for event in events:
@@ -240,8 +286,11 @@ class Orchestrator:
                         flight.land(event.generation)
                     yield event
 
-    def _shared_turn(self, key: str) -> AbstractAsyncContextManager[Turn | None]:
-        return self._shared_flights.join(key) if self._shared_flights else nullcontext()
+    async def _shared_turn(self, stack: AsyncExitStack, key: str) -> Turn | None:
+        if not self._shared_flights:
+            return None
+        joining = self._shared_flights.join(key)
+        return await instruments.entered(stack, names.SPAN_SHARED_FLIGHT, joining)
 
     async def _run_and_store(
         self, plan: _Plan, turn: Turn | None = None
@@ -249,7 +298,8 @@ class Orchestrator:
         async with aclosing(self._run(plan)) as events:
             async for event in events:
                 if isinstance(event, Finished):
-                    await self._keep(plan, event.generation, turn)
+                    with telemetry.span(names.SPAN_STORE):
+                        await self._keep(plan, event.generation, turn)
                 yield event
 
     async def _keep(self, plan: _Plan, generation: Generation, turn: Turn | None) -> None:
@@ -268,24 +318,36 @@ class Orchestrator:
         """Replace an answer that is stale, at nobody's expense and in nobody's time."""
         now = time.perf_counter()
         strict = replace(plan.request, allow_degraded=False)
-        plan = replace(plan, request=strict, arrived=now, time_left_s=None)
-        async with aclosing(self._fly(plan)) as events:
-            async for _ in events:
-                pass
+        plan = replace(plan, request=strict, arrived=now, time_left_s=None, entry=None)
+        with telemetry.span(names.SPAN_REFRESH):
+            async with aclosing(self._fly(plan)) as events:
+                async for _ in events:
+                    pass
 
     async def _run(self, plan: _Plan) -> AsyncGenerator[Event, None]:
         """Admission, then the loop."""
         waiting = time.perf_counter()
-        async with self._admission.enter(plan.tenant, plan.candidate_tokens, plan.left_s()):
+        if plan.entry:
+            plan.entry.queued()
+        turn = self._admission.enter(plan.tenant, plan.candidate_tokens, plan.left_s())
+        async with AsyncExitStack() as stack:
+            await instruments.admitted(stack, turn)
+            if plan.entry:
+                plan.entry.running()
             queue_ms, before_run_ms = _ms_since(waiting), _ms_since(plan.arrived)
             panel = Panel([self._scorer(each.name) for each in plan.request.selection.rewards])
             salt = tenant_digest(plan.tenant)
             with _public_paths():
-                events = run(plan.request, self._generator, panel, salt, plan.left_s())
+                watched = self._shadows.watch(plan.request, self._generator, panel, salt)
+                notes = watched.notes if watched else None
+                events = run(plan.request, self._generator, panel, salt, plan.left_s(), notes=notes)
                 async with aclosing(events):
                     async for event in events:
+                        if watched and isinstance(event, Finished):
+                            is_busy = self._admission.queued > 0
+                            self._shadows.follow(watched, event.generation, is_busy=is_busy)
                         completed = _completed(event, plan, queue_ms, before_run_ms)
-                        self._count(completed)
+                        self._count(completed, plan.request.selection.algorithm)
                         yield completed
 
     async def _plan(
@@ -335,6 +397,7 @@ class Orchestrator:
             arrived,
             time_left_s,
             likelihood_instead,
+            generator.model,
         )
 
     async def _plan_rewards(self, selection: Selection) -> tuple[list[WeightedReward], str]:
@@ -369,11 +432,14 @@ class Orchestrator:
         """What a request may ask for: what the reward service serves, composites, likelihood."""
         return list(dict.fromkeys((*served, *self._composites, LIKELIHOOD)))
 
-    def _count(self, event: Event) -> None:
+    def _count(self, event: Event, algorithm: Algorithm) -> None:
         if isinstance(event, Finished):
             self._num_answers += 1
             self._num_degraded += event.generation.degraded
             self._num_hurried += event.generation.hurried
+            instruments.count_run(event.generation, algorithm)
+        elif isinstance(event, RoundCompleted):
+            instruments.count_round(event.trace)
 
     def _scorer(self, name: str) -> Scorer:
         return LikelihoodScorer() if name == LIKELIHOOD else self._rewards.scorer(name)
@@ -468,7 +534,8 @@ def _signed(event: Event, request_id: str, reward_order: Sequence[int]) -> Event
             return replace(event, request_id=request_id)
         case Finished(generation):
             candidates = tuple(_in_order(each, reward_order) for each in generation.candidates)
-            return Finished(replace(generation, candidates=candidates, request_id=request_id))
+            generation = replace(generation, candidates=candidates, request_id=request_id)
+            return Finished(generation, event.source)
         case _:
             return event
 

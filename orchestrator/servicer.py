@@ -52,6 +52,12 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     ) -> pb.OrchestratorServiceDescribeResponse:
         return wire.service_to_wire(await self._orchestrator.describe())
 
+    async def GetRecord(  # noqa: N802
+        self, request: pb.GetRecordRequest, context: Context
+    ) -> pb.GetRecordResponse:
+        record = self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
+        return pb.GetRecordResponse(record=wire.record_to_wire(record))
+
     def _events(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
         violations: list[Violation] = []
         request = wire.request_from_wire(message, self._orchestrator.default_schedule, violations)

@@ -113,6 +113,14 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     deadline_s: Seconds = Field(
         600, description="seconds a request may take whose client set no deadline"
     )
+    journal_requests: Annotated[int, Field(ge=0, le=100_000)] = Field(
+        256,
+        description="requests whose rounds and rewards are remembered for specrej trace, no texts;"
+        " 0: none",
+    )
+    log_texts: CliImplicitFlag[bool] = Field(
+        False, description="a request's line in the log has its prompt and its answer"
+    )
     backend_tls: CliImplicitFlag[bool] = Field(
         False, description="TLS to the backends, by the system's authorities"
     )
@@ -124,6 +132,19 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     backend_token_file: str = Field("", description="file with the token to send to the backends")
     backend_allow_plaintext_token: CliImplicitFlag[bool] = Field(
         False, description="send it in plaintext, too, to backends on other machines"
+    )
+    shadow_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0,
+        description="share of requests of which one rejected candidate per round is run to its end "
+        "after the answer, to learn what rejecting costs; 0: none",
+    )
+    shadow_slots: Annotated[int, Field(ge=1)] = Field(
+        8192, description="KV slots that shadows, those of one request at a time, may hold"
+    )
+    shadow_regret: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.05,
+        description="share of requests that may lose their best candidate: what the alpha that is "
+        "recommended keeps to",
     )
     default_schedule: Schedule = Field(
         Schedule(),

@@ -17,7 +17,9 @@ from orchestrator.cache import Cache
 from orchestrator.flight import OWN_REASONS
 from orchestrator.keys import flight_key
 from orchestrator.store import Store
+from specrej import telemetry
 from specrej.contracts import Generation
+from specrej.telemetry import names
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.25
@@ -111,6 +113,7 @@ class SharedFlights:
     async def _wait(self, key: str, lease: _Lease) -> Generation | None:
         """The answer, or None: then the lease is held, or there is nothing to wait for."""
         pause_s = FIRST_PAUSE_S
+        waited = False
         while True:
             stored = await lease.claim(("GETRANGE", key, 0, self._cache.max_bytes))
             # Also a leader looks: the one before it may have just stored, and let go.
@@ -122,6 +125,9 @@ class SharedFlights:
                 self.counts.led += lease.held
                 self.counts.alone += not lease.held
                 return None
+            if not waited:
+                waited = True
+                telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * PAUSE_GROWTH, LONGEST_PAUSE_S)
 

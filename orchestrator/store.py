@@ -21,6 +21,7 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, ResponseError
 
 from specrej import telemetry
+from specrej.telemetry import names
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,10 @@ class Store:
         redis = self._redis
         if redis is None or self._resting():
             return nothing
-        with telemetry.span(f"cache.{purpose}") as span:
+        operations = {names.DB_SYSTEM: "redis", names.DB_OPERATION: _operation(commands)}
+        with telemetry.span(
+            names.cache_span(purpose), operations, telemetry.SpanKind.CLIENT
+        ) as span:
             try:
                 async with asyncio.timeout(self._timeout_s), self._connections:
                     replies = await _replies(redis, commands)
@@ -137,7 +141,7 @@ class Store:
         self.num_failures += 1
         # Only the error's kind: its text can quote the command.
         kind = type(error).__name__
-        span.add_event("cache failure", {"what": what, "error": kind})
+        span.add_event(names.CACHE_FAILURE, {names.FAILED_STEP: what, names.FAILURE: kind})
         if what not in self._failing:
             self._failing.add(what)
             log.warning("cache %s fails, going on without it: %s", what, kind)
@@ -146,6 +150,11 @@ class Store:
         if what in self._failing:
             self._failing.remove(what)
             log.info("cache %s works again", what)
+
+
+def _operation(commands: Sequence[Command]) -> str:
+    """The commands' names, without what they are about."""
+    return " ".join(str(command[0]) for command in commands)
 
 
 async def _replies(redis: Redis, commands: Sequence[Command]) -> list[Any]:

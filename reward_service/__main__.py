@@ -17,14 +17,9 @@ from specrej.serving import Server
 def main() -> None:
     """Serves until SIGTERM, then exits with 0; with 1 and a line of explanation if it cannot."""
     settings = settings_loader.load(RewardSettings)
-    telemetry.configure(
-        "reward",
-        settings.otlp_endpoint,
-        settings.log_level,
-        log_error_text=settings.log_error_text,
-    )
     try:
-        asyncio.run(serve(settings))
+        with telemetry.configured("reward", settings):
+            asyncio.run(serve(settings))
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"reward service: {error}") from error
 

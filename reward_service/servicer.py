@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
 
 from reward_service.worker import Worker, WorkerSession
-from specrej import serving, wire
+from specrej import serving, telemetry, wire
 from specrej.contracts import Candidate, FinishReason
 from specrej.errors import InvalidRequest, NotFound, OutOfOrder, Unavailable, Violation
 from specrej.serving import Context
+from specrej.telemetry import names
 from specrej.v1 import reward_pb2 as pb
 from specrej.v1 import reward_pb2_grpc
 from specrej.validation import check_prompt, raise_if_any
@@ -117,9 +118,11 @@ class _ScoringStream:
     async def answer(self, request: pb.ScoreSessionRequest) -> pb.ScoreSessionResponse:
         match request.WhichOneof("command"):
             case "open":
-                return pb.ScoreSessionResponse(opened=await self._open(request.open))
+                with telemetry.span(names.SPAN_OPEN, {names.SEQUENCE: request.sequence}):
+                    return pb.ScoreSessionResponse(opened=await self._open(request.open))
             case "batch":
-                return pb.ScoreSessionResponse(scores=await self._score(request.batch))
+                with telemetry.span(names.SPAN_SCORE, {names.SEQUENCE: request.sequence}):
+                    return pb.ScoreSessionResponse(scores=await self._score(request.batch))
             case _:
                 raise InvalidRequest([Violation("command", "must be open or batch")])
 

@@ -23,6 +23,7 @@ from reward_service.batching import take_fairly
 from reward_service.reward import Reward, RewardSession, ScoringTask, whole_answers
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import Overloaded, RewardInvalid, Unavailable
+from specrej.telemetry import metrics, names
 
 T = TypeVar("T")
 
@@ -138,7 +139,12 @@ class Worker:
 
     async def score_with(self, session: RewardSession, candidates: Sequence[Candidate]) -> Scores:
         """A session's next batch; raises as `score` does."""
-        return await self._ask(_Batch(session, candidates))
+        began, label = time.perf_counter(), {names.REWARD: self._reward.name}
+        scores = await self._ask(_Batch(session, candidates))
+        metrics.record(names.REWARD_DURATION, time.perf_counter() - began, **label)
+        metrics.record(names.REWARD_BATCH, len(candidates), **label)
+        metrics.add(names.REWARD_TOKENS, scores.computed_tokens, **label)
+        return scores
 
     def close(self) -> None:
         """Refuse what waits; the pass under way ends by itself, see `join`."""
@@ -164,8 +170,9 @@ class Worker:
         if not self._room.acquire(blocking=False):
             text = f"reward {self._reward.name}: {self._queue_limit} calls wait already"
             raise Overloaded(text)
+        metrics.add(names.REWARD_QUEUED, 1, reward=self._reward.name)
         # Runs when the thread is done with it, or when it is given up before the thread begins.
-        request.future.add_done_callback(lambda _: self._room.release())
+        request.future.add_done_callback(self._make_room)
         with self._closing:
             if self._closed:
                 request.future.cancel()
@@ -176,6 +183,10 @@ class Worker:
         except asyncio.CancelledError:
             request.abandoned = True
             raise
+
+    def _make_room(self, _: object) -> None:
+        self._room.release()
+        metrics.add(names.REWARD_QUEUED, -1, reward=self._reward.name)
 
     def _close_session(self, session: RewardSession) -> None:
         with self._closing:

@@ -8,15 +8,13 @@ Answers go to stdout and nothing else does; progress and errors go to stderr. Ex
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -24,8 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from specrej import demo as demonstration
-from specrej import errors, wire
+from specrej import wire
 from specrej.cli_credentials import takes_credentials
+from specrej.cli_run import note, print_json, run_to_end
+from specrej.cli_telemetry import top, trace
 from specrej.client import Client, Options, RewardClient
 from specrej.contracts import (
     Algorithm,
@@ -40,22 +40,9 @@ from specrej.contracts import (
     WeightedReward,
 )
 from specrej.credentials import Credentials, credentials_from
-from specrej.processes import ProcessError
 from specrej.rounds_view import watch
 from specrej.security import Role, append_line, new_token
 from specrej.stack import Ports, Stack
-
-_EXIT_CODES: dict[type[errors.SpecrejError], int] = {
-    errors.InvalidRequest: 2,
-    errors.NotFound: 2,
-    errors.Unavailable: 3,
-    errors.DeadlineExceeded: 4,
-    errors.Overloaded: 5,
-    errors.Unauthenticated: 6,
-    errors.PermissionDenied: 6,
-}
-_INTERRUPTED = 130
-_TERMINATED = 143
 
 app = typer.Typer(
     help="Best-of-N answers at a fraction of their cost: Speculative Rejection as a service.",
@@ -227,7 +214,7 @@ def generate(
         "allow_degraded": allow_degraded or None,
     }
     options = cast(Options, {name: value for name, value in given.items() if value is not None})
-    _run(_generate(address, _prompt(system, prompt), options, timeout, as_json, credentials))
+    run_to_end(_generate(address, _prompt(system, prompt), options, timeout, as_json, credentials))
 
 
 async def _generate(
@@ -241,8 +228,9 @@ async def _generate(
     async with Client(address, timeout_s=timeout_s, **credentials) as client:
         events = client.stream(prompt, **options)
         generation = await watch(events, Console(stderr=True))
+    note(f"request {generation.request_id}")
     if as_json:
-        _print_json(wire.to_plain(wire.generation_to_wire(generation)))
+        print_json(wire.to_plain(wire.generation_to_wire(generation)))
     else:
         _print_answers(generation)
 
@@ -257,7 +245,7 @@ def describe(
     credentials: Credentials,
 ) -> None:
     """Show models, rewards, limits and load."""
-    _run(_describe(address, timeout, as_json, credentials))
+    run_to_end(_describe(address, timeout, as_json, credentials))
 
 
 async def _describe(
@@ -266,7 +254,7 @@ async def _describe(
     async with Client(address, timeout_s=timeout_s, **credentials) as client:
         description = await client.describe()
     if as_json:
-        _print_json(wire.to_plain(wire.service_to_wire(description)))
+        print_json(wire.to_plain(wire.service_to_wire(description)))
     else:
         Console().print(_description_table(description))
 
@@ -289,7 +277,7 @@ def score(
     """Score RESPONSEs to a prompt; higher is better."""
     client = partial(RewardClient, address, timeout_s=timeout, **credentials)
     asked = _prompt("", prompt)
-    _run(_score(client, asked, responses, reward, unfinished=unfinished, as_json=as_json))
+    run_to_end(_score(client, asked, responses, reward, unfinished=unfinished, as_json=as_json))
 
 
 async def _score(
@@ -304,7 +292,7 @@ async def _score(
     async with connect() as client:
         scores: Scores = await client.score(prompt, responses, reward=reward, unfinished=unfinished)
     if as_json:
-        _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
+        print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
         return
     for value, response in zip(scores.values, responses, strict=True):
         typer.echo(f"{value:8.4f}  {' '.join(response.split())}")
@@ -316,33 +304,39 @@ def up(
     generator_port: Annotated[int, typer.Option()] = Ports().generator,
     reward_port: Annotated[int, typer.Option()] = Ports().reward,
     redis_port: Annotated[int, typer.Option()] = Ports().redis,
+    metrics_port: Annotated[
+        int, typer.Option(help="The first of three: orchestrator, generator, reward service.")
+    ] = Ports().metrics_orchestrator,
     log_dir: Annotated[Path | None, typer.Option(help="Keep logs here.")] = None,
 ) -> None:
     """Run the whole service on this machine until Ctrl-C."""
-    ports = Ports(port, generator_port, reward_port, redis_port)
-    _run(_up(Stack(ports, log_dir=log_dir, credentials=credentials_from(os.environ))))
+    of_metrics = (metrics_port + number for number in range(3))
+    ports = Ports(port, generator_port, reward_port, redis_port, *of_metrics)
+    run_to_end(_up(Stack(ports, log_dir=log_dir, credentials=credentials_from(os.environ))))
 
 
 async def _up(stack: Stack) -> None:
-    _note("starting valkey, generator, reward service and orchestrator")
+    note("starting valkey, generator, reward service and orchestrator")
     async with stack:
-        _note(
+        note(
             f"orchestrator  {stack.orchestrator_address}\n"
             f"generator     {stack.generator_address}\n"
             f"reward        {stack.reward_address}\n"
             f"redis         {stack.redis_url}\n"
+            f"metrics       {' '.join(stack.ports.metrics_urls)}\n"
             f"logs          {stack.log_dir}\n"
             "\n"
             f'specrej generate --address {stack.orchestrator_address} "Why is the sky blue?"\n'
             f"specrej describe --address {stack.orchestrator_address}\n"
+            f"specrej top --metrics-url {','.join(stack.ports.metrics_urls)}\n"
             "\n"
             "Ctrl-C stops everything"
         )
         try:
-            await stack.keep_alive(_note)
+            await stack.keep_alive(note)
         except asyncio.CancelledError:
             # Ctrl-C or SIGTERM: how this command is meant to end.
-            _note("stopping")
+            note("stopping")
 
 
 @app.command()
@@ -352,7 +346,7 @@ def demo(
     ] = demonstration.PROMPT,
 ) -> None:
     """Start everything on free ports, answer one prompt, stop everything."""
-    _run(demonstration.run(prompt, Console()))
+    run_to_end(demonstration.run(prompt, Console()))
 
 
 @app.command()
@@ -380,12 +374,12 @@ def token(
         raise typer.BadParameter("TENANT must be a name")
     made, line = new_token(tenant, role or ())
     if append is None:
-        _note(line)
+        note(line)
     else:
         try:
             append_line(append, line)
         except OSError as error:
-            _note(f"specrej: {error}")
+            note(f"specrej: {error}")
             raise typer.Exit(1) from None
     typer.echo(made)
 
@@ -414,42 +408,14 @@ def cache(context: typer.Context) -> None:
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end; errors and signals become one line on stderr and an exit code."""
-    try:
-        asyncio.run(_with_sigterm(work))
-    except errors.SpecrejError as error:
-        _note(f"specrej: {' '.join(error.message.split()) or error.reason}")
-        raise typer.Exit(_EXIT_CODES.get(type(error), 1)) from None
-    except ProcessError as error:
-        _note(f"specrej: {error}")
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(_INTERRUPTED) from None
-    except asyncio.CancelledError:
-        raise typer.Exit(_TERMINATED) from None
-
-
-async def _with_sigterm(work: Coroutine[Any, Any, None]) -> None:
-    """SIGTERM unwinds like Ctrl-C does, so that whatever was started is stopped."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await work
+for _command in (trace, top):
+    app.command()(_command)
 
 
 def _prompt(system: str, text: str) -> Prompt:
     turns = [Message("system", system)] if system else []
     content = sys.stdin.read() if text == "-" else text
     return Prompt(messages=(*turns, Message("user", content)))
-
-
-def _note(text: str) -> None:
-    typer.echo(text, err=True)
-
-
-def _print_json(plain: Mapping[str, object]) -> None:
-    typer.echo(json.dumps(plain, ensure_ascii=False, indent=2))
 
 
 def _print_answers(generation: Generation) -> None:

@@ -23,6 +23,7 @@ from specrej.contracts import (
     Generation,
     Message,
     Prompt,
+    RequestRecord,
     RewardDescription,
     Schedule,
     Scores,
@@ -39,6 +40,9 @@ from specrej.v1 import (
     reward_pb2,
     reward_pb2_grpc,
 )
+
+_ORCHESTRATOR = "specrej.v1.OrchestratorService"
+_REWARD = "specrej.v1.RewardService"
 
 # One user turn, a whole prompt, or a conversation.
 PromptLike = str | Prompt | Sequence[Message]
@@ -185,11 +189,9 @@ class Client(_Connection):
             SpecrejError: one of its kinds.
         """
         request = build_request(prompt, **options)
-        with _errors():
+        with _calling(f"{_ORCHESTRATOR}/Generate") as span:
             answer = await self._stub.Generate(
-                request,
-                timeout=self._deadline(timeout_s),
-                metadata=telemetry.outgoing_metadata(),
+                request, timeout=self._deadline(timeout_s), metadata=span.metadata
             )
         return wire.generation_from_wire(answer)
 
@@ -205,29 +207,45 @@ class Client(_Connection):
             SpecrejError: one of its kinds.
         """
         request = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
-        call = self._stub.GenerateStream(
-            request, timeout=self._deadline(timeout_s), metadata=telemetry.outgoing_metadata()
-        )
         finished = False
-        try:
-            with _errors():
+        with _calling(f"{_ORCHESTRATOR}/GenerateStream") as span:
+            call = self._stub.GenerateStream(
+                request, timeout=self._deadline(timeout_s), metadata=span.metadata
+            )
+            try:
                 async for message in call:
                     event = wire.event_from_wire(message)
-                    finished = isinstance(event, Finished)
+                    if finished := isinstance(event, Finished):
+                        span.end(grpc.StatusCode.OK.name)  # who has the answer may leave
                     yield event
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
         if not finished:
             raise InternalError("the stream ended without an answer")
 
     async def describe(self, *, timeout_s: float | None = None) -> ServiceDescription:
         """Models, rewards, limits and defaults."""
-        with _errors():
+        with _calling(f"{_ORCHESTRATOR}/Describe") as span:
             answer = await self._stub.Describe(
                 orchestrator_pb2.OrchestratorServiceDescribeRequest(),
                 timeout=self._deadline(timeout_s),
+                metadata=span.metadata,
             )
         return wire.service_from_wire(answer)
+
+    async def record(self, request_id: str, *, timeout_s: float | None = None) -> RequestRecord:
+        """How one of the caller's last requests went, or goes.
+
+        Raises:
+            NotFound: the server does not remember it, or it is somebody else's.
+        """
+        with _calling(f"{_ORCHESTRATOR}/GetRecord") as span:
+            answer = await self._stub.GetRecord(
+                orchestrator_pb2.GetRecordRequest(request_id=request_id),
+                timeout=self._deadline(timeout_s),
+                metadata=span.metadata,
+            )
+        return wire.record_from_wire(answer.record)
 
 
 class RewardClient(_Connection):
@@ -262,15 +280,19 @@ class RewardClient(_Connection):
         request = reward_pb2.ScoreRequest(
             reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
         )
-        with _errors():
-            answer = await self._stub.Score(request, timeout=self._deadline(timeout_s))
+        with _calling(f"{_REWARD}/Score") as span:
+            answer = await self._stub.Score(
+                request, timeout=self._deadline(timeout_s), metadata=span.metadata
+            )
         return Scores(tuple(answer.scores), answer.computed_tokens)
 
     async def describe(self, *, timeout_s: float | None = None) -> tuple[RewardDescription, ...]:
         """The rewards that are served; the first is the default."""
-        with _errors():
+        with _calling(f"{_REWARD}/Describe") as span:
             answer = await self._stub.Describe(
-                reward_pb2.RewardServiceDescribeRequest(), timeout=self._deadline(timeout_s)
+                reward_pb2.RewardServiceDescribeRequest(),
+                timeout=self._deadline(timeout_s),
+                metadata=span.metadata,
             )
         return tuple(wire.reward_from_wire(reward) for reward in answer.rewards)
 
@@ -292,8 +314,14 @@ def _rewards(
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _calling(method: str) -> Iterator[telemetry.ClientSpan]:
+    """One call: its span, and its failure as one of our own errors."""
+    span = telemetry.ClientSpan(method)
     try:
-        yield
+        yield span
+        span.end(grpc.StatusCode.OK.name)
     except grpc.aio.AioRpcError as failure:
+        span.end(failure.code().name)
         raise from_rpc_error(failure) from failure
+    finally:
+        span.end(grpc.StatusCode.CANCELLED.name)  # unless it has ended otherwise

@@ -33,6 +33,11 @@ class Prompt:
         """A conversation of one user turn."""
         return cls(messages=(Message("user", content),))
 
+    @property
+    def turns(self) -> tuple[Message, ...]:
+        """The conversation; raw text is one user turn."""
+        return self.messages or (Message("user", self.text),)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -325,6 +330,24 @@ class RankedCandidate:
     vetoed: bool = False
 
 
+class Fate(Enum):
+    """What became of a candidate at a decision token."""
+
+    KEPT = "kept"  # it goes on
+    REJECTED = "rejected"  # by its rank
+    VETOED = "vetoed"  # rejected: a reward is below its veto
+    FINISHED = "finished"  # it ended by itself in this round, ranked out or not
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTrace:
+    """One candidate at the end of a round."""
+
+    id: int
+    score: float
+    fate: Fate
+
+
 @dataclass(frozen=True, slots=True)
 class RoundTrace:
     """What happened in one round; fields as in `specrej.v1.RoundTrace`."""
@@ -347,6 +370,7 @@ class RoundTrace:
     prune_ms: float
     num_vetoed: int = 0
     alpha: float = 0.0
+    candidates: tuple[CandidateTrace, ...] = ()  # those scored in it, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,11 +445,20 @@ class RoundCompleted:
     best_text: str
 
 
+class AnswerSource(Enum):
+    """Where an answer came from."""
+
+    RUN = "run"  # made for this request
+    CACHE = "cache"
+    FLIGHT = "flight"  # made for an equal request at the same time
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Event: the answer; the last one."""
+    """Event: the answer; the last one. Where it came from stays in the process that knows."""
 
     generation: Generation
+    source: AnswerSource = AnswerSource.RUN
 
 
 Event = Admitted | RoundCompleted | Finished
@@ -447,3 +480,35 @@ class ServiceDescription:
     num_answers: int = 0
     num_degraded: int = 0
     num_hurried: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRound:
+    """A round, and when it began: milliseconds since the request arrived."""
+
+    start_ms: float
+    trace: RoundTrace
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What is remembered of a request, no text of it; fields as in `specrej.v1.RequestRecord`."""
+
+    request_id: str
+    started_unix_s: float
+    selection: Selection
+    max_tokens: int
+    outcome: str = ""
+    elapsed_ms: float = 0.0
+    queued_at_ms: float | None = None
+    running_at_ms: float | None = None
+    opened_at_ms: float | None = None
+    n: int = 0
+    prompt_tokens: int = 0
+    rounds: tuple[RecordedRound, ...] = ()
+    source: AnswerSource | None = None
+    answer_id: int = 0
+    score: float = 0.0
+    usage: Usage | None = None
+    degradations: tuple[Degradation, ...] = ()
+    hurried: bool = False

@@ -4,7 +4,7 @@
     ├── InvalidRequest     INVALID_ARGUMENT    every violation, with its field's path
     ├── Unauthenticated    UNAUTHENTICATED     no token, or one that nobody was given
     ├── PermissionDenied   PERMISSION_DENIED   a token that is not for this
-    ├── NotFound           NOT_FOUND           unknown model or reward
+    ├── NotFound           NOT_FOUND           unknown model, reward or request
     ├── Overloaded         RESOURCE_EXHAUSTED  queue or slots full; carries a delay
     ├── Unavailable        UNAVAILABLE         loading, draining, backend down; carries a delay
     ├── SessionExpired     FAILED_PRECONDITION the session's lease ran out
@@ -75,7 +75,7 @@ class PermissionDenied(SpecrejError):
 
 
 class NotFound(SpecrejError):
-    """Unknown model or reward."""
+    """Unknown model, reward or request."""
 
     reason = "NOT_FOUND"
 

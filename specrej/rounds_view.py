@@ -125,6 +125,7 @@ class RoundsView:
 
     n: int = 0
     prompt_tokens: int = 0
+    request_id: str = ""
     traces: list[RoundTrace] = field(default_factory=list)
     best_text: str = ""
     answer: Generation | None = None
@@ -134,6 +135,7 @@ class RoundsView:
         match event:
             case Admitted():
                 self.n, self.prompt_tokens = event.n, event.prompt_tokens
+                self.request_id = event.request_id
             case RoundCompleted():
                 self.traces.append(event.trace)
                 self.best_text = event.best_text
@@ -149,7 +151,8 @@ class RoundsView:
             self.spinner.text = Text("waiting for room", "dim")
             return self.spinner
         self.spinner.text = Text(f"round {len(self.traces) + 1}", "dim")
-        title = Text(f"{self.n} candidates, prompt of {self.prompt_tokens} tokens", "dim")
+        asked = f"{self.n} candidates, prompt of {self.prompt_tokens} tokens"
+        title = Text(f"{asked}, request {self.request_id}", "dim")
         preview = Text(" ".join(self.best_text.split())[:_PREVIEW_CHARACTERS], "italic dim")
         return Group(title, rounds_table(self.traces, self.n), preview, self.spinner)
 

@@ -12,7 +12,7 @@ import logging
 import signal
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -107,8 +107,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(self._guard(method, refuse, Caller()))
 
     def _guard(self, method: str, behavior: Handler, caller: Caller) -> Handler:
+        name = method.lstrip("/")
+
         async def guarded(request: Any, context: Context) -> Any:
-            with telemetry.server_span(method, context.invocation_metadata() or ()) as span:
+            with telemetry.served(name, context.invocation_metadata() or ()) as call:
                 try:
                     set_caller(caller)
                     left_s = self._deadline_s(context)
@@ -116,14 +118,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     async with asyncio.timeout(left_s):
                         return await behavior(request, context)
                 except Exception as error:
-                    await _abort(context, method, error, span)
+                    await _abort(context, method, error, call)
                 except asyncio.CancelledError as error:
-                    telemetry.end_with_code(span, grpc.StatusCode.CANCELLED.name)
+                    call.code = _code_of_cancellation(context).name
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
                     # Not the call's own cancellation: without a status its client would hang.
-                    await _abort(context, method, error, span)
+                    await _abort(context, method, error, call)
 
         return guarded
 
@@ -133,9 +135,21 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return self._default_deadline_s if remaining is None or remaining > 1e7 else remaining
 
 
-async def _abort(context: Context, method: str, error: BaseException, span: telemetry.Span) -> None:
+_CANCELLATION_S = 0.001  # until one that has come is told
+
+# Grpc cancels what is late, a client that is late too cancels by itself, a little earlier.
+_LATE_S = 0.05
+
+
+def _code_of_cancellation(context: Context) -> grpc.StatusCode:
+    left_s = context.time_remaining()
+    late = left_s is not None and left_s < _LATE_S
+    return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+
+
+async def _abort(context: Context, method: str, error: BaseException, call: telemetry.Call) -> None:
     code, text, trailers = to_status(_presentable(method, error))
-    telemetry.end_with_code(span, code.name)
+    call.code = code.name
     await context.abort(code, text, trailers)
 
 
@@ -210,6 +224,8 @@ async def answer_commands(
             answer = stale()
             answer.sequence = request.sequence
         await _leased(context.write(answer), lease_s)
+    # A stream that is cancelled reads as ended too, an instant before its handler is cancelled.
+    await asyncio.sleep(_CANCELLATION_S)
 
 
 T = TypeVar("T")
@@ -222,6 +238,7 @@ async def _leased(step: Awaitable[T], lease_s: float) -> T:
             return await step
     except TimeoutError:
         if lease.expired():
+            telemetry.metrics.add(telemetry.names.LEASES_EXPIRED)
             raise SessionExpired(f"nothing from the peer for {lease_s:g} s") from None
         raise
 
@@ -330,6 +347,10 @@ class Server:
         await asyncio.sleep(self._settings.drain_seconds)
         await self.stop()
 
+    def _heartbeat_age(self) -> Iterator[telemetry.metrics.Observed]:
+        if self._heartbeats:
+            yield max(beat() for beat in self._heartbeats), {}
+
     async def _follow_heartbeats(self) -> None:
         """Alive, and ready, is whoever gets on with its work; that a process answers is neither."""
         was_alive = True
@@ -350,6 +371,7 @@ class Server:
         log.info("listening on %s:%d", self._settings.host, self.port)
         if self._settings.shows_tokens:
             log.warning("tokens reach this port in plaintext: set tls_cert, unless a proxy does it")
+        telemetry.metrics.observe(telemetry.names.HEARTBEAT_AGE, self._heartbeat_age)
         following = asyncio.ensure_future(self._follow_heartbeats())
         try:
             warming = asyncio.ensure_future(warm_up())

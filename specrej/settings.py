@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -52,7 +52,12 @@ class ServiceSettings(BaseSettings):
     log_error_text: CliImplicitFlag[bool] = Field(
         False, description="log the text of unexpected errors too, which may quote prompts"
     )
-    otlp_endpoint: str = Field("", description="OTLP gRPC collector URL for traces; empty: none")
+    log_format: Literal["text", "json"] = Field("text", description="lines to read, or JSON lines")
+    otlp_endpoint: str = Field(
+        "", description="OTLP gRPC collector URL for traces and metrics; empty: none"
+    )
+    metrics_port: Port = Field(0, description="HTTP port of a Prometheus endpoint; 0: none")
+    metrics_host: str = Field("", description="address of that port; empty: that of host")
     tls_cert: str = Field("", description="PEM file of the certificate chain; empty: plaintext")
     tls_key: str = Field("", description="PEM file of its key")
     tls_client_ca: str = Field(

@@ -36,6 +36,15 @@ class Ports:
     generator: int = 50051
     reward: int = 50052
     redis: int = 6390
+    metrics_orchestrator: int = 9464
+    metrics_generator: int = 9465
+    metrics_reward: int = 9466
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """The Prometheus endpoints of orchestrator, generator and reward service."""
+        ports = (self.metrics_orchestrator, self.metrics_generator, self.metrics_reward)
+        return tuple(f"http://{HOST}:{port}/metrics" for port in ports)
 
     @classmethod
     def free(cls) -> Ports:
@@ -162,8 +171,11 @@ class Stack:
             name=name,
             arguments=(sys.executable, "-m", module),
             is_ready=partial(_is_serving, address, self._credentials if secured else Credentials()),
-            environment={**environment, **self._environment},
+            environment={**environment, **self._metrics(name), **self._environment},
         )
+
+    def _metrics(self, name: str) -> Mapping[str, str]:
+        return {f"SPECREJ_{name.upper()}_METRICS_PORT": str(getattr(self.ports, f"metrics_{name}"))}
 
     def _valkey(self, data_dir: Path) -> Program:
         options = ("--bind", HOST, "--port", str(self.ports.redis), "--dir", str(data_dir))

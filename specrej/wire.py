@@ -40,6 +40,18 @@ _DEGRADATION: Mapping[c.Degradation, orchestrator_pb2.Degradation.ValueType] = {
     c.Degradation.GENERATOR: orchestrator_pb2.DEGRADATION_GENERATOR,
     c.Degradation.DEADLINE: orchestrator_pb2.DEGRADATION_DEADLINE,
 }
+_FATE: Mapping[c.Fate, orchestrator_pb2.CandidateFate.ValueType] = {
+    c.Fate.KEPT: orchestrator_pb2.CANDIDATE_FATE_KEPT,
+    c.Fate.REJECTED: orchestrator_pb2.CANDIDATE_FATE_REJECTED,
+    c.Fate.VETOED: orchestrator_pb2.CANDIDATE_FATE_VETOED,
+    c.Fate.FINISHED: orchestrator_pb2.CANDIDATE_FATE_FINISHED,
+}
+_SOURCE: Mapping[c.AnswerSource | None, orchestrator_pb2.AnswerSource.ValueType] = {
+    None: orchestrator_pb2.ANSWER_SOURCE_UNSPECIFIED,
+    c.AnswerSource.RUN: orchestrator_pb2.ANSWER_SOURCE_RUN,
+    c.AnswerSource.CACHE: orchestrator_pb2.ANSWER_SOURCE_CACHE,
+    c.AnswerSource.FLIGHT: orchestrator_pb2.ANSWER_SOURCE_FLIGHT,
+}
 
 V = TypeVar("V")
 E = TypeVar("E")
@@ -284,20 +296,43 @@ def weighted_from_wire(message: orchestrator_pb2.WeightedReward) -> c.WeightedRe
     )
 
 
+def selection_to_wire(chosen: c.Selection) -> orchestrator_pb2.Selection:
+    return orchestrator_pb2.Selection(
+        n=chosen.n,
+        alpha=chosen.alpha,
+        schedule=schedule_to_wire(chosen.schedule),
+        algorithm=algorithm_to_wire(chosen.algorithm),
+        rewards=[weighted_to_wire(reward) for reward in chosen.rewards],
+        return_candidates=chosen.return_candidates,
+    )
+
+
+def selection_from_wire(
+    message: orchestrator_pb2.Selection,
+    default_schedule: c.Schedule,
+    violations: list[Violation],
+) -> c.Selection:
+    base = c.Selection()
+    return c.Selection(
+        n=message.n,
+        alpha=message.alpha if message.HasField("alpha") else base.alpha,
+        schedule=schedule_from_wire(message.schedule, default_schedule),
+        algorithm=_enum(
+            _ALGORITHM, message.algorithm, base.algorithm, "selection.algorithm", violations
+        ),
+        rewards=tuple(map(weighted_from_wire, message.rewards)),
+        return_candidates=(
+            message.return_candidates if message.HasField("return_candidates") else 1
+        ),
+    )
+
+
 def request_to_wire(request: c.GenerationRequest) -> orchestrator_pb2.GenerateRequest:
-    chosen = request.selection
     return orchestrator_pb2.GenerateRequest(
         model=request.model,
         prompt=prompt_to_wire(request.prompt),
         sampling=sampling_to_wire(request.sampling),
-        selection=orchestrator_pb2.Selection(
-            n=chosen.n,
-            alpha=chosen.alpha,
-            schedule=schedule_to_wire(chosen.schedule),
-            algorithm=algorithm_to_wire(chosen.algorithm),
-            rewards=[weighted_to_wire(reward) for reward in chosen.rewards],
-            return_candidates=chosen.return_candidates,
-        ),
+        selection=selection_to_wire(request.selection),
         cache_control=cache_to_wire(request.cache),
         allow_degraded=request.allow_degraded,
     )
@@ -309,17 +344,7 @@ def request_from_wire(
     violations: list[Violation],
 ) -> c.GenerationRequest:
     """The request with defaults filled; unknown enum numbers are added to `violations`."""
-    chosen, base = message.selection, c.Selection()
-    selection = c.Selection(
-        n=chosen.n,
-        alpha=chosen.alpha if chosen.HasField("alpha") else base.alpha,
-        schedule=schedule_from_wire(chosen.schedule, default_schedule),
-        algorithm=_enum(
-            _ALGORITHM, chosen.algorithm, base.algorithm, "selection.algorithm", violations
-        ),
-        rewards=tuple(map(weighted_from_wire, chosen.rewards)),
-        return_candidates=(chosen.return_candidates if chosen.HasField("return_candidates") else 1),
-    )
+    selection = selection_from_wire(message.selection, default_schedule, violations)
     return c.GenerationRequest(
         prompt=prompt_from_wire(message.prompt),
         sampling=sampling_from_wire(message.sampling),
@@ -353,6 +378,12 @@ def trace_to_wire(trace: c.RoundTrace) -> orchestrator_pb2.RoundTrace:
         prune_ms=trace.prune_ms,
         num_vetoed=trace.num_vetoed,
         alpha=trace.alpha,
+        candidates=[
+            orchestrator_pb2.CandidateTrace(
+                candidate_id=each.id, score=each.score, fate=_FATE[each.fate]
+            )
+            for each in trace.candidates
+        ],
     )
 
 
@@ -376,6 +407,10 @@ def trace_from_wire(message: orchestrator_pb2.RoundTrace) -> c.RoundTrace:
         prune_ms=message.prune_ms,
         num_vetoed=message.num_vetoed,
         alpha=message.alpha,
+        candidates=tuple(
+            c.CandidateTrace(each.candidate_id, each.score, _back(_FATE, each.fate))
+            for each in message.candidates
+        ),
     )
 
 
@@ -409,8 +444,30 @@ def ranked_from_wire(message: orchestrator_pb2.RankedCandidate) -> c.RankedCandi
     )
 
 
+def usage_to_wire(usage: c.Usage) -> orchestrator_pb2.Usage:
+    return orchestrator_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        generated_tokens=usage.generated_tokens,
+        answer_tokens=usage.answer_tokens,
+        reward_tokens=usage.reward_tokens,
+        freed_slots=usage.freed_slots,
+        best_of_n_tokens_estimate=usage.best_of_n_tokens_estimate,
+    )
+
+
+def usage_from_wire(message: orchestrator_pb2.Usage) -> c.Usage:
+    return c.Usage(
+        prompt_tokens=message.prompt_tokens,
+        generated_tokens=message.generated_tokens,
+        answer_tokens=message.answer_tokens,
+        reward_tokens=message.reward_tokens,
+        freed_slots=message.freed_slots,
+        best_of_n_tokens_estimate=message.best_of_n_tokens_estimate,
+    )
+
+
 def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateResponse:
-    best, usage, timings = generation.best, generation.usage, generation.timings
+    best, timings = generation.best, generation.timings
     return orchestrator_pb2.GenerateResponse(
         request_id=generation.request_id,
         text=best.text,
@@ -418,14 +475,7 @@ def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateRes
         finish_reason=_FINISH[best.finish],
         candidates=[ranked_to_wire(ranked) for ranked in generation.candidates],
         rounds=[trace_to_wire(trace) for trace in generation.rounds],
-        usage=orchestrator_pb2.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            generated_tokens=usage.generated_tokens,
-            answer_tokens=usage.answer_tokens,
-            reward_tokens=usage.reward_tokens,
-            freed_slots=usage.freed_slots,
-            best_of_n_tokens_estimate=usage.best_of_n_tokens_estimate,
-        ),
+        usage=usage_to_wire(generation.usage),
         cached=generation.cached,
         degraded=generation.degraded,
         fingerprints=orchestrator_pb2.Fingerprints(
@@ -447,18 +497,11 @@ def generation_to_wire(generation: c.Generation) -> orchestrator_pb2.GenerateRes
 
 
 def generation_from_wire(message: orchestrator_pb2.GenerateResponse) -> c.Generation:
-    usage, timings = message.usage, message.timings
+    timings = message.timings
     return c.Generation(
         candidates=tuple(map(ranked_from_wire, message.candidates)),
         rounds=tuple(trace_from_wire(trace) for trace in message.rounds),
-        usage=c.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            generated_tokens=usage.generated_tokens,
-            answer_tokens=usage.answer_tokens,
-            reward_tokens=usage.reward_tokens,
-            freed_slots=usage.freed_slots,
-            best_of_n_tokens_estimate=usage.best_of_n_tokens_estimate,
-        ),
+        usage=usage_from_wire(message.usage),
         timings=c.Timings(
             total_ms=timings.total_ms,
             queue_ms=timings.queue_ms,
@@ -513,6 +556,60 @@ def event_from_wire(message: orchestrator_pb2.GenerateStreamResponse) -> c.Event
             return c.Finished(generation_from_wire(message.finished))
         case _:
             raise ValueError("an event of no known kind")
+
+
+# The record of a request
+
+
+def record_to_wire(record: c.RequestRecord) -> orchestrator_pb2.RequestRecord:
+    return orchestrator_pb2.RequestRecord(
+        request_id=record.request_id,
+        started_unix_s=record.started_unix_s,
+        selection=selection_to_wire(record.selection),
+        max_tokens=record.max_tokens,
+        outcome=record.outcome,
+        elapsed_ms=record.elapsed_ms,
+        queued_at_ms=record.queued_at_ms,
+        running_at_ms=record.running_at_ms,
+        opened_at_ms=record.opened_at_ms,
+        n=record.n,
+        prompt_tokens=record.prompt_tokens,
+        rounds=[
+            orchestrator_pb2.RecordedRound(start_ms=each.start_ms, trace=trace_to_wire(each.trace))
+            for each in record.rounds
+        ],
+        source=_SOURCE[record.source],
+        answer_candidate_id=record.answer_id,
+        score=record.score,
+        usage=usage_to_wire(record.usage) if record.usage else None,
+        degradations=[_DEGRADATION[each] for each in record.degradations],
+        hurried=record.hurried,
+    )
+
+
+def record_from_wire(message: orchestrator_pb2.RequestRecord) -> c.RequestRecord:
+    return c.RequestRecord(
+        request_id=message.request_id,
+        started_unix_s=message.started_unix_s,
+        selection=selection_from_wire(message.selection, c.Schedule(), []),
+        max_tokens=message.max_tokens,
+        outcome=message.outcome,
+        elapsed_ms=message.elapsed_ms,
+        queued_at_ms=message.queued_at_ms if message.HasField("queued_at_ms") else None,
+        running_at_ms=message.running_at_ms if message.HasField("running_at_ms") else None,
+        opened_at_ms=message.opened_at_ms if message.HasField("opened_at_ms") else None,
+        n=message.n,
+        prompt_tokens=message.prompt_tokens,
+        rounds=tuple(
+            c.RecordedRound(each.start_ms, trace_from_wire(each.trace)) for each in message.rounds
+        ),
+        source=_back(_SOURCE, message.source),
+        answer_id=message.answer_candidate_id,
+        score=message.score,
+        usage=usage_from_wire(message.usage) if message.HasField("usage") else None,
+        degradations=tuple(_back(_DEGRADATION, value) for value in message.degradations),
+        hurried=message.hurried,
+    )
 
 
 # The descriptions of the orchestrator and of the reward service

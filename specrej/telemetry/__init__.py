@@ -1,26 +1,22 @@
 """The only package that knows OpenTelemetry: traces, metrics, logs, and the names of all of it."""
 
 from specrej.telemetry import metrics, names
-from specrej.telemetry.traces import (
-    Span,
-    configure,
-    end_with_code,
-    log_formatter,
-    outgoing_metadata,
-    server_span,
-    set_attributes,
-    span,
-)
+from specrej.telemetry.calls import Call, served
+from specrej.telemetry.logs import log_formatter, note
+from specrej.telemetry.setup import configured
+from specrej.telemetry.traces import ClientSpan, Span, SpanKind, annotate, span
 
 __all__ = [
+    "Call",
+    "ClientSpan",
     "Span",
-    "configure",
-    "end_with_code",
+    "SpanKind",
+    "annotate",
+    "configured",
     "log_formatter",
     "metrics",
     "names",
-    "outgoing_metadata",
-    "server_span",
-    "set_attributes",
+    "note",
+    "served",
     "span",
 ]

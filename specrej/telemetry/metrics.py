@@ -12,8 +12,9 @@ from specrej.telemetry.names import NAMESPACE, Metric
 
 Label = str | int | float | bool
 
-# A gauge's values as of now, each with its labels.
-Observe = Callable[[], Iterable[tuple[float, dict[str, Label]]]]
+# One of a gauge's values as of now, with its labels.
+Observed = tuple[float, dict[str, Label]]
+Observe = Callable[[], Iterable[Observed]]
 
 # Instruments made before a provider is set are that provider's, once it is.
 _meter = api.get_meter(NAMESPACE)

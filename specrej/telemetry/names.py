@@ -20,7 +20,8 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 Kind = Literal["counter", "up_down", "gauge", "histogram"]
 
 
-@dataclass(frozen=True, slots=True)
+# Equal to itself alone: each metric is here once, and looked up at every count.
+@dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One instrument; `labels` are all that its values ever carry."""
 
@@ -32,8 +33,12 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
+# Who tells.
+SERVICE_NAME, SERVICE_NAMESPACE = "service.name", "service.namespace"
+SERVICE_INSTANCE = "service.instance.id"
+
 # Calls, on all three ports (labels as the conventions name them).
-RPC_METHOD, RPC_CODE = "rpc.method", "rpc.response.status_code"
+RPC_SYSTEM, RPC_METHOD, RPC_CODE = "rpc.system", "rpc.method", "rpc.response.status_code"
 RPC_STARTED = Metric(
     "specrej.rpc.server.started", "counter", "{call}", "calls that came in", (RPC_METHOD,)
 )
@@ -58,7 +63,7 @@ LEASES_EXPIRED = Metric(
 # The orchestrator.
 ADMISSIONS = Metric(
     "specrej.admission.results", "counter", "{request}", "requests by result", ("result",)
-)
+)  # admitted, refused; left: it gave up while it waited
 REQUESTS_RUNNING = Metric("specrej.requests.running", "gauge", "{request}", "that run")
 REQUESTS_QUEUED = Metric("specrej.requests.queued", "gauge", "{request}", "that wait for a turn")
 TOKENS_QUEUED = Metric(
@@ -101,8 +106,8 @@ HURRIED = Metric(
     "specrej.answers.hurried", "counter", "{answer}", "cut deeper or earlier for the deadline"
 )
 CANDIDATES = Metric(
-    "specrej.candidates", "counter", "{candidate}", "of ended runs, by fate", ("fate",)
-)  # finished, truncated, rejected, abandoned
+    "specrej.candidates", "counter", "{candidate}", "of runs that began, by fate", ("fate",)
+)  # finished, truncated, rejected; abandoned: it still grew when its run ended
 ROUNDS = Metric("specrej.rounds", "counter", "{round}", "by why they ended", ("ended_by",))
 TOKENS = Metric(
     "specrej.tokens",
@@ -113,14 +118,16 @@ TOKENS = Metric(
 )
 CACHE_RESULTS = Metric(
     "specrej.cache.results", "counter", "{lookup}", "lookups of answers, by result", ("result",)
-)  # hit, stale, miss, error
+)  # hit, stale, miss, invalid, error; off: there is no Redis
 FLIGHT_WAITS = Metric(
     "specrej.flights.waited", "counter", "{request}", "that waited for an equal one", ("where",)
 )  # here, elsewhere
 
 # The generator.
-SLOTS = Metric("specrej.slots", "gauge", "{slot}", "KV slots by state", ("state",))
-SESSIONS = Metric("specrej.sessions", "gauge", "{session}", "by state", ("state",))
+SLOTS = Metric(
+    "specrej.slots", "gauge", "{slot}", "KV slots by state; the three are all there are", ("state",)
+)  # owned, cached, free
+SESSIONS = Metric("specrej.sessions", "gauge", "{session}", "by state", ("state",))  # open, waiting
 STEP_DURATION = Metric(
     "specrej.engine.step.duration", "histogram", "s", "one forward pass and its draws", (), _STEP_S
 )
@@ -141,7 +148,7 @@ REWARD_BATCH = Metric(
     "specrej.reward.batch", "histogram", "{text}", "texts of a batch", (REWARD,), _COUNTS
 )
 REWARD_TOKENS = Metric("specrej.reward.tokens", "counter", "{token}", "computed", (REWARD,))
-REWARD_QUEUED = Metric("specrej.reward.queued", "gauge", "{batch}", "that wait or run", (REWARD,))
+REWARD_QUEUED = Metric("specrej.reward.queued", "up_down", "{call}", "that wait or run", (REWARD,))
 
 # How well prefixes foretell: see docs/telemetry.md.
 _SHADOW_LABELS = ("schedule", REWARD)
@@ -159,10 +166,70 @@ SHADOW_REGRETS = Metric(
     "specrej.shadow.regrets",
     "counter",
     "{request}",
-    "in which a rejected candidate would have been the answer",
+    "in which a shadow would have been the answer",
     _SHADOW_LABELS,
 )
+SHADOW_REGRET = Metric(
+    "specrej.shadow.regret", "gauge", "1", "share of requests that lost their best, estimated",
+    _SHADOW_LABELS,
+)  # fmt: skip
+SHADOW_TOKENS = Metric(
+    "specrej.shadow.tokens", "counter", "{token}", "generated for shadows", _SHADOW_LABELS
+)
+SHADOW_GIVEN_UP = Metric(
+    "specrej.shadow.given_up", "counter", "{request}", "whose shadows were not run to their end",
+    (*_SHADOW_LABELS, "reason"),
+)  # fmt: skip
+# reasons: weaker, busy, slots, changed, failed
 SHADOW_ALPHA = Metric(
     "specrej.shadow.recommended_alpha", "gauge", "1", "the alpha that shadows speak for",
     _SHADOW_LABELS,
 )  # fmt: skip
+
+# Spans below a call's own, which has the method's name.
+SPAN_PLAN = "plan"
+SPAN_LOOKUP = "lookup"  # of a stored answer
+SPAN_FLIGHT, SPAN_SHARED_FLIGHT = "flight", "flight.shared"
+SPAN_QUEUE = "queue"
+SPAN_OPEN, SPAN_ROUND, SPAN_CLOSE = "open", "round", "close"
+SPAN_EXTEND, SPAN_SCORE, SPAN_PRUNE = "extend", "score", "prune"
+SPAN_STORE = "store"  # an answer
+SPAN_REFRESH = "refresh"  # of a stale answer; a trace of its own
+SPAN_SHADOWS = "shadows"  # a trace of their own, after the answer
+
+# Their attributes: the conventions' of generative AI and of databases.
+OPERATION = "gen_ai.operation.name"
+PROVIDER = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+CHOICES = "gen_ai.request.choice.count"
+MAX_TOKENS = "gen_ai.request.max_tokens"
+TEMPERATURE = "gen_ai.request.temperature"
+TOP_K, TOP_P = "gen_ai.request.top_k", "gen_ai.request.top_p"
+INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+DB_SYSTEM, DB_OPERATION = "db.system.name", "db.operation.name"
+
+# The project's own.
+REQUEST_ID = "specrej.request.id"
+ALGORITHM, ALPHA = "specrej.algorithm", "specrej.alpha"
+SCHEDULE, REWARDS = "specrej.schedule", "specrej.rewards"
+NUM_ROUNDS = "specrej.rounds.count"
+SOURCE, DEGRADATIONS, WAS_HURRIED = "specrej.source", "specrej.degradations", "specrej.hurried"
+SCORE = "specrej.score"  # of the answer
+ROUND_NUMBER = "specrej.round.number"
+NUM_STARTED, NUM_LIVE = "specrej.round.started", "specrej.round.alive"
+NUM_FINISHED, NUM_REJECTED = "specrej.round.finished", "specrej.round.rejected"
+DECISION_TOKEN, ENDED_BY = "specrej.round.decision_token", "specrej.round.ended_by"
+ROUND_TOKENS = "specrej.round.tokens"
+SESSION_SLOTS, FREED_SLOTS = "specrej.round.slots", "specrej.round.slots.freed"
+BEST_SCORE = "specrej.round.best_score"
+SCORES = "specrej.round.scores"  # the highest MAX_SCORES, best first
+MAX_SCORES = 32
+SEQUENCE = "specrej.command.sequence"  # of a stream's commands
+CACHE_FAILURE = "cache failure"  # an event, with what failed and how
+FAILED_STEP, FAILURE = "specrej.cache.step", "error.type"
+
+
+def cache_span(purpose: str) -> str:
+    """The name of the span of one exchange with Redis."""
+    return f"cache.{purpose}"

@@ -1,92 +1,57 @@
-"""The only file that knows OpenTelemetry: spans around calls and rounds, logs with trace ids.
+"""Spans around calls and what they are made of; traces go on where the metadata says.
 
-Without an OTLP endpoint the API's no-op tracer makes all of this free.
+Without a collector the API's no-op tracer makes all of this free.
 """
 
 from __future__ import annotations
 
-import logging
-import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
 
 from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
-Attribute = str | int | float | bool
-
-_tracer = trace.get_tracer("specrej")
-
-_MAX_CHAIN = 8  # of exceptions that led to each other, in a log
+from specrej.telemetry import names
 
 __all__ = [
+    "Attribute",
+    "ClientSpan",
     "Span",
-    "configure",
+    "SpanKind",
+    "annotate",
     "end_with_code",
-    "log_formatter",
-    "outgoing_metadata",
     "server_span",
-    "set_attributes",
     "span",
 ]
 
+Attribute = str | int | float | bool | Sequence[str] | Sequence[float]
 
-def configure(
-    service: str, otlp_endpoint: str, log_level: str, *, log_error_text: bool = False
-) -> None:
-    """Set up logs, and the exporter if there is an endpoint; once per process, before any span."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(log_formatter(service, error_text=log_error_text))
-    logging.basicConfig(level=log_level, handlers=[handler])
-    if not otlp_endpoint:
-        return
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+_tracer = trace.get_tracer(names.NAMESPACE)
 
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
-    exporter = OTLPSpanExporter(endpoint=otlp_endpoint, insecure=otlp_endpoint.startswith("http:"))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
+# The first span that was opened in this context: of the call that is served here, mostly.
+_first: ContextVar[Span | None] = ContextVar("first", default=None)
 
-
-def log_formatter(service: str, *, error_text: bool = False) -> logging.Formatter:
-    """The format of a service's logs; `error_text`: exceptions may say what they were about."""
-    kind = logging.Formatter if error_text else _WithoutErrorText
-    return kind(f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s")
-
-
-class _WithoutErrorText(logging.Formatter):
-    """Tells where and of what kind exceptions were, not their text: it may quote a prompt."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        # Other handlers leave what they made of the exception on the record, for all.
-        cached, record.exc_text = record.exc_text, None
-        try:
-            return super().format(record)
-        finally:
-            record.exc_text = cached
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802 - the name of logging's
-        error: BaseException | None = ei[1]
-        parts: list[str] = []
-        while error is not None and len(parts) < _MAX_CHAIN:
-            frames = "".join(traceback.format_tb(error.__traceback__))
-            parts.append(f"{frames}{type(error).__qualname__}")
-            hidden = None if error.__suppress_context__ else error.__context__
-            error = error.__cause__ or hidden
-        return "\nafter:\n".join(parts)
+# What the conventions call a server's own failures.
+_FAILURES = frozenset(
+    ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+)
 
 
 @contextmanager
-def span(name: str, **attributes: Attribute) -> Iterator[Span]:
-    """A span inside this process; what ends it early is noted by its kind alone."""
-    with _tracer.start_as_current_span(
-        name, record_exception=False, set_status_on_exception=False
-    ) as current:
-        set_attributes(current, **attributes)
+def span(
+    name: str, attributes: Mapping[str, Attribute] | None = None, kind: SpanKind = SpanKind.INTERNAL
+) -> Iterator[Span]:
+    """A span inside this process; what ends it early is noted by its kind alone.
+
+    The context must not be left for a while in between: no `yield` of a generator in it.
+    """
+    with (
+        _tracer.start_as_current_span(
+            name, None, kind, attributes, record_exception=False, set_status_on_exception=False
+        ) as current,
+        _perhaps_first(current),
+    ):
         try:
             yield current
         except BaseException as error:
@@ -94,34 +59,77 @@ def span(name: str, **attributes: Attribute) -> Iterator[Span]:
             raise
 
 
-def set_attributes(current: Span, **attributes: Attribute) -> None:
-    """Add attributes to a span, in the project's namespace."""
-    current.set_attributes({f"specrej.{key}": value for key, value in attributes.items()})
-
-
 @contextmanager
 def server_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Span]:
     """The span of one incoming call, child of the caller's span if the metadata names one."""
     carrier = {key: value for key, value in metadata if isinstance(value, str)}
-    with _tracer.start_as_current_span(
-        method.lstrip("/"),
-        context=propagate.extract(carrier),
-        kind=SpanKind.SERVER,
-        attributes={"rpc.system": "grpc", "rpc.method": method.lstrip("/")},
-        record_exception=False,
-        set_status_on_exception=False,
-    ) as current:
+    with (
+        _tracer.start_as_current_span(
+            method,
+            propagate.extract(carrier),
+            SpanKind.SERVER,
+            _rpc(method),
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as current,
+        _perhaps_first(current),
+    ):
         yield current
 
 
+@contextmanager
+def _perhaps_first(current: Span) -> Iterator[None]:
+    token = _first.set(current) if _first.get() is None else None
+    try:
+        yield
+    finally:
+        if token:
+            _first.reset(token)
+
+
+class ClientSpan:
+    """The span of one outgoing call, from now until `end`; never the current one.
+
+    So it may outlive the context in which the call was made, as the calls of streams do.
+    """
+
+    def __init__(self, method: str, *, outlives: bool = False) -> None:
+        """`method`: "package.Service/Method"; `outlives`: the current span, but not the first."""
+        first = _first.get() if outlives else None
+        self._span = _tracer.start_span(
+            method,
+            trace.set_span_in_context(first) if first else None,
+            SpanKind.CLIENT,
+            _rpc(method),
+        )
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What makes the span of whoever serves the call a child of this one."""
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier, trace.set_span_in_context(self._span))
+        return tuple(carrier.items())
+
+    def end(self, code: str) -> None:
+        """The call has ended, with this gRPC status; only the first time counts."""
+        if self._span.is_recording():
+            self._span.set_attribute(names.RPC_CODE, code)
+            if code != "OK":
+                self._span.set_status(Status(StatusCode.ERROR, code))
+            self._span.end()
+
+
 def end_with_code(current: Span, code: str) -> None:
-    """Note a failed call's gRPC status code on its span."""
-    current.set_attribute("rpc.response.status_code", code)
-    current.set_status(Status(StatusCode.ERROR, code))
+    """Note the gRPC status of a call that came in on its span."""
+    current.set_attribute(names.RPC_CODE, code)
+    if code in _FAILURES:
+        current.set_status(Status(StatusCode.ERROR, code))
 
 
-def outgoing_metadata() -> tuple[tuple[str, str], ...]:
-    """Metadata that makes the next service's span a child of the current one."""
-    carrier: dict[str, str] = {}
-    propagate.inject(carrier)
-    return tuple(carrier.items())
+def annotate(attributes: Mapping[str, Attribute]) -> None:
+    """Add attributes to the current span."""
+    trace.get_current_span().set_attributes(attributes)
+
+
+def _rpc(method: str) -> dict[str, Attribute]:
+    return {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method}

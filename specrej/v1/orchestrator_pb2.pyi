@@ -111,6 +111,66 @@ DEGRADATION_DEADLINE: Degradation.ValueType  # 3
 """Time ran out before any answer was complete: the answer is the best text so far."""
 Global___Degradation: _TypeAlias = Degradation  # noqa: Y015
 
+class _CandidateFate:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CandidateFateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CandidateFate.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CANDIDATE_FATE_UNSPECIFIED: _CandidateFate.ValueType  # 0
+    """Not known."""
+    CANDIDATE_FATE_KEPT: _CandidateFate.ValueType  # 1
+    """It goes on."""
+    CANDIDATE_FATE_REJECTED: _CandidateFate.ValueType  # 2
+    """Rejected by its rank."""
+    CANDIDATE_FATE_VETOED: _CandidateFate.ValueType  # 3
+    """Rejected, since a reward is below its veto_below."""
+    CANDIDATE_FATE_FINISHED: _CandidateFate.ValueType  # 4
+    """It ended by itself in this round. It may still be the answer, ranked out or not."""
+
+class CandidateFate(_CandidateFate, metaclass=_CandidateFateEnumTypeWrapper):
+    """What became of a candidate at a decision token."""
+
+CANDIDATE_FATE_UNSPECIFIED: CandidateFate.ValueType  # 0
+"""Not known."""
+CANDIDATE_FATE_KEPT: CandidateFate.ValueType  # 1
+"""It goes on."""
+CANDIDATE_FATE_REJECTED: CandidateFate.ValueType  # 2
+"""Rejected by its rank."""
+CANDIDATE_FATE_VETOED: CandidateFate.ValueType  # 3
+"""Rejected, since a reward is below its veto_below."""
+CANDIDATE_FATE_FINISHED: CandidateFate.ValueType  # 4
+"""It ended by itself in this round. It may still be the answer, ranked out or not."""
+Global___CandidateFate: _TypeAlias = CandidateFate  # noqa: Y015
+
+class _AnswerSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AnswerSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AnswerSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ANSWER_SOURCE_UNSPECIFIED: _AnswerSource.ValueType  # 0
+    """There is none, or not yet."""
+    ANSWER_SOURCE_RUN: _AnswerSource.ValueType  # 1
+    """It was made for this request."""
+    ANSWER_SOURCE_CACHE: _AnswerSource.ValueType  # 2
+    """From the cache."""
+    ANSWER_SOURCE_FLIGHT: _AnswerSource.ValueType  # 3
+    """It was made for an equal request at the same time."""
+
+class AnswerSource(_AnswerSource, metaclass=_AnswerSourceEnumTypeWrapper):
+    """Where an answer came from."""
+
+ANSWER_SOURCE_UNSPECIFIED: AnswerSource.ValueType  # 0
+"""There is none, or not yet."""
+ANSWER_SOURCE_RUN: AnswerSource.ValueType  # 1
+"""It was made for this request."""
+ANSWER_SOURCE_CACHE: AnswerSource.ValueType  # 2
+"""From the cache."""
+ANSWER_SOURCE_FLIGHT: AnswerSource.ValueType  # 3
+"""It was made for an equal request at the same time."""
+Global___AnswerSource: _TypeAlias = AnswerSource  # noqa: Y015
+
 @_typing.final
 class Schedule(_message.Message):
     """Where decision tokens lie. Full slots end a round early under every schedule."""
@@ -632,6 +692,7 @@ class RoundTrace(_message.Message):
     PRUNE_MS_FIELD_NUMBER: _builtins.int
     NUM_VETOED_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, ..."""
     decision_token: _builtins.int
@@ -672,6 +733,10 @@ class RoundTrace(_message.Message):
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Rewards of the candidates ranked in this round, best first."""
 
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateTrace]:
+        """The candidates behind `scores`, in the same order."""
+
     def __init__(
         self,
         *,
@@ -693,14 +758,45 @@ class RoundTrace(_message.Message):
         prune_ms: _builtins.float = ...,
         num_vetoed: _builtins.int = ...,
         alpha: _builtins.float = ...,
+        candidates: _abc.Iterable[Global___CandidateTrace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundTrace: _TypeAlias = RoundTrace  # noqa: Y015
+
+@_typing.final
+class CandidateTrace(_message.Message):
+    """One candidate at the end of a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    FATE_FIELD_NUMBER: _builtins.int
+    candidate_id: _builtins.int
+    """Its number; 0 or more."""
+    score: _builtins.float
+    """Its reward."""
+    fate: Global___CandidateFate.ValueType
+    """What became of it, after the cut."""
+    def __init__(
+        self,
+        *,
+        candidate_id: _builtins.int = ...,
+        score: _builtins.float = ...,
+        fate: Global___CandidateFate.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "fate", b"fate", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CandidateTrace: _TypeAlias = CandidateTrace  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -1020,3 +1116,190 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrchestratorServiceDescribeResponse: _TypeAlias = OrchestratorServiceDescribeResponse  # noqa: Y015
+
+@_typing.final
+class GetRecordRequest(_message.Message):
+    """Asks for the record of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in the response to the request, its events, and the server's logs and traces."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRecordRequest: _TypeAlias = GetRecordRequest  # noqa: Y015
+
+@_typing.final
+class GetRecordResponse(_message.Message):
+    """The record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def record(self) -> Global___RequestRecord:
+        """How the request went."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___RequestRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRecordResponse: _TypeAlias = GetRecordResponse  # noqa: Y015
+
+@_typing.final
+class RequestRecord(_message.Message):
+    """How a request went, or goes: numbers, and nothing of its texts. Times are milliseconds on the
+    orchestrator's monotonic clock since the request arrived.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    SELECTION_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    ELAPSED_MS_FIELD_NUMBER: _builtins.int
+    QUEUED_AT_MS_FIELD_NUMBER: _builtins.int
+    RUNNING_AT_MS_FIELD_NUMBER: _builtins.int
+    OPENED_AT_MS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    ANSWER_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    DEGRADATIONS_FIELD_NUMBER: _builtins.int
+    HURRIED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As asked."""
+    started_unix_s: _builtins.float
+    """When it arrived; seconds since 1970, by the orchestrator's clock."""
+    max_tokens: _builtins.int
+    """Most tokens of a candidate."""
+    outcome: _builtins.str
+    """OK, or the reason of the error it ended with, as in that error's ErrorInfo; empty while it runs."""
+    elapsed_ms: _builtins.float
+    """How long it took, or has taken so far."""
+    queued_at_ms: _builtins.float
+    """When it began to wait for its turn; absent: it has not, as its answer needed no run."""
+    running_at_ms: _builtins.float
+    """When its turn came, and it began to wait for slots."""
+    opened_at_ms: _builtins.float
+    """When the generator had made room."""
+    n: _builtins.int
+    """Candidates at the start; 0: not known yet."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt; 0: not known yet."""
+    source: Global___AnswerSource.ValueType
+    """Where its answer came from."""
+    answer_candidate_id: _builtins.int
+    """The candidate that is the answer, where there is one."""
+    score: _builtins.float
+    """The answer's reward."""
+    hurried: _builtins.bool
+    """Whether the deadline made cuts deeper, or earlier, than was asked for."""
+    @_builtins.property
+    def selection(self) -> Global___Selection:
+        """Which candidate is returned, defaults filled in, rewards by their names."""
+
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedRound]:
+        """Its rounds so far; where the answer was not made for this request, those that made it. Of a
+        request with very many candidates, later rounds are without them.
+        """
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """What the answer cost whoever made it; absent where there is none."""
+
+    @_builtins.property
+    def degradations(self) -> _containers.RepeatedScalarFieldContainer[Global___Degradation.ValueType]:
+        """What stood in for what could not be done."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        started_unix_s: _builtins.float = ...,
+        selection: Global___Selection | None = ...,
+        max_tokens: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+        elapsed_ms: _builtins.float = ...,
+        queued_at_ms: _builtins.float | None = ...,
+        running_at_ms: _builtins.float | None = ...,
+        opened_at_ms: _builtins.float | None = ...,
+        n: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        rounds: _abc.Iterable[Global___RecordedRound] | None = ...,
+        source: Global___AnswerSource.ValueType = ...,
+        answer_candidate_id: _builtins.int = ...,
+        score: _builtins.float = ...,
+        usage: Global___Usage | None = ...,
+        degradations: _abc.Iterable[Global___Degradation.ValueType] | None = ...,
+        hurried: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_opened_at_ms", b"_opened_at_ms", "_queued_at_ms", b"_queued_at_ms", "_running_at_ms", b"_running_at_ms", "opened_at_ms", b"opened_at_ms", "queued_at_ms", b"queued_at_ms", "running_at_ms", b"running_at_ms", "selection", b"selection", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_opened_at_ms", b"_opened_at_ms", "_queued_at_ms", b"_queued_at_ms", "_running_at_ms", b"_running_at_ms", "answer_candidate_id", b"answer_candidate_id", "degradations", b"degradations", "elapsed_ms", b"elapsed_ms", "hurried", b"hurried", "max_tokens", b"max_tokens", "n", b"n", "opened_at_ms", b"opened_at_ms", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "queued_at_ms", b"queued_at_ms", "request_id", b"request_id", "rounds", b"rounds", "running_at_ms", b"running_at_ms", "score", b"score", "selection", b"selection", "source", b"source", "started_unix_s", b"started_unix_s", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__opened_at_ms: _TypeAlias = _typing.Literal["opened_at_ms"]  # noqa: Y015
+    _WhichOneofArgType__opened_at_ms: _TypeAlias = _typing.Literal["_opened_at_ms", b"_opened_at_ms"]  # noqa: Y015
+    _WhichOneofReturnType__queued_at_ms: _TypeAlias = _typing.Literal["queued_at_ms"]  # noqa: Y015
+    _WhichOneofArgType__queued_at_ms: _TypeAlias = _typing.Literal["_queued_at_ms", b"_queued_at_ms"]  # noqa: Y015
+    _WhichOneofReturnType__running_at_ms: _TypeAlias = _typing.Literal["running_at_ms"]  # noqa: Y015
+    _WhichOneofArgType__running_at_ms: _TypeAlias = _typing.Literal["_running_at_ms", b"_running_at_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__opened_at_ms) -> _WhichOneofReturnType__opened_at_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queued_at_ms) -> _WhichOneofReturnType__queued_at_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__running_at_ms) -> _WhichOneofReturnType__running_at_ms | None: ...
+
+Global___RequestRecord: _TypeAlias = RequestRecord  # noqa: Y015
+
+@_typing.final
+class RecordedRound(_message.Message):
+    """A round of a record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_MS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    start_ms: _builtins.float
+    """When it began; since the arrival of the request it was made for."""
+    @_builtins.property
+    def trace(self) -> Global___RoundTrace:
+        """What happened in it."""
+
+    def __init__(
+        self,
+        *,
+        start_ms: _builtins.float = ...,
+        trace: Global___RoundTrace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_ms", b"start_ms", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedRound: _TypeAlias = RecordedRound  # noqa: Y015

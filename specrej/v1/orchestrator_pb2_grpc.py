@@ -50,6 +50,11 @@ class OrchestratorServiceStub:
                 request_serializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeRequest.SerializeToString,
                 response_deserializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeResponse.FromString,
                 _registered_method=True)
+        self.GetRecord = channel.unary_unary(
+                '/specrej.v1.OrchestratorService/GetRecord',
+                request_serializer=specrej_dot_v1_dot_orchestrator__pb2.GetRecordRequest.SerializeToString,
+                response_deserializer=specrej_dot_v1_dot_orchestrator__pb2.GetRecordResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServiceServicer:
@@ -77,6 +82,14 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRecord(self, request, context):
+        """How one of the caller's last requests went, or goes. NOT_FOUND: it is not remembered, was
+        served by another process, or is somebody else's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeRequest.FromString,
                     response_serializer=specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeResponse.SerializeToString,
+            ),
+            'GetRecord': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRecord,
+                    request_deserializer=specrej_dot_v1_dot_orchestrator__pb2.GetRecordRequest.FromString,
+                    response_serializer=specrej_dot_v1_dot_orchestrator__pb2.GetRecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class OrchestratorService:
             '/specrej.v1.OrchestratorService/Describe',
             specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeRequest.SerializeToString,
             specrej_dot_v1_dot_orchestrator__pb2.OrchestratorServiceDescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRecord(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specrej.v1.OrchestratorService/GetRecord',
+            specrej_dot_v1_dot_orchestrator__pb2.GetRecordRequest.SerializeToString,
+            specrej_dot_v1_dot_orchestrator__pb2.GetRecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

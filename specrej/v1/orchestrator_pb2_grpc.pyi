@@ -39,6 +39,10 @@ class OrchestratorServiceStub:
     """The same, with an event at admission and after every round."""
     Describe: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceDescribeRequest, _orchestrator_pb2.OrchestratorServiceDescribeResponse]
     """Models, rewards, limits and defaults."""
+    GetRecord: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRecordRequest, _orchestrator_pb2.GetRecordResponse]
+    """How one of the caller's last requests went, or goes. NOT_FOUND: it is not remembered, was
+    served by another process, or is somebody else's.
+    """
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
@@ -51,6 +55,10 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """The same, with an event at admission and after every round."""
     Describe: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceDescribeRequest, _orchestrator_pb2.OrchestratorServiceDescribeResponse]  # type: ignore[assignment]
     """Models, rewards, limits and defaults."""
+    GetRecord: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRecordRequest, _orchestrator_pb2.GetRecordResponse]  # type: ignore[assignment]
+    """How one of the caller's last requests went, or goes. NOT_FOUND: it is not remembered, was
+    served by another process, or is somebody else's.
+    """
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Answers prompts with the best of many candidates."""
@@ -78,5 +86,15 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.OrchestratorServiceDescribeResponse, _abc.Awaitable[_orchestrator_pb2.OrchestratorServiceDescribeResponse]]:
         """Models, rewards, limits and defaults."""
+
+    @_abc_1.abstractmethod
+    def GetRecord(
+        self,
+        request: _orchestrator_pb2.GetRecordRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.GetRecordResponse, _abc.Awaitable[_orchestrator_pb2.GetRecordResponse]]:
+        """How one of the caller's last requests went, or goes. NOT_FOUND: it is not remembered, was
+        served by another process, or is somebody else's.
+        """
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -30,7 +30,8 @@ from specrej.contracts import CacheControl
 from tests.faults.proxy import HOST, Proxy, proxy
 from tests.faults.redis_faults import redis_client
 from tests.faults.slopes import Slope, slope
-from tests.faults.world import Call, NotRecovered, World, world
+from tests.faults.world import SERVICES, Call, NotRecovered, World, world
+from tests.telemetry.observed import num_series
 
 _CLIENTS = 6
 _CANCELLED, _BAD, _DYING = 0.10, 0.05, 0.02
@@ -39,7 +40,8 @@ _KILL_EVERY_S = 30.0
 # less in memory lives for weeks between two deployments. A leak tied to requests, of which a client
 # makes tens of thousands per hour, is beyond all of these at once.
 BOUNDS: Mapping[str, float] = {"MiB": 16.0, "fds": 3.0, "threads": 3.0}
-STEPS: Mapping[str, float] = {"MiB": 0.5, "fds": 2.0, "threads": 2.0}
+# A code that a call ends with for the first time makes a histogram of 20 series.
+STEPS: Mapping[str, float] = {"MiB": 0.5, "fds": 2.0, "threads": 2.0, "series": 100.0}
 _STEP = 0.5  # of all else, which is counted in whole numbers
 _ANSWERS = ("OK", "CANCELLED", "INVALID_ARGUMENT", "UNAVAILABLE")
 
@@ -201,6 +203,9 @@ async def _sample(running: World, redis: Any) -> dict[str, float]:
         sample[f"{name} MiB"] = usage.resident_mib
         sample[f"{name} fds"] = float(usage.fds)
         sample[f"{name} threads"] = float(usage.threads)
+    for name in SERVICES:
+        port = getattr(running.stack.ports, f"metrics_{name}")
+        sample[f"{name} series"] = float(await num_series(port))
     return sample
 
 

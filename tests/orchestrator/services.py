@@ -26,6 +26,7 @@ from orchestrator.composition import Composite
 from orchestrator.remote import RemoteGenerator, RemoteRewards
 from orchestrator.service import Orchestrator
 from orchestrator.servicer import OrchestratorServicer
+from orchestrator.shadowing import Shadows
 from orchestrator.shared_flight import SharedFlights
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
@@ -315,7 +316,8 @@ class Whole:
         """The invariant after every case: nothing runs, waits, flies, is scored or owns a slot."""
         busy = self.admission.running or self.admission.queued
         flying = self.orchestrator._flights.num_flying or self.orchestrator._refreshes.num_running
-        return not (busy or flying) and self.generator.is_idle and self.reward_server.is_idle
+        behind = flying or self.orchestrator._shadows.num_running
+        return not (busy or behind) and self.generator.is_idle and self.reward_server.is_idle
 
 
 @asynccontextmanager
@@ -332,6 +334,7 @@ async def whole(
     describe_every_s: float = 2.0,
     cache_options: Mapping[str, Any] | None = None,
     lease_s: float = 3.0,
+    shadows: Shadows | None = None,
 ) -> AsyncIterator[Whole]:
     """All three services, the rewards "toy" and "other", and a check that nothing is left."""
     generator, reward = generator or HeldGenerator(), HeldReward()
@@ -352,6 +355,7 @@ async def whole(
             default_reward=default_reward,
             describe_every_s=describe_every_s,
             shared_flights=SharedFlights(cache, lease_s=lease_s),
+            shadows=shadows,
         )
         stack.push_async_callback(orchestrator.aclose)
         port = OrchestratorServicer(orchestrator).service()

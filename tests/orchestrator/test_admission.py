@@ -380,4 +380,4 @@ async def _play(limit: int, queue: int, script: list[tuple[str, int]]) -> None:
     assert all(outcome is None or isinstance(outcome, allowed) for outcome in outcomes)
     assert visitors.most_inside <= limit
     assert (admission.running, admission.queued, visitors.inside) == (0, 0, 0)
-    assert not admission._tenants and not admission._queued_tokens
+    assert not admission._tenants and not admission.queued_tokens

@@ -44,7 +44,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
     found = Traces(io.StringIO(), InMemorySpanExporter())
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(found.spans))
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
+    monkeypatch.setattr("specrej.telemetry.traces._tracer", provider.get_tracer("test"))
     handler, root = logging.StreamHandler(found.log), logging.getLogger()
     handler.setFormatter(telemetry.log_formatter("test"))
     root.addHandler(handler)

@@ -987,7 +987,7 @@ async def test_weights_too_large_to_add_up(service: Whole) -> None:
     assert list(violations_of(error)) == [f"selection.rewards[{i}].weight" for i in (0, 1)]
 
 
-@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Describe"])
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Describe", "GetRecord"])
 async def test_malformed_messages(service: Whole, method: str) -> None:
     """Guards against UNKNOWN with a class name: grpc's own answer to what it cannot decode."""
     error = await failure_of(raw_call(service, method, b"\xff\xff\xff"))

@@ -11,7 +11,7 @@ import grpc.aio
 
 from specrej import contracts as c
 from specrej import wire
-from specrej.errors import SpecrejError
+from specrej.errors import NotFound, SpecrejError
 from specrej.serving import Context, Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import (
@@ -82,6 +82,29 @@ SERVICE = c.ServiceDescription(
 )
 
 
+RECORD = c.RequestRecord(
+    "r1",
+    1_700_000_000.0,
+    c.Selection(n=8, rewards=(c.WeightedReward("relevance"),)),
+    64,
+    outcome="OK",
+    elapsed_ms=2100.0,
+    queued_at_ms=10.0,
+    running_at_ms=30.0,
+    opened_at_ms=40.0,
+    n=8,
+    prompt_tokens=9,
+    rounds=tuple(
+        c.RecordedRound(start, done)
+        for start, done in zip((50.0, 1071.0), GENERATION.rounds, strict=True)
+    ),
+    source=c.AnswerSource.RUN,
+    answer_id=3,
+    score=0.5,
+    usage=GENERATION.usage,
+)
+
+
 class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Raises `failures` first, one per call; hangs after the first event if told to."""
 
@@ -113,6 +136,13 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.OrchestratorServiceDescribeRequest, context: Context
     ) -> orchestrator_pb2.OrchestratorServiceDescribeResponse:
         return wire.service_to_wire(SERVICE)
+
+    async def GetRecord(  # noqa: N802 - the name of the rpc
+        self, request: orchestrator_pb2.GetRecordRequest, context: Context
+    ) -> orchestrator_pb2.GetRecordResponse:
+        if request.request_id != RECORD.request_id:
+            raise NotFound("no such request of yours is remembered here")
+        return orchestrator_pb2.GetRecordResponse(record=wire.record_to_wire(RECORD))
 
     async def _take(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> None:
         self.requests.append(request)

@@ -60,7 +60,7 @@ async def test_a_pipe_gets_the_answer_alone(address: str, orchestrator: FakeOrch
     outcome = await run("generate", "why?", "--address", address)
     assert (outcome.code, outcome.out) == (0, "the best\n")
     rounds = [plain_line(done, 8) for done in GENERATION.rounds]
-    assert outcome.err.splitlines() == [*rounds, summary_line(GENERATION)]
+    assert outcome.err.splitlines() == [*rounds, summary_line(GENERATION), "request r1"]
 
 
 async def test_flags_left_out_stay_absent(address: str, orchestrator: FakeOrchestrator) -> None:

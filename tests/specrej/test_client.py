@@ -12,7 +12,7 @@ from specrej import Client, RewardClient, errors, wire
 from specrej import contracts as c
 from specrej.client import Options, build_request
 from specrej.stack import Ports
-from tests.specrej.fakes import EVENTS, GENERATION, SERVICE, FakeOrchestrator, FakeReward
+from tests.specrej.fakes import EVENTS, GENERATION, RECORD, SERVICE, FakeOrchestrator, FakeReward
 
 OPTIONS = Options(
     n=8,
@@ -146,6 +146,14 @@ async def test_describe(address: str) -> None:
     """Guards against fields lost between the wire and the value."""
     async with Client(address) as client:
         assert await client.describe() == SERVICE
+
+
+async def test_a_record(address: str) -> None:
+    """Guards against a record of another request, or none where there should be an error."""
+    async with Client(address) as client:
+        assert await client.record("r1") == RECORD
+        with pytest.raises(errors.NotFound):
+            await client.record("r2")
 
 
 async def test_all_violations_arrive(address: str, orchestrator: FakeOrchestrator) -> None:

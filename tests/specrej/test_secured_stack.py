@@ -71,7 +71,8 @@ async def test_everything_works_with_tls_and_tokens(tmp_path: Path) -> None:
         await _commands(stack, variables)
         code, out, err = await run(
             *(LOCUST, "-f", "loadtest/locustfile.py", "--headless", "--users", "1"),
-            *("--run-time", "1s", "--json", "--host", stack.orchestrator_address),
+            *("--run-time", "2s", "--stop-timeout", "30", "--json"),
+            *("--host", stack.orchestrator_address),
             **variables,
         )
         assert code == 0, err

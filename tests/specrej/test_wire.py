@@ -93,6 +93,7 @@ COUNTS = (
     "num_vetoed",
 )
 SLOTS = ("session_slots", "freed_slots", "capacity_slots", "generated_tokens")
+FATES = st.builds(c.CandidateTrace, INT32, FLOAT, st.sampled_from(c.Fate))
 TRACES = st.builds(
     c.RoundTrace,
     **dict.fromkeys(COUNTS, INT32),
@@ -100,12 +101,27 @@ TRACES = st.builds(
     **dict.fromkeys(("best_score", "extend_ms", "score_ms", "prune_ms"), FLOAT),
     ended_by=st.sampled_from(c.RoundEnd),
     scores=FLOATS,
+    candidates=st.lists(FATES, max_size=3).map(tuple),
+)
+USAGES = st.builds(c.Usage, INT32, INT64, INT32, INT64, INT64, INT64)
+RECORDS = st.builds(
+    c.RequestRecord,
+    **dict.fromkeys(("request_id", "outcome"), TEXT),
+    **dict.fromkeys(("started_unix_s", "elapsed_ms", "score"), FLOAT),
+    **dict.fromkeys(("max_tokens", "n", "prompt_tokens", "answer_id"), INT32),
+    **dict.fromkeys(("queued_at_ms", "running_at_ms", "opened_at_ms"), st.none() | FLOAT),
+    selection=SELECTIONS,
+    rounds=st.lists(st.builds(c.RecordedRound, FLOAT, TRACES), max_size=3).map(tuple),
+    source=st.none() | st.sampled_from(c.AnswerSource),
+    usage=st.none() | USAGES,
+    degradations=st.lists(st.sampled_from(list(c.Degradation)), unique=True).map(tuple),
+    hurried=st.booleans(),
 )
 GENERATIONS = st.builds(
     c.Generation,
     candidates=st.lists(RANKED, min_size=1, max_size=3).map(tuple),
     rounds=st.lists(TRACES, max_size=3).map(tuple),
-    usage=st.builds(c.Usage, INT32, INT64, INT32, INT64, INT64, INT64),
+    usage=USAGES,
     timings=st.builds(c.Timings, *[FLOAT] * 7),
     n=INT32,
     request_id=TEXT,
@@ -126,6 +142,7 @@ M = TypeVar(
     generator_pb2.PrefixBatch,
     orchestrator_pb2.GenerateRequest,
     orchestrator_pb2.GenerateStreamResponse,
+    orchestrator_pb2.RequestRecord,
     orchestrator_pb2.WeightedReward,
 )
 
@@ -148,6 +165,12 @@ def test_a_request_survives(request: c.GenerationRequest) -> None:
 def test_an_event_survives(event: c.Event) -> None:
     """Guards against a field lost, swapped or narrowed on its way to the caller."""
     assert wire.event_from_wire(sent(wire.event_to_wire(event))) == event
+
+
+@given(RECORDS)
+def test_a_record_survives(record: c.RequestRecord) -> None:
+    """Guards against moments that have not come read as 0 ms, and fates of other candidates."""
+    assert wire.record_from_wire(sent(wire.record_to_wire(record))) == record
 
 
 @given(ROUNDS)

@@ -1,0 +1,46 @@
+"""One call that came in, as telemetry sees it: a span, counts by method and code, a log line."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from specrej.telemetry import logs, metrics, names, traces
+
+log = logging.getLogger(f"{names.NAMESPACE}.requests")
+
+
+@dataclass(slots=True)
+class Call:
+    """How it ends: the name of a gRPC status."""
+
+    code: str = "OK"
+
+
+@contextmanager
+def served(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Call]:
+    """A call of `method` ("package.Service/Method") for as long as the context lasts.
+
+    Whoever serves it sets the code if it is not OK. Of a call that something was noted of, the log
+    gets a line at its end.
+    """
+    call, began, labels = Call(), time.perf_counter(), {names.RPC_METHOD: method}
+    metrics.add(names.RPC_STARTED, 1, **labels)
+    metrics.add(names.RPC_IN_FLIGHT, 1, **labels)
+    with traces.server_span(method, metadata) as span, logs.noting() as facts:
+        try:
+            yield call
+        finally:
+            seconds = time.perf_counter() - began
+            traces.end_with_code(span, call.code)
+            metrics.record(names.RPC_DURATION, seconds, **labels, **{names.RPC_CODE: call.code})
+            metrics.add(names.RPC_IN_FLIGHT, -1, **labels)
+            if facts:
+                ending: dict[str, logs.Fact] = {
+                    "code": call.code,
+                    "total_ms": round(seconds * 1e3, 3),
+                }
+                logs.say(log, "request", {**facts, **ending})

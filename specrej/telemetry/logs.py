@@ -1,0 +1,152 @@
+"""Log lines: text to read or JSON to search, each with the ids of the span that it was written in.
+
+A request's line at its end is made of facts that were noted on its way. What a prompt or an answer
+says is in no line, unless a setting wants it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from opentelemetry import trace
+
+Fact = str | int | float | bool
+
+_MAX_CHAIN = 8  # of exceptions that led to each other
+
+# Of the request that is served in this context; nobody notes anything outside of one.
+_noted: ContextVar[dict[str, Fact] | None] = ContextVar("noted", default=None)
+
+
+def configure(service: str, level: str, *, as_json: bool, error_text: bool) -> None:
+    """Log to stderr from now on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(log_formatter(service, as_json=as_json, error_text=error_text))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def log_formatter(
+    service: str, *, as_json: bool = False, error_text: bool = False
+) -> logging.Formatter:
+    """The format of a service's logs; `error_text`: exceptions may say what they were about."""
+    kind = _Json if as_json else _Text
+    return kind(service, error_text=error_text)
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, Fact]]:
+    """What is noted in this context from now on."""
+    facts: dict[str, Fact] = {}
+    token = _noted.set(facts)
+    try:
+        yield facts
+    finally:
+        _noted.reset(token)
+
+
+def note(**facts: Fact) -> None:
+    """Something to be said of the request that is served here, in its line at its end."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.update(facts)
+
+
+def say(log: logging.Logger, message: str, facts: dict[str, Fact]) -> None:
+    """A line of facts: fields of their own where lines are JSON."""
+    log.info(message, extra={"facts": facts})
+
+
+class _Formatter(logging.Formatter):
+    """Tells where and of what kind exceptions were, not their text: it may quote a prompt."""
+
+    def __init__(self, service: str, *, error_text: bool) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s")
+        self._service = service
+        self._error_text = error_text
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the name of logging's
+        if self._error_text:
+            return super().formatException(ei)
+        error: BaseException | None = ei[1]
+        parts: list[str] = []
+        while error is not None and len(parts) < _MAX_CHAIN:
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            parts.append(f"{frames}{type(error).__qualname__}")
+            hidden = None if error.__suppress_context__ else error.__context__
+            error = error.__cause__ or hidden
+        return "\nafter:\n".join(parts)
+
+
+class _Text(_Formatter):
+    """A line to read; an exception's frames follow."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        # Other handlers leave what they made of the exception on the record, for all.
+        cached, record.exc_text = record.exc_text, None
+        try:
+            return super().format(record)
+        finally:
+            record.exc_text = cached
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of logging's
+        said = {**_facts_of(record), **_span_ids()}
+        return " ".join(
+            [super().formatMessage(record), *(f"{key}={_plain(said[key])}" for key in said)]
+        )
+
+
+class _Json(_Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Fact] = {
+            "time": _utc(record.created),
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_facts_of(record),
+            **_span_ids(),
+        }
+        if record.exc_info and record.exc_info[0]:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def _facts_of(record: logging.LogRecord) -> dict[str, Fact]:
+    facts: dict[str, Fact] = getattr(record, "facts", {})
+    return facts
+
+
+def _span_ids() -> dict[str, Fact]:
+    """Of the span that the line is written in, as traces show them."""
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    return {
+        "trace_id": trace.format_trace_id(context.trace_id),
+        "span_id": trace.format_span_id(context.span_id),
+    }
+
+
+def _plain(value: Fact) -> str:
+    """As JSON where it would not be one word."""
+    if isinstance(value, bool) or (
+        isinstance(value, str) and (not value or not value.isprintable())
+    ):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str) and " " in value:
+        return json.dumps(value, ensure_ascii=False)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _utc(seconds: float) -> str:
+    milliseconds = int(seconds % 1 * 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03d}Z"

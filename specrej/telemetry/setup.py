@@ -1,0 +1,156 @@
+"""Where a process sends what it tells: logs to stderr, traces and metrics to a collector.
+
+Metrics also go to whoever asks a Prometheus endpoint. Without a collector and a port nothing is
+kept, and all of telemetry is next to free.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import TYPE_CHECKING, Protocol
+
+from specrej.telemetry import logs, names
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricReader
+    from opentelemetry.sdk.resources import Resource
+
+    from specrej.settings import ServiceSettings
+
+# For what is still to be sent when a process ends, and then for calls that are cancelled to end.
+FLUSH_S = 2.0
+_CANCELLED_S = 0.5
+
+
+class _Exporter(Protocol):
+    def shutdown(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Outlets:
+    """What a process sends to; `ends` send what is left, and wait."""
+
+    ends: list[Callable[[], object]] = field(default_factory=list)
+    exporters: list[_Exporter] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Send what is left, within a bound: no collector may keep a process from ending."""
+        threads = [Thread(target=end, daemon=True) for end in self.ends]
+        for thread in threads:
+            thread.start()
+        if _all_end(threads, FLUSH_S):
+            return
+        for exporter in self.exporters:
+            exporter.shutdown()  # ends what it still tries
+        _all_end(threads, _CANCELLED_S)
+
+
+def _all_end(threads: list[Thread], bound_s: float) -> bool:
+    until = time.monotonic() + bound_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+@contextmanager
+def configured(service: str, settings: ServiceSettings) -> Iterator[None]:
+    """Telemetry of this process as its settings say, until the context is left; once per process.
+
+    Leaving takes 2.5 seconds at most, whatever becomes of what is still to be sent.
+
+    Raises:
+        OSError: the port for metrics cannot be listened on.
+    """
+    logs.configure(
+        service,
+        settings.log_level,
+        as_json=settings.log_format == "json",
+        error_text=settings.log_error_text,
+    )
+    outlets = _Outlets()
+    if settings.otlp_endpoint or settings.metrics_port:
+        _open(outlets, service, settings)
+    try:
+        yield
+    finally:
+        outlets.close()
+
+
+def _open(outlets: _Outlets, service: str, settings: ServiceSettings) -> None:
+    resource = _resource(service)
+    readers: list[MetricReader] = []
+    if settings.metrics_port:
+        readers.append(_prometheus(outlets, settings))
+    if settings.otlp_endpoint:
+        _send_spans(outlets, resource, settings.otlp_endpoint)
+        readers.append(_metrics_sender(outlets, settings.otlp_endpoint))
+    _read_metrics(outlets, resource, readers)
+
+
+def _resource(service: str) -> Resource:
+    from opentelemetry.sdk.resources import Resource
+
+    resource = Resource.create(
+        {names.SERVICE_NAME: service, names.SERVICE_NAMESPACE: names.NAMESPACE}
+    )
+    if names.SERVICE_INSTANCE in resource.attributes:  # of OTEL_RESOURCE_ATTRIBUTES
+        return resource
+    return resource.merge(Resource({names.SERVICE_INSTANCE: str(uuid.uuid4())}))
+
+
+def _send_spans(outlets: _Outlets, resource: Resource, endpoint: str) -> None:
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=_is_plaintext(endpoint))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    outlets.exporters.append(exporter)
+    outlets.ends.append(provider.shutdown)
+
+
+def _metrics_sender(outlets: _Outlets, endpoint: str) -> MetricReader:
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    exporter = OTLPMetricExporter(endpoint=endpoint, insecure=_is_plaintext(endpoint))
+    outlets.exporters.append(exporter)
+    return PeriodicExportingMetricReader(exporter)
+
+
+def _prometheus(outlets: _Outlets, settings: ServiceSettings) -> MetricReader:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
+    host = (settings.metrics_host or settings.host).strip("[]")
+    try:
+        server, _ = start_http_server(settings.metrics_port, host, registry)
+    except OSError as error:
+        address = f"{host}:{settings.metrics_port}"
+        raise OSError(f"cannot listen on {address} (metrics_port)") from error
+    # Takes half a second, and nobody has to wait for it.
+    outlets.ends.append(Thread(target=server.shutdown, daemon=True).start)
+    return reader
+
+
+def _read_metrics(outlets: _Outlets, resource: Resource, readers: list[MetricReader]) -> None:
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    provider = MeterProvider(readers, resource, shutdown_on_exit=False)
+    metrics.set_meter_provider(provider)
+    outlets.ends.append(provider.shutdown)
+
+
+def _is_plaintext(endpoint: str) -> bool:
+    return endpoint.startswith("http:")

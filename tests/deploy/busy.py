@@ -1,0 +1,122 @@
+"""All services as real processes on toys, used in every way that a metric tells of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count, cycle, product
+
+import grpc
+
+from specrej.channel import open_channel
+from specrej.client import Client
+from specrej.contracts import Algorithm, CacheControl
+from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
+from specrej.prometheus import Look, look
+from specrej.stack import Stack
+from specrej.telemetry import names
+from specrej.v1 import common_pb2, generator_pb2, generator_pb2_grpc
+
+_BOUND_S = 60.0
+_ENVIRONMENT = {
+    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=2",
+    "SPECREJ_GENERATOR_LEASE_S": "1",
+    "SPECREJ_REWARD_REWARDS": json.dumps([{"name": "toy", "kind": "toy"}]),
+    "SPECREJ_ORCHESTRATOR_MAX_RUNNING": "1",
+    "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "1",
+    "SPECREJ_ORCHESTRATOR_SHADOW_SHARE": "1",
+    # So that a few requests are enough for a recommendation.
+    "SPECREJ_ORCHESTRATOR_SHADOW_REGRET": "0.9",
+}
+
+
+async def busy_look() -> Look:
+    """What the endpoints tell in the end."""
+    async with (
+        Stack(environment=_ENVIRONMENT) as stack,
+        Client(stack.orchestrator_address, timeout_s=20) as client,
+    ):
+        urls = stack.ports.metrics_urls
+        await _usual(client)
+        await _shadows(client, urls)
+        await _refused(client)
+        async with asyncio.timeout(_BOUND_S):
+            await _hurried(client)
+        await _silent(stack.generator_address)
+        os.kill(stack.processes["redis"], signal.SIGKILL)
+        await client.generate("without a cache", n=2, max_tokens=8)
+        os.kill(stack.processes["reward"], signal.SIGSTOP)
+        try:
+            with suppress(DeadlineExceeded):
+                await client.generate("late", n=2, max_tokens=8, timeout_s=0.5)
+        finally:
+            os.kill(stack.processes["reward"], signal.SIGCONT)
+        return await _until(urls, lambda now: bool(now.value(names.LEASES_EXPIRED)))
+
+
+async def _usual(client: Client) -> None:
+    for _ in range(2):  # the second comes from the cache
+        await client.generate("usual", n=8, max_tokens=48)
+    await client.generate("usual", n=4, max_tokens=48, algorithm=Algorithm.BEST_OF_N)
+    equal = (client.generate("at the same time", n=8, max_tokens=48) for _ in range(2))
+    await asyncio.gather(*equal)
+
+
+async def _shadows(client: Client, urls: tuple[str, ...]) -> None:
+    """Until there is a recommendation."""
+    seeds, began = count(1), time.monotonic()
+    while (await look(urls, 5.0)).value(names.SHADOW_ALPHA) is None:
+        assert time.monotonic() - began < _BOUND_S, "shadows recommend nothing"
+        with suppress(Overloaded):
+            await client.generate("shadowed", n=8, max_tokens=48, seed=next(seeds))
+
+
+async def _refused(client: Client) -> None:
+    several = [client.generate("several", n=8, max_tokens=96, seed=seed) for seed in range(6)]
+    ended = await asyncio.gather(*several, return_exceptions=True)
+    assert any(isinstance(error, SpecrejError) for error in ended)
+
+
+async def _hurried(client: Client) -> None:
+    """Until an answer was cut deeper for its deadline, and another cut short by it."""
+    seen: set[str] = set()
+    for timeout_s, ignore_eos in cycle(product((1.0, 0.6, 0.4), (True, False))):
+        with suppress(DeadlineExceeded):
+            answer = await client.generate(
+                "in time", n=16, max_tokens=800, allow_degraded=True, timeout_s=timeout_s,
+                ignore_eos=ignore_eos, cache=CacheControl.BYPASS,
+            )  # fmt: skip
+            seen |= {"hurried"} if answer.hurried else set()
+            seen |= {"degraded"} if answer.degraded else set()
+        if len(seen) == 2:
+            return
+
+
+async def _silent(address: str) -> None:
+    """A peer that opens a session and says no more."""
+    channel = open_channel(address, retries=False)
+    stub = generator_pb2_grpc.GeneratorServiceStub(channel)
+    opening = generator_pb2.OpenSession(
+        prompt=common_pb2.Prompt(text="silence"),
+        n=1,
+        sampling=common_pb2.Sampling(max_tokens=8),
+        first_round_tokens=8,
+    )
+    call = stub.Session()
+    await call.write(generator_pb2.SessionRequest(sequence=1, open=opening))
+    await call.read()
+    assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION  # the lease has run out
+    await channel.close()
+
+
+async def _until(urls: tuple[str, ...], condition: Callable[[Look], bool]) -> Look:
+    began = time.monotonic()
+    while not condition(now := await look(urls, 5.0)):
+        assert time.monotonic() - began < _BOUND_S, "a metric never came"
+    assert not now.failures
+    return now

@@ -1,0 +1,242 @@
+"""Traces of real requests through real processes, as a collector gets them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from specrej import Client
+from specrej.channel import open_channel
+from specrej.contracts import CacheControl, Schedule
+from specrej.telemetry import names
+from specrej.v1 import orchestrator_pb2_grpc
+from tests.collector import CLIENT, SERVER, Seen
+from tests.telemetry.coverage import below, covered, root_of
+from tests.telemetry.observed import (
+    GENERATE,
+    GENERATE_STREAM,
+    SCORE_SESSION,
+    SERVICES,
+    SESSION,
+    Observed,
+    client_spans,
+    observed,
+    request,
+    streamed,
+    until,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = "An unmistakable prompt"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service() -> AsyncIterator[Observed]:
+    async with observed() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def trace(service: Observed) -> list[Seen]:
+    """Of one request through the client, which looks in the cache, flies, runs and stores."""
+    with client_spans(service.collector):
+        async with Client(service.stack.orchestrator_address) as client:
+            answer = await client.generate(
+                PROMPT, n=8, max_tokens=192, ignore_eos=True, schedule=Schedule("tokens", (16, 64))
+            )
+        assert not answer.cached
+        return await whole_trace(service, GENERATE, answer.request_id)
+
+
+async def whole_trace(service: Observed, method: str, request_id: str) -> list[Seen]:
+    """All spans of the request's trace, once the root and all services' are there."""
+    collector = service.collector
+
+    def found() -> list[Seen]:
+        servers = collector.named(method, kind=SERVER)
+        ids = {s.span.trace_id for s in servers if s.attributes[names.REQUEST_ID] == request_id}
+        return [seen for trace_id in ids for seen in collector.trace(trace_id)]
+
+    def is_whole() -> bool:
+        spans = found()
+        told = {seen.service for seen in spans if seen.span.kind == SERVER}
+        return told >= set(SERVICES) and any(not seen.span.parent_span_id for seen in spans)
+
+    await until(is_whole)
+    return found()
+
+
+async def coded(service: Observed, method: str, code: str) -> Seen:
+    """A server span that ended with a code."""
+    spans: list[Seen] = []
+
+    def is_here() -> bool:
+        having = service.collector.named(method, kind=SERVER)
+        spans[:] = [seen for seen in having if seen.attributes.get(names.RPC_CODE) == code]
+        return bool(spans)
+
+    await until(is_here)
+    return spans[-1]
+
+
+def server_of(trace: list[Seen], method: str) -> Seen:
+    (found,) = (seen for seen in trace if seen.name == method and seen.span.kind == SERVER)
+    return found
+
+
+async def test_a_request_is_one_trace_through_everything(trace: list[Seen]) -> None:
+    """Guards against a hop that drops the context: client, three services, and Redis."""
+    root = root_of(trace)
+    assert (root.service, root.name, root.span.kind) == ("client", GENERATE, CLIENT)
+    assert {seen.service for seen in trace} == {"client", *SERVICES}
+    on_redis = [seen for seen in trace if seen.attributes.get(names.DB_SYSTEM) == "redis"]
+    assert {seen.name for seen in on_redis} >= {names.cache_span(p) for p in ("read", "write")}
+    assert all(seen.span.kind == CLIENT for seen in on_redis)
+
+
+async def test_steps_cover_98_percent_of_a_request(trace: list[Seen]) -> None:
+    """Guards against time that nobody accounts for."""
+    server = server_of(trace, GENERATE)
+    part = covered(trace, server)
+    assert part >= 0.98, f"{part:.2%} of {[seen.name for seen in below(trace, server)]}"
+
+
+async def test_steps_are_those_of_the_algorithm(trace: list[Seen]) -> None:
+    """Guards against a waterfall that lacks a step, or has it elsewhere."""
+    server = server_of(trace, GENERATE)
+    steps = [seen for seen in below(trace, server) if seen.span.kind != CLIENT]
+    assert [seen.name for seen in steps] == [
+        names.SPAN_PLAN,
+        names.SPAN_LOOKUP,
+        names.SPAN_FLIGHT,
+        names.SPAN_SHARED_FLIGHT,
+        names.SPAN_QUEUE,
+        names.SPAN_OPEN,
+        *3 * [names.SPAN_ROUND],
+        names.SPAN_CLOSE,
+        names.SPAN_STORE,
+    ]
+    rounds = [seen for seen in steps if seen.name == names.SPAN_ROUND]
+    phases = [names.SPAN_EXTEND, names.SPAN_SCORE, names.SPAN_PRUNE]
+    assert all([seen.name for seen in below(trace, each)] == phases for each in rounds)
+    assert [each.attributes[names.DECISION_TOKEN] for each in rounds] == [16, 64, 192]
+    assert [each.attributes[names.NUM_LIVE] for each in rounds] == [4, 2, 0]
+    assert rounds[0].attributes[names.ROUND_TOKENS] == 8 * 16
+    assert rounds[0].attributes[names.FREED_SLOTS] == 4 * 16
+    best = rounds[0].attributes[names.SCORES]
+    assert best == sorted(best, reverse=True) and len(best) == 8
+
+
+async def test_backends_show_their_commands(trace: list[Seen]) -> None:
+    """Guards against a long stream as one opaque span; it is the request's child, not open's."""
+    server = server_of(trace, GENERATE)
+    streams = {s.name: s for s in below(trace, server) if s.span.kind == CLIENT}
+    assert set(streams) == {SESSION, SCORE_SESSION}
+    for method, commands in (
+        (SESSION, ["open", *2 * ["extend", "prune"], "extend", "close"]),
+        (SCORE_SESSION, ["open", *3 * ["score"]]),
+    ):
+        stream = server_of(trace, method)
+        assert stream.span.parent_span_id == streams[method].span.span_id
+        assert [seen.name for seen in below(trace, stream)] == commands
+
+
+async def test_attributes_follow_the_conventions(trace: list[Seen]) -> None:
+    """Guards against names that no tool knows, and against a prompt in a span."""
+    said = server_of(trace, GENERATE).attributes
+    assert said[names.OPERATION] == "chat" and said[names.REQUEST_MODEL] == "toy"
+    assert said[names.CHOICES] == 8 and said[names.MAX_TOKENS] == 192
+    assert said[names.OUTPUT_TOKENS] == 8 * 16 + 4 * 48 + 2 * 128
+    assert said[names.FINISH_REASONS] == ["length"] and said[names.RPC_CODE] == "OK"
+    assert not any("unmistakable" in str(seen.span) for seen in trace)
+
+
+async def test_cancelled_calls_end_their_spans_with_the_code(service: Observed) -> None:
+    """Guards against a span that says OK, or none at all, for whoever hangs up mid-round."""
+    outcome = await streamed(
+        service.stub, request(n=8, max_tokens=400, schedule=Schedule()), leave_after=2
+    )
+    assert outcome.code == "CANCELLED"
+    cancelled = await coded(service, GENERATE_STREAM, "CANCELLED")
+    await until(lambda: len(sessions_of(service, cancelled)) == 2)
+    codes = {seen.attributes[names.RPC_CODE] for seen in sessions_of(service, cancelled)}
+    assert codes == {"CANCELLED"}
+
+
+def sessions_of(service: Observed, call: Seen) -> list[Seen]:
+    """Backends' spans of the same trace."""
+    trace = service.collector.trace(call.span.trace_id)
+    return [s for s in trace if s.name in (SESSION, SCORE_SESSION) and s.span.kind == SERVER]
+
+
+async def test_a_deadline_ends_the_span_with_its_code(service: Observed) -> None:
+    """Guards against a late call that counts as cancelled, because grpc cancels it."""
+    message = request(n=8, max_tokens=400)
+    outcome = await streamed(service.stub, message, timeout=0.3)
+    assert outcome.code == "DEADLINE_EXCEEDED"
+    await coded(service, GENERATE_STREAM, "DEADLINE_EXCEEDED")
+
+
+async def test_a_client_that_goes_away_is_a_cancellation(service: Observed) -> None:
+    """Guards against unary calls without a code when the connection breaks."""
+    channel = open_channel(service.stack.orchestrator_address, retries=False)
+    stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+    call = asyncio.ensure_future(stub.Generate(request(max_tokens=2000)))
+
+    async def is_running() -> bool:
+        return (await service.scrape("orchestrator")).sum("specrej_requests_running") == 1
+
+    await until(is_running)
+    await channel.close()
+    await asyncio.wait({call})
+    await coded(service, GENERATE, "CANCELLED")
+
+
+async def test_a_failure_ends_the_span_with_its_code(service: Observed) -> None:
+    """Guards against an error that only its caller hears of."""
+    outcome = await streamed(service.stub, request(rewards={"raising": 1.0}))
+    failed = await coded(service, GENERATE_STREAM, outcome.code)
+    assert outcome.code == "INTERNAL" and failed.span.status.code == 2
+
+
+async def test_exemplars_lead_to_traces(service: Observed, trace: list[Seen]) -> None:
+    """Guards against a slow bucket of which no trace can be found."""
+    exemplars = service.collector.exemplars
+    for metric in (names.RPC_DURATION, names.REQUEST_DURATION, names.REWARD_DURATION):
+        await until(lambda metric=metric: trace[0].span.trace_id in exemplars[metric.name])
+
+
+async def test_what_is_not_cached_twice_is_a_short_trace(service: Observed) -> None:
+    """Guards against a cache hit that looks like a run."""
+    message = request(PROMPT, cache=CacheControl.USE, max_tokens=8, seed=9)
+    await streamed(service.stub, message)
+    again = await streamed(service.stub, message)
+    (finished,) = again.events
+    found = await request_span(service, finished.generation.request_id)  # type: ignore[union-attr]
+    assert found.attributes[names.SOURCE] == "cache"
+    steps = below(service.collector.trace(found.span.trace_id), found)
+    assert [seen.name for seen in steps] == [names.SPAN_PLAN, names.SPAN_LOOKUP]
+
+
+async def test_logs_of_a_request_are_in_its_trace(service: Observed, trace: list[Seen]) -> None:
+    """Guards against a line that leads to no trace, and a request without its line."""
+    server = server_of(trace, GENERATE)
+    lines = service.log_of("orchestrator")
+    (line,) = (each for each in lines if each.get("id") == server.attributes[names.REQUEST_ID])
+    assert line["trace_id"] == server.span.trace_id.hex()
+    assert line["span_id"] == server.span.span_id.hex()
+    assert (line["code"], line["rounds"], line["level"]) == ("OK", 3, "INFO")
+    assert not any("unmistakable" in str(each) for each in lines)
+
+
+async def request_span(service: Observed, request_id: str) -> Seen:
+    def found() -> list[Seen]:
+        spans = service.collector.named(GENERATE_STREAM, kind=SERVER)
+        return [s for s in spans if s.attributes.get(names.REQUEST_ID) == request_id]
+
+    await until(lambda: bool(found()))
+    return found()[0]
