@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def make_engine() -> Iterator[MakeEngine]:
     """`make_engine(model_name, capacity, **options)`; afterwards no slot may be owned."""
     engines: list[Engine] = []
 
-    def make(name: str = "llama", capacity: int = 5000, **options: int) -> Engine:
+    def make(name: str = "llama", capacity: int = 5000, **options: Any) -> Engine:
         engine = Engine(CausalLM(tiny.build(name)), capacity, **options)
         engine.start()
         engines.append(engine)

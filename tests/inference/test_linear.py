@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from inference.cpu_jobs import Job
-from inference.cpu_product import PANEL, WORDS
+from inference.cpu_product import WORDS
 from inference.cpu_product import product as multiplication
+from inference.cpu_tiles import PANEL
 from inference.linear import PackedLinear, joined
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 40, 127, 128, 129, 300)
