@@ -1,0 +1,1 @@
+"""Latency against N, measured: `make latency-vs-n`."""

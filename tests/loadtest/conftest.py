@@ -1,0 +1,20 @@
+"""All services as real processes, toys for models: one for all load tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from specrej.stack import Stack
+
+TOYS = {
+    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=2",
+    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+}
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def toys() -> AsyncIterator[Stack]:
+    async with Stack(environment=TOYS) as running:
+        yield running
