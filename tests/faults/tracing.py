@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from specrej.telemetry import names
 from tests.collector import SERVER, Collector, Seen, collecting
-from tests.faults.case import Case, elsewhere, here, not_here
+from tests.faults.case import Case, elsewhere, here
 from tests.faults.phases import FIRST_ROUND, held_at
 from tests.faults.world import SERVICES, World, until, world
 
@@ -70,6 +70,6 @@ CASES: tuple[Case, ...] = (
         "tests/telemetry/test_traces.py::test_logs_of_a_request_are_in_its_trace",
     ),
     elsewhere("telemetry/sums", "tests/telemetry/test_metrics.py::test_calls_reconcile"),
-    not_here("telemetry/alerts", "not yet: there are no alerts that name any metric"),
+    elsewhere("telemetry/alerts", "tests/deploy/test_dashboards.py::test_every_series_is_told"),
     elsewhere("soak/metric-series", "tests/faults/soak.py"),
 )
