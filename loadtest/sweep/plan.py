@@ -27,9 +27,10 @@ class Condition(Enum):
 
 
 # How many requests a block may have; at saturation, of each user. With six prompts and three
-# repeats, even numbers ask every prompt equally often.
+# repeats, even numbers ask every prompt equally often. Alone, two are the least: fewer than four in
+# all repeats say nothing of how sure a comparison is.
 _SIZES = {
-    Condition.ALONE: (1, 2, 4, 6, 8, 10, 12),
+    Condition.ALONE: (2, 4, 6, 8, 10, 12),
     Condition.STEADY: (3, 4, 6, 8, 10, 12, 16, 20, 24),
     Condition.SATURATED: (1, 2, 3, 4, 6, 8),
 }

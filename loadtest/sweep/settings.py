@@ -17,8 +17,8 @@ class Settings:
 
     ns: tuple[int, ...] = DEFAULT_NS
     repeats: int = 3
-    minutes: float = 35.0  # what all of it should take; decides how many requests there are
-    max_tokens: int = 96
+    minutes: float = 45.0  # what all of it should take; decides how many requests there are
+    max_tokens: int = 128
     alpha: float = 0.5
     rate: float = 0.5  # arrivals per second, under a fixed rate
     patience_s: float = 12.0  # an arrival's user gives up then
