@@ -36,19 +36,18 @@ _LEAST = -87.0
 
 
 class Code:
-    """LLVM instructions on vectors of `lanes` float32 at int64 addresses."""
+    """LLVM instructions on vectors of `LANES` float32 at int64 addresses."""
 
-    def __init__(self, builder: Any, lanes: int = LANES) -> None:
+    def __init__(self, builder: Any) -> None:
         self._builder = builder
-        self._lanes = lanes
         self._float = ir.FloatType()
-        self._vector = ir.VectorType(self._float, lanes)
+        self._vector = ir.VectorType(self._float, LANES)
         self._byte = ir.IntType(8).as_pointer()
         self._add = self._function(
-            f"llvm.fma.v{lanes}f32", ir.FunctionType(self._vector, [self._vector] * 3)
+            f"llvm.fma.v{LANES}f32", ir.FunctionType(self._vector, [self._vector] * 3)
         )
         self._round = self._function(
-            f"llvm.rint.v{lanes}f32", ir.FunctionType(self._vector, [self._vector])
+            f"llvm.rint.v{LANES}f32", ir.FunctionType(self._vector, [self._vector])
         )
         number = ir.IntType(32)
         self._prefetch = self._function(
@@ -70,7 +69,7 @@ class Code:
     def vector_of(self, value: float) -> Any:
         """A variable, which LLVM keeps in a register."""
         place = cgutils.alloca_once(self._builder, self._vector)
-        self._builder.store(ir.Constant(self._vector, [value] * self._lanes), place)
+        self._builder.store(ir.Constant(self._vector, [value] * LANES), place)
         return place
 
     def vector(self, address: Any, beyond: int) -> Any:
@@ -86,13 +85,13 @@ class Code:
         """A vector of one float32 that is in a register."""
         unset = ir.Constant(self._vector, ir.Undefined)
         first = ir.Constant(ir.IntType(32), 0)
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), self._lanes), [0] * self._lanes)
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
         alone = self._builder.insert_element(unset, value, first)
         return self._builder.shuffle_vector(alone, unset, lanes)
 
     def number(self, value: float) -> Any:
         """A vector of one constant."""
-        return ir.Constant(self._vector, [value] * self._lanes)
+        return ir.Constant(self._vector, [value] * LANES)
 
     def exp(self, x: Any) -> Any:
         """e**x for x <= 0, also minus infinity; relative error below 2e-7, 0 below -87.
@@ -108,22 +107,22 @@ class Code:
         total = self.number(_POWERS[0])
         for power in _POWERS[1:]:
             total = builder.call(self._add, [total, f, self.number(power)])
-        integers = ir.VectorType(ir.IntType(32), self._lanes)
+        integers = ir.VectorType(ir.IntType(32), LANES)
         exponent = builder.fptosi(whole, integers)
-        exponent = builder.add(exponent, ir.Constant(integers, [127] * self._lanes))
-        exponent = builder.shl(exponent, ir.Constant(integers, [23] * self._lanes))
+        exponent = builder.add(exponent, ir.Constant(integers, [127] * LANES))
+        exponent = builder.shl(exponent, ir.Constant(integers, [23] * LANES))
         power_of_two = builder.bitcast(exponent, self._vector)
         return builder.select(is_some, builder.fmul(total, power_of_two), self.number(0.0))
 
     def lanes_below(self, count: Any) -> Any:
         """A mask: the first `count` (int64) lanes."""
-        integers = ir.VectorType(ir.IntType(32), self._lanes)
+        integers = ir.VectorType(ir.IntType(32), LANES)
         number = self._builder.trunc(count, ir.IntType(32))
         unset, first = ir.Constant(integers, ir.Undefined), ir.Constant(ir.IntType(32), 0)
         alone = self._builder.insert_element(unset, number, first)
-        zeros = ir.Constant(integers, [0] * self._lanes)
+        zeros = ir.Constant(integers, [0] * LANES)
         counts = self._builder.shuffle_vector(alone, unset, zeros)
-        numbers = ir.Constant(integers, list(range(self._lanes)))
+        numbers = ir.Constant(integers, list(range(LANES)))
         return self._builder.icmp_signed("<", numbers, counts)
 
     def some(self, address: Any, mask: Any) -> Any:
@@ -132,7 +131,7 @@ class Code:
             self._vector,
             [self._vector.as_pointer(), ir.IntType(32), mask.type, self._vector],
         )
-        load = self._function(f"llvm.masked.load.v{self._lanes}f32.p0", kind)
+        load = self._function(f"llvm.masked.load.v{LANES}f32.p0", kind)
         align = ir.Constant(ir.IntType(32), 4)
         pointer = self._pointer(address, 0, self._vector)
         return self._builder.call(load, [pointer, align, mask, self.number(0.0)])
@@ -142,7 +141,7 @@ class Code:
             ir.VoidType(),
             [self._vector, self._vector.as_pointer(), ir.IntType(32), mask.type],
         )
-        store = self._function(f"llvm.masked.store.v{self._lanes}f32.p0", kind)
+        store = self._function(f"llvm.masked.store.v{LANES}f32.p0", kind)
         align = ir.Constant(ir.IntType(32), 4)
         pointer = self._pointer(address, 0, self._vector)
         self._builder.call(store, [value, pointer, align, mask])
@@ -170,7 +169,7 @@ class Code:
     def sum_of_lanes(self, totals: Any) -> Any:
         """In pairs, halves against each other."""
         kind = ir.FunctionType(self._float, [self._float, self._vector])
-        reduce = self._function(f"llvm.vector.reduce.fadd.v{self._lanes}f32", kind)
+        reduce = self._function(f"llvm.vector.reduce.fadd.v{LANES}f32", kind)
         zero = ir.Constant(self._float, -0.0)
         given = [zero, self._builder.load(totals)]
         return self._builder.call(reduce, given, fastmath=("reassoc",))

@@ -244,8 +244,8 @@ async def test_a_session_is_closed_when_it_ends() -> None:
     """Guards keys and values of prefixes against staying behind."""
     reward = CountingReward()
     async with started(reward) as worker:
-        reward.closed.clear()
         async with worker.open(PROMPT) as session:
+            reward.closed.clear()  # the one that warmed up is closed by now, not before
             assert reward.num_open == 1
             scores = await session.score([candidate(3, "a"), candidate(1, "")])
             assert scores == Scores((1.0, 0.0), 1)
@@ -256,12 +256,11 @@ async def test_a_session_is_closed_when_it_ends() -> None:
 async def test_a_batch_that_is_refused_frees_what_its_session_keeps() -> None:
     """Guards against a session that counts on what was never computed."""
     reward = CountingReward()
-    async with started(reward) as worker:
+    async with started(reward) as worker, worker.open(PROMPT) as session:
         reward.closed.clear()
-        async with worker.open(PROMPT) as session:
-            with pytest.raises(InvalidRequest):
-                await session.score([candidate(3, "!")])
-            assert reward.closed.is_set()
+        with pytest.raises(InvalidRequest):
+            await session.score([candidate(3, "!")])
+        assert reward.closed.is_set()
 
 
 async def test_a_session_that_ends_after_its_worker_is_no_error() -> None:
