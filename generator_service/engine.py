@@ -67,6 +67,7 @@ class OpenCommand:
     first_round_tokens: int
     stops: Callable[[Sequence[int]], bool] | None = None
     cache_salt: str = ""
+    first_candidate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +504,11 @@ class Engine:
             raise InvalidRequest(
                 [Violation("n", f"needs {needed} KV slots, capacity is {self.ledger.capacity}")],
                 reason="SLOTS_EXCEEDED",
-                metadata={"needed": str(needed), "capacity": str(self.ledger.capacity)},
+                metadata={
+                    "needed": str(needed),
+                    "capacity": str(self.ledger.capacity),
+                    "candidates": str(self._most_candidates(session)),
+                },
             )
         self._waiting.append(session)
         self._admit_waiting()
@@ -534,7 +539,8 @@ class Engine:
         self.ledger.admit(session.id, floor, want, len(self._waiting))
         self._prefixes.make_room()
         session.suffix = SuffixKV(self._model.shape, session.n)
-        session.rows = [_Candidate(number) for number in range(session.n)]
+        first = command.first_candidate
+        session.rows = [_Candidate(number) for number in range(first, first + session.n)]
         session.unreported = list(session.rows)
         _resolve(session.opened, Opened(session.n, self.gauge(session.id)))
 
@@ -547,6 +553,12 @@ class Engine:
         """The least useful share: a first round for all, or the whole answer for one."""
         first = min(session.command.first_round_tokens, session.max_tokens)
         return max(session.slots_for(n, first), session.slots_for(1, session.max_tokens))
+
+    def _most_candidates(self, session: _Session) -> int:
+        """How many candidates of this prompt could ever be admitted; 0 if not even one."""
+        room = self.ledger.capacity - session.prompt_tokens
+        first = min(session.command.first_round_tokens, session.max_tokens)
+        return room // max(1, first - 1) if room >= self._floor(session, 1) else 0
 
     def _choose_n(self, session: _Session) -> int:
         """As many candidates as the free slots take to the end of the first round."""

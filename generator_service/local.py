@@ -98,6 +98,7 @@ class LocalGenerator:
         sampling: Sampling,
         first_round_tokens: int,
         cache_salt: str = "",
+        first_candidate: int = 0,
     ) -> AsyncIterator[LocalSession]:
         prompt_ids = await asyncio.to_thread(self._text.encode, prompt)
         self._check_context(len(prompt_ids), sampling.max_tokens)
@@ -108,6 +109,7 @@ class LocalGenerator:
             first_round_tokens,
             self._text.stops(sampling.stop),
             cache_salt,
+            first_candidate,
         )
         session_id, opened = self._engine.open(command)
         try:

@@ -19,6 +19,7 @@ from specrej.v1 import generator_pb2_grpc
 from specrej.validation import check_candidates, check_prompt, check_sampling, raise_if_any
 
 MAX_CACHE_SALT_CHARACTERS = 128
+MAX_FIRST_CANDIDATE_ID = 1_000_000
 
 
 class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
@@ -94,10 +95,15 @@ class _Commands:
         prompt = wire.prompt_from_wire(command.prompt)
         sampling = wire.sampling_from_wire(command.sampling)
         raise_if_any(list(_check_open(command, prompt, sampling, description)))
-        first_round, salt = command.first_round_tokens, command.cache_salt
-        session = await self._resources.enter_async_context(
-            self._generator.open(prompt, command.n, sampling, first_round, salt)
+        opening = self._generator.open(
+            prompt,
+            command.n,
+            sampling,
+            command.first_round_tokens,
+            command.cache_salt,
+            command.first_candidate_id,
         )
+        session = await self._resources.enter_async_context(opening)
         self._session, self._max_tokens = session, sampling.max_tokens
         slots = wire.gauge_to_wire((await self._generator.describe()).slots)
         opened = pb.SessionOpened(n=session.n, prompt_tokens=session.prompt_tokens, slots=slots)
@@ -137,6 +143,9 @@ def _check_open(
     yield from check_sampling(sampling, command.n, description.context_tokens, "open.sampling")
     if command.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
+    if not 0 <= command.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
+        description = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {command.first_candidate_id}"
+        yield Violation("open.first_candidate_id", description)
     if len(command.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         accepted = f"must have at most {MAX_CACHE_SALT_CHARACTERS} characters"
         yield Violation("open.cache_salt", accepted)

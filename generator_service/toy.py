@@ -50,7 +50,7 @@ class ToySession:
         self,
         ledger: SlotLedger,
         session_id: int,
-        n: int,
+        numbers: range,
         prompt_tokens: int,
         sampling: Sampling,
         end_every: int,
@@ -65,10 +65,10 @@ class ToySession:
         self._step_s = step_s
         self._fails = fails
         self._on_step = on_step
-        self._live = [_Toy(number) for number in range(n)]
+        self._live = [_Toy(number) for number in numbers]
         self._unreported = list(self._live)
         self._num_tokens = 0
-        self.n = n
+        self.n = len(numbers)
         self.prompt_tokens = prompt_tokens
 
     async def extend(self, until_tokens: int) -> Round:
@@ -176,14 +176,14 @@ class ToyGenerator:
         sampling: Sampling,
         first_round_tokens: int,
         cache_salt: str = "",
+        first_candidate: int = 0,
     ) -> AsyncIterator[ToySession]:
         session_id, words = next(self._ids), _num_words(prompt)
         n = n or 8
-        floor = words + max(n * min(first_round_tokens, sampling.max_tokens), sampling.max_tokens)
+        first = min(first_round_tokens, sampling.max_tokens)
+        floor = words + max(n * first, sampling.max_tokens)
         if floor > self.ledger.capacity:
-            raise InvalidRequest(
-                [Violation("n", "never fits the KV slots")], reason="SLOTS_EXCEEDED"
-            )
+            raise _never_fits(floor, self.ledger.capacity, words, first, sampling.max_tokens)
         if not self.ledger.can_admit(floor):
             raise Overloaded("no slots are free")
         self.ledger.admit(session_id, floor, words + n * sampling.max_tokens, 0)
@@ -195,7 +195,7 @@ class ToyGenerator:
             yield ToySession(
                 self.ledger,
                 session_id,
-                n,
+                range(first_candidate, first_candidate + n),
                 words,
                 sampling,
                 self._end_every,
@@ -248,6 +248,22 @@ def load_toy(model: str, capacity_slots: int, on_step: OnStep | None = None) -> 
         raise FileNotFoundError(f"no such toy: {model} ({error})") from None
     return ToyGenerator(
         capacity_slots, step_s=step_ms / 1e3, failing_seed=failing_seed, on_step=on_step
+    )
+
+
+def _never_fits(
+    needed: int, capacity: int, prompt_tokens: int, first_round: int, max_tokens: int
+) -> InvalidRequest:
+    room = capacity - prompt_tokens
+    candidates = room // first_round if room >= max_tokens else 0
+    return InvalidRequest(
+        [Violation("n", f"needs {needed} KV slots, capacity is {capacity}")],
+        reason="SLOTS_EXCEEDED",
+        metadata={
+            "needed": str(needed),
+            "capacity": str(capacity),
+            "candidates": str(candidates),
+        },
     )
 
 

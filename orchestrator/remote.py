@@ -149,6 +149,7 @@ class RemoteGenerator:
         sampling: Sampling,
         first_round_tokens: int,
         cache_salt: str = "",
+        first_candidate: int = 0,
     ) -> AsyncIterator[RemoteSession]:
         stream = _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse](
             self._stub.Session, generator_pb2.SessionRequest, _SESSION
@@ -160,6 +161,7 @@ class RemoteGenerator:
                 sampling=wire.sampling_to_wire(sampling),
                 first_round_tokens=first_round_tokens,
                 cache_salt=cache_salt,
+                first_candidate_id=first_candidate,
             )
             opened = (await stream.ask(open=command)).opened
             yield RemoteSession(stream, opened.n, opened.prompt_tokens)

@@ -167,7 +167,7 @@ class Session(Protocol):
 
     @property
     def n(self) -> int:
-        """Candidates at the start, numbered 0 .. n - 1."""
+        """Candidates at the start, with consecutive ids."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -193,11 +193,15 @@ class Generator(Protocol):
         sampling: Sampling,
         first_round_tokens: int,
         cache_salt: str = "",
+        first_candidate: int = 0,
     ) -> AbstractAsyncContextManager[Session]:
         """A session of `n` candidates (0: as many as fit); leaving the context frees its slots.
 
         Waits until prompt and `n * first_round_tokens` fit a share of the slots. Sessions with
         equal salts may share the KV of equal leading prompt tokens, others never do.
+
+        Ids are `first_candidate .. first_candidate + n - 1`. What a candidate says depends on its
+        id, not on the session it is in: several sessions can make what one would have made.
 
         Raises:
             InvalidRequest: it can never fit.

@@ -67,6 +67,7 @@ _COMMANDS = st.one_of(
         n=_INT32,
         sampling=_SAMPLING,
         first_round_tokens=_INT32,
+        first_candidate_id=_INT32,
         cache_salt=_TEXT,
     ),
     st.builds(

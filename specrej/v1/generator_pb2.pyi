@@ -163,6 +163,7 @@ class OpenSession(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     FIRST_ROUND_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    FIRST_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots take) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -171,6 +172,10 @@ class OpenSession(_message.Message):
     """
     cache_salt: _builtins.str
     """Prompt prefixes are shared only between sessions with equal salts; up to 128 characters."""
+    first_candidate_id: _builtins.int
+    """The id of the first candidate; 0 .. 1,000,000. What a candidate says depends on the seed and its
+    id: sessions at several generators can make what one session would have made.
+    """
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """What to answer."""
@@ -187,10 +192,11 @@ class OpenSession(_message.Message):
         sampling: _common_pb2.Sampling | None = ...,
         first_round_tokens: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        first_candidate_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_candidate_id", b"first_candidate_id", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -269,7 +275,7 @@ class SessionOpened(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Candidates, numbered 0 .. n - 1."""
+    """Candidates; their ids are first_candidate_id and those that follow."""
     prompt_tokens: _builtins.int
     """Tokens of the rendered prompt."""
     @_builtins.property

@@ -259,7 +259,31 @@ def test_what_can_never_fit_is_refused_at_once(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidRequest) as caught:
         refused.result(30)
     assert caught.value.reason == "SLOTS_EXCEEDED"
-    assert caught.value.metadata == {"needed": str(17 + 50 * 7), "capacity": "100"}
+    most = (100 - 17) // 7
+    assert caught.value.metadata == {
+        "needed": str(17 + 50 * 7),
+        "capacity": "100",
+        "candidates": str(most),
+    }
+    # Guards against a number that is itself refused.
+    session = opened(engine, most)
+    engine.close(session).result(30)
+
+
+def test_two_sessions_make_what_one_would_have_made(make_engine: MakeEngine) -> None:
+    """A request that one generator cannot hold is split over several: nobody must see where."""
+    engine = make_engine(capacity=4000)
+    whole = opened(engine, 6)
+    expected = tokens_of(extended(engine, whole, 24))
+    engine.close(whole).result(30)
+    parts: dict[int, tuple[int, ...]] = {}
+    for first, n in ((0, 4), (4, 2)):
+        command = OpenCommand(PROMPT, n, ENDLESS, 8, first_candidate=first)
+        session, future = engine.open(command)
+        future.result(30)
+        parts |= tokens_of(extended(engine, session, 24))
+        engine.close(session).result(30)
+    assert parts == expected
 
 
 def test_n_zero_fills_the_free_slots(make_engine: MakeEngine) -> None:

@@ -85,14 +85,14 @@ async def test_a_session_with_logprobs_and_the_longest_salt(port: Port) -> None:
     call.cancel()
 
 
-async def test_the_salt_reaches_the_generator() -> None:
+async def test_salt_and_first_id_reach_the_generator() -> None:
     """Guards against prompt prefixes shared by all because the port dropped the salt."""
-    salts = []
+    given = []
 
     class Salted(ToyGenerator):
         @asynccontextmanager
         async def open(self, *arguments: Any) -> AsyncIterator[ToySession]:
-            salts.append(arguments[-1])
+            given.append(arguments[-2:])
             async with super().open(*arguments) as session:
                 yield session
 
@@ -100,11 +100,12 @@ async def test_the_salt_reaches_the_generator() -> None:
     servicer.load(Salted())
     wanted.CopyFrom(OPEN)
     wanted.cache_salt = "pepper"
+    wanted.first_candidate_id = 7
     async with serving(servicer.service()) as channel:
         call = generator_pb2_grpc.GeneratorServiceStub(channel).Session()
         await ask(call, 1, open=wanted)
         await ask(call, 2, close=pb.CloseSession())
-    assert salts == ["pepper"]
+    assert given == [("pepper", 7)]
 
 
 async def test_repeated_and_old_numbers_change_nothing(port: Port) -> None:
@@ -176,6 +177,7 @@ async def test_every_bad_field_of_open_at_once(port: Port) -> None:
         ),
         first_round_tokens=0,
         cache_salt="x" * 129,
+        first_candidate_id=-1,
     )
     error = await failure_of(ask(port.stub.Session(), 1, open=bad))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -192,6 +194,7 @@ async def test_every_bad_field_of_open_at_once(port: Port) -> None:
         "open.sampling.min_tokens",
         "open.first_round_tokens",
         "open.cache_salt",
+        "open.first_candidate_id",
     }
     assert port.ledger.num_sessions == 0
 

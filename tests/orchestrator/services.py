@@ -101,12 +101,15 @@ class HeldGenerator:
         sampling: Sampling,
         first_round_tokens: int,
         cache_salt: str = "",
+        first_candidate: int = 0,
     ) -> AsyncIterator[Session]:
         self.num_opened += 1
         self.salts.append(cache_salt)
         self.times_left_s.append(time_left_s())
         await self.gates["open"].passed()
-        async with self.toy.open(prompt, n, sampling, first_round_tokens, cache_salt) as session:
+        async with self.toy.open(
+            prompt, n, sampling, first_round_tokens, cache_salt, first_candidate
+        ) as session:
             yield _HeldSession(session, self.gates)
             await self.gates["close"].passed()
 
@@ -153,6 +156,7 @@ class LongWinded(HeldGenerator):
         sampling: Sampling,
         first_round_tokens: int,
         cache_salt: str = "",
+        first_candidate: int = 0,
     ) -> AsyncIterator[Session]:
         self.num_opened += 1
         yield LongWindedSession(n, self._characters, self._finish)

@@ -415,6 +415,7 @@ class Refusing(HeldGenerator):
         sampling: Sampling,
         first_round_tokens: int,
         cache_salt: str = "",
+        first_candidate: int = 0,
     ) -> AsyncIterator[Session]:
         raise self._error
         yield

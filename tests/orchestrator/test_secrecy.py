@@ -76,6 +76,7 @@ class QuotingGenerator(HeldGenerator):
         sampling: Sampling,
         first_round_tokens: int,
         cache_salt: str = "",
+        first_candidate: int = 0,
     ) -> AsyncIterator[Session]:
         try:
             raise KeyError(prompt)
