@@ -144,8 +144,8 @@ def _check_open(
     if command.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
     if not 0 <= command.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
-        description = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {command.first_candidate_id}"
-        yield Violation("open.first_candidate_id", description)
+        accepted = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {command.first_candidate_id}"
+        yield Violation("open.first_candidate_id", accepted)
     if len(command.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         accepted = f"must have at most {MAX_CACHE_SALT_CHARACTERS} characters"
         yield Violation("open.cache_salt", accepted)

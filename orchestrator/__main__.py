@@ -10,6 +10,10 @@ import grpc.aio
 
 from orchestrator import instruments
 from orchestrator.admission import Admission, Limits
+from orchestrator.backends.fleet import Fleet
+from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.resolving import Resolver, Target
+from orchestrator.backends.rewards import FleetRewards
 from orchestrator.cache import Cache
 from orchestrator.journal import Journal
 from orchestrator.refresh import Refreshes
@@ -21,6 +25,7 @@ from orchestrator.shadowing import Shadows
 from orchestrator.shared_flight import SharedFlights
 from specrej import telemetry
 from specrej.channel import open_channel
+from specrej.contracts import GeneratorDescription, RewardDescription
 from specrej.errors import SpecrejError
 from specrej.serving import Server
 from specrej.settings import load
@@ -55,12 +60,12 @@ async def _serve(settings: OrchestratorSettings) -> None:
     )
     admission = Admission(limits)
     async with (
-        _channel_to(settings.generator_address, settings) as generator_channel,
-        _channel_to(settings.reward_address, settings) as reward_channel,
+        _generators(settings) as generators,
+        _reward_services(settings) as reward_services,
     ):
         orchestrator = Orchestrator(
-            RemoteGenerator(generator_channel),
-            RemoteRewards(reward_channel),
+            FleetGenerator(generators),
+            FleetRewards(reward_services),
             cache,
             admission,
             default_schedule=settings.default_schedule,
@@ -78,6 +83,8 @@ async def _serve(settings: OrchestratorSettings) -> None:
             log_texts=settings.log_texts,
         )
         instruments.observe(admission)
+        fleets = {"generator": generators.counts, "reward": reward_services.counts}
+        instruments.observe_backends(fleets)
         servicer = OrchestratorServicer(orchestrator)
         server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
         try:
@@ -87,11 +94,36 @@ async def _serve(settings: OrchestratorSettings) -> None:
             await cache.close()
 
 
-def _channel_to(address: str, settings: OrchestratorSettings) -> grpc.aio.Channel:
+def _generators(settings: OrchestratorSettings) -> Fleet[RemoteGenerator]:
+    def connect(target: Target) -> tuple[grpc.aio.Channel, RemoteGenerator]:
+        channel = _channel_to(target, settings)
+        return channel, RemoteGenerator(channel)
+
+    def version(description: GeneratorDescription) -> str:
+        return description.fingerprint
+
+    resolver = Resolver(settings.generator_addresses)
+    return Fleet("generator", resolver, connect, version, settings.pulse)
+
+
+def _reward_services(settings: OrchestratorSettings) -> Fleet[RemoteRewards]:
+    def connect(target: Target) -> tuple[grpc.aio.Channel, RemoteRewards]:
+        channel = _channel_to(target, settings)
+        return channel, RemoteRewards(channel)
+
+    def version(served: tuple[RewardDescription, ...]) -> tuple[tuple[str, str], ...]:
+        return tuple((reward.name, reward.fingerprint) for reward in served)
+
+    resolver = Resolver(settings.reward_addresses)
+    return Fleet("reward service", resolver, connect, version, settings.pulse)
+
+
+def _channel_to(target: Target, settings: OrchestratorSettings) -> grpc.aio.Channel:
     return open_channel(
-        address,
+        target.address,
         retries=False,
         max_message_bytes=settings.max_message_bytes,
+        certified_name=target.name,
         **settings.backend_credentials,
     )
 

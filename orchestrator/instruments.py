@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TypeVar
 
@@ -65,6 +65,17 @@ def observe(admission: Admission) -> None:
     metrics.observe(names.REQUESTS_RUNNING, lambda: of(admission.running))
     metrics.observe(names.REQUESTS_QUEUED, lambda: of(admission.queued))
     metrics.observe(names.TOKENS_QUEUED, lambda: of(admission.queued_tokens))
+
+
+def observe_backends(backends: Mapping[str, Callable[[], Mapping[str, int]]]) -> None:
+    """From now on a gauge shows how many of each kind there are, by state."""
+
+    def counts() -> Iterator[Observed]:
+        for kind, states in backends.items():
+            for state, count in states().items():
+                yield count, {"kind": kind, "state": state}
+
+    metrics.observe(names.BACKENDS, counts)
 
 
 def asked(request: GenerationRequest, request_id: str, *, with_texts: bool) -> None:

@@ -121,18 +121,13 @@ def _backend_time_s() -> float | None:
     return None if left_s is None else max(0.0, left_s) + _AFTER_OURS_S
 
 
-async def _described(describe: Callable[..., Awaitable[Any]], request: Any, service: str) -> Any:
+async def _described(describe: Callable[..., Awaitable[Any]], request: Any) -> Any:
     """Raises SpecrejError: what the peer's status stands for."""
-    span = telemetry.ClientSpan(f"specrej.v1.{service}/Describe")
     try:
-        answer = await describe(request, timeout=_DESCRIBE_TIMEOUT_S, metadata=span.metadata)
-        span.end(grpc.StatusCode.OK.name)
+        # Asked again and again, for nobody's request: no span here, and none over there.
+        return await describe(request, timeout=_DESCRIBE_TIMEOUT_S, metadata=telemetry.UNTRACED)
     except grpc.aio.AioRpcError as failure:
-        span.end(failure.code().name)
         raise from_backend_error(failure, _BACKEND) from failure
-    finally:
-        span.end(grpc.StatusCode.CANCELLED.name)  # unless it has ended otherwise
-    return answer
 
 
 class RemoteGenerator:
@@ -176,7 +171,7 @@ class RemoteGenerator:
 
     async def describe(self) -> GeneratorDescription:
         request = generator_pb2.GeneratorServiceDescribeRequest()
-        answer = await _described(self._stub.Describe, request, "GeneratorService")
+        answer = await _described(self._stub.Describe, request)
         return wire.generator_from_wire(answer)
 
 
@@ -218,7 +213,7 @@ class RemoteRewards:
     async def describe(self) -> tuple[RewardDescription, ...]:
         """The rewards that are served; the first is the default."""
         request = reward_pb2.RewardServiceDescribeRequest()
-        answer = await _described(self._stub.Describe, request, "RewardService")
+        answer = await _described(self._stub.Describe, request)
         return tuple(map(wire.reward_from_wire, answer.rewards))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,7 +109,7 @@ async def run(
                 raise
             board.degradations.append(Degradation.GENERATOR)
         finally:
-            instruments.count_fates(session.n, board.latest, board.live)
+            instruments.count_fates(session.n, board.latest, board.live | board.lost)
     if not board.ended():
         board.cut_short(may_degrade=request.allow_degraded)
     board.hurried = pace.hurried or bool(board.live)
@@ -154,7 +154,7 @@ async def _round(
         with telemetry.span(names.SPAN_EXTEND):
             ended = await _extend(request, session, board, pace)
         extend_ms = laps.lap_ms()
-        board.take(ended)
+        board.take(ended, may_degrade=request.allow_degraded)
         # What has just ended can be the answer only if it is scored, however late it is.
         if any(c.finish for c in ended.candidates) or (ended.candidates and not pace.is_over):
             with telemetry.span(names.SPAN_SCORE):
@@ -208,7 +208,12 @@ def _joined(first: Round, second: Round) -> Round:
                 new_logprobs=before.new_logprobs + later.new_logprobs,
             )
         candidates[later.id] = later
-    return replace(second, candidates=tuple(candidates[number] for number in sorted(candidates)))
+    return replace(
+        second,
+        candidates=tuple(candidates[number] for number in sorted(candidates)),
+        repeated_tokens=first.repeated_tokens + second.repeated_tokens,
+        lost=first.lost + second.lost,
+    )
 
 
 def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
@@ -254,6 +259,7 @@ class _Board:
     keeps_tokens: bool  # whether the answers show their tokens and logprobs
     notes: Notes | None = None  # for shadows
     live: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)  # while they grew
     ranked: set[int] = field(default_factory=set)
     latest: dict[int, Candidate] = field(default_factory=dict)
     raw: dict[int, tuple[float, ...]] = field(default_factory=dict)  # a value per reward
@@ -265,26 +271,41 @@ class _Board:
     hurried: bool = False
     num_tokens: int = 0
     num_started: int = 0
+    repeated_tokens: int = 0
     reward_tokens: int = 0
     first_round_ms: float = 0.0
 
     def __post_init__(self) -> None:
         self.live = set(range(self.n))
 
-    def take(self, ended: Round) -> None:
+    def take(self, ended: Round, *, may_degrade: bool) -> None:
         """What a round made.
 
         Raises:
             InternalError: the generator lost a candidate; without it the loop might never end.
+            Unavailable: one of several generators was lost, and the caller wants nothing weaker.
         """
+        self.num_started = len(self.live)
+        if ended.lost:
+            self._lose(ended.lost, may_degrade=may_degrade)
         if lost := self.live - {candidate.id for candidate in ended.candidates}:
             raise InternalError(f"the generator lost {len(lost)} candidates")
-        self.num_started = len(self.live)
+        self.repeated_tokens += ended.repeated_tokens
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
         self.latest.update((candidate.id, candidate) for candidate in ended.candidates)
         self.live -= {c.id for c in ended.candidates if c.finish is not None}
         if self.keeps_tokens:
             self._add_tokens(ended.candidates)
+
+    def _lose(self, lost: Collection[int], *, may_degrade: bool) -> None:
+        """Candidates are gone with their generator; what is left may be less than was asked for."""
+        if not may_degrade:
+            raise Unavailable("a generator was lost, and with it some of the candidates")
+        if Degradation.CANDIDATES not in self.degradations:
+            self.degradations.append(Degradation.CANDIDATES)
+        self.lost |= set(lost)
+        self.live -= self.lost
+        self.ranked -= self.lost
 
     def judge(self, candidates: Sequence[Candidate], ratings: Ratings) -> None:
         """The values of the newest prefixes and answers, and what follows for all that count.
@@ -371,24 +392,27 @@ class _Board:
         vetoed = self.vetoed
         best = self._best()
         candidates = self._fates(ended.candidates)
+        lost = len(ended.lost)
         trace = RoundTrace(
             number=number,
             decision_token=ended.num_tokens,
             ended_by=ended.ended_by,
             num_started=self.num_started,
             num_finished=finished,
-            num_rejected=self.num_started - finished - len(self.live),
+            num_rejected=self.num_started - finished - len(self.live) - lost,
             num_live=len(self.live),
             best_score=self.verdicts[best].score if best is not None else 0.0,
             scores=tuple(each.score for each in candidates),
             session_slots=ended.slots.session,
             freed_slots=freed,
             capacity_slots=ended.slots.capacity,
-            generated_tokens=sum(len(c.new_token_ids) for c in ended.candidates),
+            generated_tokens=ended.repeated_tokens
+            + sum(len(c.new_token_ids) for c in ended.candidates),
             extend_ms=laps_ms[0],
             score_ms=laps_ms[1],
             prune_ms=laps_ms[2],
             num_vetoed=sum(c.finish is None and c.id in vetoed for c in ended.candidates),
+            num_lost=lost,
             alpha=alpha,
             candidates=candidates,
         )
@@ -470,7 +494,7 @@ class _Board:
         estimate = sum(ended) + sum(max(tokens, mean_ended) for tokens in rejected)
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            generated_tokens=sum(ended) + sum(rejected),
+            generated_tokens=sum(ended) + sum(rejected) + self.repeated_tokens,
             answer_tokens=answer_tokens,
             reward_tokens=self.reward_tokens,
             freed_slots=sum(trace.freed_slots for trace in self.rounds),

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
+from orchestrator.backends.fleet import Pulse
 from orchestrator.composition import Composite, check_composites
 from orchestrator.store import Access, check_access
 from specrej.contracts import Schedule
@@ -18,7 +19,7 @@ from specrej.errors import Violation
 from specrej.settings import Port, Seconds, ServiceSettings
 from specrej.validation import check_schedule
 
-Address = Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
+Addresses = Annotated[str, Field(pattern=r"^[^\s,]+:\d{1,5}(,[^\s,]+:\d{1,5})*$")]
 ENV_PREFIX = "SPECREJ_ORCHESTRATOR_"
 _SCHEDULES = ("memory", "tokens", "geometric")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -88,9 +89,20 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     port: Port = Field(50050, description="port to listen on; 0 picks a free one")
-    generator_address: Address = Field("127.0.0.1:50051", description="host:port of the generator")
-    reward_address: Address = Field(
-        "127.0.0.1:50052", description="host:port of the reward service"
+    generator_address: Addresses = Field(
+        "127.0.0.1:50051",
+        description="host:port of the generators, commas between several; a name stands for all its"
+        " addresses",
+    )
+    reward_address: Addresses = Field(
+        "127.0.0.1:50052", description="host:port of the reward services, in the same way"
+    )
+    backend_poll_s: Seconds = Field(1, description="seconds between two looks at a backend")
+    backend_resolve_s: Seconds = Field(
+        5, description="seconds between two lookups of the backends' names"
+    )
+    backend_lost_s: Seconds = Field(
+        10, description="seconds of silence after which a backend's sessions go elsewhere"
     )
     cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, give or take 10 %")
     cache_timeout_s: Seconds = Field(0.25, description="seconds a call waits for Redis at most")
@@ -161,6 +173,21 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
 
     @property
+    def generator_addresses(self) -> tuple[str, ...]:
+        """Each "host:port"."""
+        return tuple(self.generator_address.split(","))
+
+    @property
+    def reward_addresses(self) -> tuple[str, ...]:
+        """Each "host:port"."""
+        return tuple(self.reward_address.split(","))
+
+    @property
+    def pulse(self) -> Pulse:
+        """How often backends are looked for and asked."""
+        return Pulse(self.backend_poll_s, self.backend_resolve_s, self.backend_lost_s)
+
+    @property
     def backend_credentials(self) -> Credentials:
         """What the backends are shown, and how they are known."""
         return Credentials(
@@ -174,7 +201,7 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
 
     @model_validator(mode="after")
     def _backends_can_be_called(self) -> Self:
-        for address in (self.generator_address, self.reward_address):
+        for address in (*self.generator_addresses, *self.reward_addresses):
             try:
                 check_credentials(address, self.backend_credentials)
             except (OSError, ValueError) as error:

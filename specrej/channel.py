@@ -26,7 +26,9 @@ from specrej.security import MAX_MESSAGE_BYTES
 
 # One layer of retries only: this one, at the edge nearest the caller. Session streams are never
 # retried: their state is gone with them.
+# A name that stands for several orchestrators is all of them, in turn.
 SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
         {
             "name": [
@@ -53,9 +55,12 @@ def open_channel(
     *,
     retries: bool = True,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    certified_name: str = "",
     **credentials: Unpack[Credentials],
 ) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"); connects when first used.
+
+    `certified_name`: what its certificate is of, where that is not the host of the address.
 
     `retries` is for the caller's outermost hop; services calling services leave it off. Files of
     certificates and tokens that change are in force from the next call on.
@@ -65,6 +70,8 @@ def open_channel(
     """
 
     how = options(retries=retries, max_message_bytes=max_message_bytes)
+    if certified_name:
+        how.append(("grpc.ssl_target_name_override", certified_name))
 
     def connect(tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
         if tls is None:
@@ -103,9 +110,10 @@ def options(
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A restarted backend is found again within a second.
+        # A restarted backend is found again within a second; the second of these is how long a
+        # connection may take to come about.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", int(retries)),
         ("grpc.service_config", json.dumps(SERVICE_CONFIG if retries else {})),

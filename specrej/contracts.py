@@ -108,13 +108,17 @@ class SlotGauge:
 class Round:
     """A prefix batch: every candidate that is live, or finished in this round, by ascending id.
 
-    `num_tokens` is the token position reached by the live candidates.
+    `num_tokens` is the token position reached by the live candidates. Where a generator was lost,
+    others may have made `repeated_tokens` again that had been told of before, and the candidates
+    with the ids `lost` are gone.
     """
 
     candidates: tuple[Candidate, ...]
     ended_by: RoundEnd
     num_tokens: int
     slots: SlotGauge
+    repeated_tokens: int = 0
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +320,7 @@ class Degradation(Enum):
     REWARD = "reward"  # ranked by likelihood: a reward could not be had
     GENERATOR = "generator"  # the best complete answer so far: the generator broke off
     DEADLINE = "deadline"  # the best text so far, truncated: time ran out
+    CANDIDATES = "candidates"  # of fewer candidates: one of several generators broke off
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +378,7 @@ class RoundTrace:
     score_ms: float
     prune_ms: float
     num_vetoed: int = 0
+    num_lost: int = 0
     alpha: float = 0.0
     candidates: tuple[CandidateTrace, ...] = ()  # those scored in it, best first
 

@@ -21,6 +21,7 @@ from typing import Self
 from specrej import tether
 
 _POLL_S = 0.1
+_STUCK_POLL_S = 1.0
 _TAIL_LINES = 15
 _MAX_BACKOFF_S = 30.0
 # A child that lived this long is no longer failing at start: its next restart comes quickly again.
@@ -33,12 +34,14 @@ class ProcessError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run (an absolute path and its arguments), and how to tell that it is ready."""
+    """What to run (an absolute path and its arguments), and how to tell that it is ready, and that
+    it runs but will not get on with its work any more."""
 
     name: str
     arguments: tuple[str, ...]
     is_ready: Callable[[], Awaitable[bool]]
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_stuck: Callable[[], Awaitable[bool]] | None = None
 
 
 class Processes:
@@ -95,7 +98,7 @@ class Processes:
     async def keep_alive(
         self, report: Callable[[str], None], *, first_delay_s: float = 1.0
     ) -> None:
-        """Start again whatever ends, with a growing delay; returns only by cancellation."""
+        """Start again what ends or is stuck, with a growing delay; returns only by cancellation."""
         async with asyncio.TaskGroup() as group:
             for program in self._programs.values():
                 group.create_task(self._keep_alive(program, report, first_delay_s))
@@ -106,7 +109,7 @@ class Processes:
         backoff_s = first_delay_s
         while True:
             waiting_since = time.monotonic()
-            code = await self._running[program.name].wait()
+            code = await self._end_of(program, report)
             if time.monotonic() - waiting_since > _SETTLED_S:
                 backoff_s = first_delay_s
             report(f"{program.name} {_how(code)}; starting it again in {backoff_s:g} s")
@@ -117,6 +120,20 @@ class Processes:
                 report(f"{program.name} is back")
             except ProcessError as error:
                 report(str(error))
+
+    async def _end_of(self, program: Program, report: Callable[[str], None]) -> int:
+        """The exit code of a child, which is stopped if it is stuck."""
+        process = self._running[program.name]
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=_STUCK_POLL_S)
+                if not ended.done() and program.is_stuck and await program.is_stuck():
+                    report(f"{program.name} is stuck; stopping it")
+                    await self._stop(process)
+            return ended.result()
+        finally:
+            ended.cancel()
 
     async def _start_all(self) -> None:
         try:

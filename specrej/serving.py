@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from sys import intern
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
@@ -167,8 +169,12 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
 
 
 def _kind(handler: RpcHandler) -> str:
+    """The name of the attribute with its behaviour: always the same object.
+
+    CPython remembers the last 4,096 names that attributes were looked up by, each new string anew.
+    """
     requests = "stream" if handler.request_streaming else "unary"
-    return f"{requests}_{'stream' if handler.response_streaming else 'unary'}"
+    return intern(f"{requests}_{'stream' if handler.response_streaming else 'unary'}")
 
 
 def _decoder(handler: RpcHandler) -> Callable[[bytes], Any]:
@@ -251,7 +257,8 @@ class Service:
     register: Callable[[grpc.aio.Server], None]
 
 
-# Seconds since the last sign of life of something that is at work; 0 while it has nothing to do.
+# Seconds since the last sign of life of something that is at work; 0 while it has nothing to do,
+# infinite if there will never be another one.
 Heartbeat = Callable[[], float]
 
 # The name that liveness goes by in health checks: SERVING as long as heartbeats are young, also
@@ -276,6 +283,7 @@ class Server:
         self._settings = settings
         self._services = services
         self._heartbeats: list[Heartbeat] = []
+        self._is_warm = False
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(
             interceptors=[StatusInterceptor(default_deadline_s, Access(settings.tokens_path))],
@@ -352,19 +360,30 @@ class Server:
             yield max(beat() for beat in self._heartbeats), {}
 
     async def _follow_heartbeats(self) -> None:
-        """Alive, and ready, is whoever gets on with its work; that a process answers is neither."""
+        """Alive, and ready, is whoever gets on with its work; that a process answers is neither.
+
+        Raises:
+            RuntimeError: one has stopped for ever.
+        """
         was_alive = True
         while True:
-            alive = all(beat() < self._settings.stuck_s for beat in self._heartbeats)
+            ages = [beat() for beat in self._heartbeats]
+            alive = all(age < self._settings.stuck_s for age in ages)
             await self._health.set(LIVENESS, _state(alive))
             if alive != was_alive:
                 log.error("it goes on" if alive else "no step has ended for too long")
-                await self.set_serving(alive)
+                await self.set_serving(alive and self._is_warm)
+            if math.inf in ages:
+                raise RuntimeError("a thread has ended that the service cannot be without")
             was_alive = alive
             await asyncio.sleep(min(1.0, self._settings.stuck_s / 4))
 
     async def run(self, warm_up: Callable[[], Awaitable[None]]) -> None:
-        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once."""
+        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once.
+
+        Raises what `warm_up` raises, and:
+            RuntimeError: a heartbeat has stopped for ever; only a new process can help.
+        """
         signals = _Signals()
         asyncio.get_running_loop().set_exception_handler(_log_lost_error)
         await self.start()
@@ -376,13 +395,17 @@ class Server:
         try:
             warming = asyncio.ensure_future(warm_up())
             stopping = asyncio.ensure_future(signals.first.wait())
-            await asyncio.wait({warming, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not stopping.done():
+            ending = {stopping, following}
+            await asyncio.wait({warming, *ending}, return_when=asyncio.FIRST_COMPLETED)
+            if warming.done() and not stopping.done():
                 warming.result()
+                self._is_warm = True
                 await self.set_serving(True)
                 log.info("serving")
-                await stopping
+                await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             warming.cancel()
+            if following.done():
+                following.result()
         finally:
             following.cancel()
             draining = asyncio.ensure_future(self._drain())

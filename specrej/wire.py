@@ -39,6 +39,7 @@ _DEGRADATION: Mapping[c.Degradation, orchestrator_pb2.Degradation.ValueType] = {
     c.Degradation.REWARD: orchestrator_pb2.DEGRADATION_REWARD,
     c.Degradation.GENERATOR: orchestrator_pb2.DEGRADATION_GENERATOR,
     c.Degradation.DEADLINE: orchestrator_pb2.DEGRADATION_DEADLINE,
+    c.Degradation.CANDIDATES: orchestrator_pb2.DEGRADATION_CANDIDATES,
 }
 _FATE: Mapping[c.Fate, orchestrator_pb2.CandidateFate.ValueType] = {
     c.Fate.KEPT: orchestrator_pb2.CANDIDATE_FATE_KEPT,
@@ -377,6 +378,7 @@ def trace_to_wire(trace: c.RoundTrace) -> orchestrator_pb2.RoundTrace:
         score_ms=trace.score_ms,
         prune_ms=trace.prune_ms,
         num_vetoed=trace.num_vetoed,
+        num_lost=trace.num_lost,
         alpha=trace.alpha,
         candidates=[
             orchestrator_pb2.CandidateTrace(
@@ -406,6 +408,7 @@ def trace_from_wire(message: orchestrator_pb2.RoundTrace) -> c.RoundTrace:
         score_ms=message.score_ms,
         prune_ms=message.prune_ms,
         num_vetoed=message.num_vetoed,
+        num_lost=message.num_lost,
         alpha=message.alpha,
         candidates=tuple(
             c.CandidateTrace(each.candidate_id, each.score, _back(_FATE, each.fate))

@@ -4,9 +4,10 @@ from specrej.telemetry import metrics, names
 from specrej.telemetry.calls import Call, served
 from specrej.telemetry.logs import log_formatter, note
 from specrej.telemetry.setup import configured
-from specrej.telemetry.traces import ClientSpan, Span, SpanKind, annotate, span
+from specrej.telemetry.traces import UNTRACED, ClientSpan, Span, SpanKind, annotate, span
 
 __all__ = [
+    "UNTRACED",
     "Call",
     "ClientSpan",
     "Span",

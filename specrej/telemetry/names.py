@@ -116,6 +116,12 @@ TOKENS = Metric(
     "of answered runs: generated, saved (estimated, against Best-of-N), prompt, scored",
     ("kind",),
 )
+BACKENDS = Metric(
+    "specrej.backends", "gauge", "{backend}", "generators and reward services", ("kind", "state")
+)  # serving, away
+SESSIONS_MOVED = Metric(
+    "specrej.sessions.moved", "counter", "{session}", "whose generator was lost", ("result",)
+)  # moved, failed
 CACHE_RESULTS = Metric(
     "specrej.cache.results", "counter", "{lookup}", "lookups of answers, by result", ("result",)
 )  # hit, stale, miss, invalid, error; off: there is no Redis

@@ -15,6 +15,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from specrej.telemetry import names
 
 __all__ = [
+    "UNTRACED",
     "Attribute",
     "ClientSpan",
     "Span",
@@ -31,6 +32,10 @@ _tracer = trace.get_tracer(names.NAMESPACE)
 
 # The first span that was opened in this context: of the call that is served here, mostly.
 _first: ContextVar[Span | None] = ContextVar("first", default=None)
+
+# Metadata of a call that belongs to no trace: nobody on its way records it (W3C trace context, the
+# sampled flag off).
+UNTRACED = (("traceparent", "00-00000000000000000000000000000001-0000000000000001-00"),)
 
 # What the conventions call a server's own failures.
 _FAILURES = frozenset(

@@ -97,6 +97,8 @@ class _DegradationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Degradati
     """The generator broke off: the answer is the best that was complete by then."""
     DEGRADATION_DEADLINE: _Degradation.ValueType  # 3
     """Time ran out before any answer was complete: the answer is the best text so far."""
+    DEGRADATION_CANDIDATES: _Degradation.ValueType  # 4
+    """There were fewer candidates than asked for: one of several generators broke off."""
 
 class Degradation(_Degradation, metaclass=_DegradationEnumTypeWrapper):
     """What stood in for a step of the plan that could not be done."""
@@ -109,6 +111,8 @@ DEGRADATION_GENERATOR: Degradation.ValueType  # 2
 """The generator broke off: the answer is the best that was complete by then."""
 DEGRADATION_DEADLINE: Degradation.ValueType  # 3
 """Time ran out before any answer was complete: the answer is the best text so far."""
+DEGRADATION_CANDIDATES: Degradation.ValueType  # 4
+"""There were fewer candidates than asked for: one of several generators broke off."""
 Global___Degradation: _TypeAlias = Degradation  # noqa: Y015
 
 class _CandidateFate:
@@ -693,6 +697,7 @@ class RoundTrace(_message.Message):
     NUM_VETOED_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    NUM_LOST_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, ..."""
     decision_token: _builtins.int
@@ -729,6 +734,8 @@ class RoundTrace(_message.Message):
     """
     alpha: _builtins.float
     """Fraction of the ranked candidates that was rejected; more than asked for where time is short."""
+    num_lost: _builtins.int
+    """Live candidates that were lost with one of several generators; 0 or more."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Rewards of the candidates ranked in this round, best first."""
@@ -759,10 +766,11 @@ class RoundTrace(_message.Message):
         num_vetoed: _builtins.int = ...,
         alpha: _builtins.float = ...,
         candidates: _abc.Iterable[Global___CandidateTrace] | None = ...,
+        num_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_lost", b"num_lost", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -813,7 +821,9 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     generated_tokens: _builtins.int
-    """Tokens made, of all candidates."""
+    """Tokens made, of all candidates; what had to be made again, since a generator was lost, counts
+    again.
+    """
     answer_tokens: _builtins.int
     """Tokens of the answer."""
     reward_tokens: _builtins.int

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej.channel import open_channel
-from specrej.serving import LIVENESS, Server
+from specrej.serving import LIVENESS, Server, _kind
 from specrej.settings import ServiceSettings
 
 BOUND_S = 20.0
@@ -40,9 +42,12 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @asynccontextmanager
-async def running(server: Server) -> AsyncIterator[tuple[asyncio.Task[None], grpc.aio.Channel]]:
+async def running(
+    server: Server, loaded: asyncio.Event | None = None
+) -> AsyncIterator[tuple[asyncio.Task[None], grpc.aio.Channel]]:
     async def warm_up() -> None:
-        pass
+        if loaded:
+            await loaded.wait()
 
     task = asyncio.create_task(server.run(warm_up))
 
@@ -73,9 +78,44 @@ async def test_health_follows_the_heartbeat() -> None:
             return await health(channel) == NOT_SERVING == await health(channel, LIVENESS)
 
         await until(is_ready)
-        age_s[0] = math.inf
+        age_s[0] = 1e9
         await until(is_stuck)
         age_s[0] = 0.0
+        await until(is_ready)
+
+
+async def test_a_heart_that_has_stopped_for_ever_ends_the_process() -> None:
+    """Guards against a service whose engine is gone, and that nobody starts again."""
+    age_s = [0.0]
+    server = Server(ServiceSettings(stuck_s=0.2), [])
+    server.watch(lambda: age_s[0])
+    async with running(server) as (task, _):
+        age_s[0] = math.inf
+        with pytest.raises(RuntimeError, match="a thread has ended"):
+            await asyncio.wait_for(task, BOUND_S)
+
+
+async def test_who_recovers_while_loading_is_not_ready() -> None:
+    """Guards the first of several models, stuck for a while, from saying that all are loaded."""
+    age_s, loaded = [1e9], asyncio.Event()
+    server = Server(ServiceSettings(stuck_s=0.2), [])
+    server.watch(lambda: age_s[0])
+    async with running(server, loaded) as (_, channel):
+
+        async def is_stuck() -> bool:
+            return await health(channel, LIVENESS) == NOT_SERVING
+
+        async def is_alive() -> bool:
+            return await health(channel, LIVENESS) == SERVING
+
+        async def is_ready() -> bool:
+            return await health(channel) == SERVING
+
+        await until(is_stuck)
+        age_s[0] = 0.0
+        await until(is_alive)
+        assert await health(channel) == NOT_SERVING
+        loaded.set()
         await until(is_ready)
 
 
@@ -117,6 +157,15 @@ async def test_a_drain_tells_balancers_first_and_a_second_signal_ends_it() -> No
         assert not task.done()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(task, BOUND_S)
+
+
+def test_handlers_are_looked_up_by_names_that_are_always_the_same_objects() -> None:
+    """Guards 250 KiB: CPython keeps the last 4,096 names of attributes, and each call made its own.
+
+    In a soak that looks like a leak.
+    """
+    handler = grpc.stream_stream_rpc_method_handler(lambda *_: None)
+    assert _kind(handler) is _kind(handler) == "stream_stream"
 
 
 def test_a_drain_takes_its_time_where_there_may_be_balancers() -> None:

@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,27 @@ async def test_what_dies_is_started_again(tmp_path: Path) -> None:
             assert died.startswith("a was ended by SIGKILL; starting it again")
             assert await asyncio.wait_for(reports.get(), 20) == "a is back"
             assert running.pids["a"] != old and is_alive(running.pids["a"])
+        keeping.cancel()
+        await asyncio.wait({keeping})
+
+
+async def test_what_is_stuck_is_started_again(tmp_path: Path) -> None:
+    """Guards against a stack with a process that runs, and does nothing any more."""
+    reports: asyncio.Queue[str] = asyncio.Queue()
+    stuck: set[int] = set()
+
+    async def is_stuck() -> bool:
+        return running.pids["a"] in stuck
+
+    async with children(tmp_path, replace(program(tmp_path, "a"), is_stuck=is_stuck)) as running:
+        keeping = asyncio.ensure_future(running.keep_alive(reports.put_nowait, first_delay_s=0.01))
+        old = running.pids["a"]
+        stuck.add(old)
+        told = [await asyncio.wait_for(reports.get(), 20) for _ in range(3)]
+        assert told[0] == "a is stuck; stopping it"
+        assert told[1].startswith("a ended with code 0; starting it again")
+        assert told[2] == "a is back"
+        assert running.pids["a"] != old and not is_alive(old)
         keeping.cancel()
         await asyncio.wait({keeping})
 

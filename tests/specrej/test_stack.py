@@ -60,9 +60,26 @@ async def test_the_embedded_server_speaks_and_keeps_nothing(tmp_path: Path) -> N
 def test_addresses_follow_the_ports() -> None:
     """Guards against an orchestrator that is told of other ports than its backends have."""
     stack = Stack(Ports(1, 2, 3, 4), environment={"SPECREJ_GENERATOR_SLOTS": "9"})
-    orchestrator = stack._orchestrator().environment
+    orchestrator = stack._replica(stack._orchestrators[0]).environment
     assert orchestrator["SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS"] == stack.generator_address
     assert orchestrator["SPECREJ_ORCHESTRATOR_REWARD_ADDRESS"] == stack.reward_address
     assert orchestrator["SPECREJ_ORCHESTRATOR_REDIS_URL"] == stack.redis_url
     assert stack.orchestrator_address == "127.0.0.1:1" and stack.redis_url.endswith(":4/0")
-    assert stack._generator().environment["SPECREJ_GENERATOR_SLOTS"] == "9"
+    generator = stack._replica(stack._generators[0]).environment
+    assert generator["SPECREJ_GENERATOR_SLOTS"] == "9"
+    assert generator["SPECREJ_GENERATOR_PORT"] == "2"
+
+
+def test_several_backends_have_ports_of_their_own() -> None:
+    """Guards against two generators at one port, and an orchestrator that knows of one."""
+    stack = Stack(generators=3, reward_services=2)
+    addresses = stack.generator_addresses.split(",") + stack.reward_addresses.split(",")
+    assert len({*addresses, stack.orchestrator_address}) == 6
+    assert addresses[0] == stack.generator_address
+    told = stack._replica(stack._orchestrators[0]).environment
+    assert told["SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS"] == stack.generator_addresses
+    for backend in (*stack._generators, *stack._rewards):
+        own = stack._replica(backend).environment
+        assert own[f"SPECREJ_{backend.kind.upper()}_PORT"] == str(backend.port)
+        assert backend.address in addresses
+    assert len(set(stack.metrics_urls)) == 6

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc.aio import AioRpcError, Metadata
 
 from specrej import errors
-from specrej.status import DETAILS_TRAILER, PUSHBACK_TRAILER, from_rpc_error, to_status
+from specrej.status import (
+    DETAILS_TRAILER,
+    PUSHBACK_TRAILER,
+    from_backend_error,
+    from_rpc_error,
+    to_status,
+)
 
 VIOLATIONS = (errors.Violation("sampling.top_p", "must be (0, 1]"), errors.Violation("n", "no"))
 
@@ -82,3 +90,35 @@ def test_the_trailer_is_binary() -> None:
     """Guards against details that grpc refuses to send: bytes need a -bin key."""
     _, _, trailers = to_status(example(errors.InvalidRequest))
     assert isinstance(dict(trailers)[DETAILS_TRAILER], bytes)
+
+
+def failure(code: grpc.StatusCode, *trailers: tuple[str, str | bytes]) -> AioRpcError:
+    return AioRpcError(code, Metadata(), Metadata(*trailers), "Unexpected <class 'X'>: /srv/a.py")
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL])
+def test_what_a_service_that_is_none_of_ours_says_of_itself_stays_here(
+    code: grpc.StatusCode,
+) -> None:
+    """Guards against a class name and a path on their way to a caller."""
+    error = from_backend_error(failure(code), "a reward")
+    assert isinstance(error, errors.InternalError)
+    assert error.message == "a reward failed"
+
+
+@pytest.mark.parametrize("details", [b"\xff\xff", b"\x1a\x05abc"])
+def test_details_that_cannot_be_read_are_none(details: bytes) -> None:
+    """Found by fuzzing: a peer's malformed trailer was a bug of ours instead of its status."""
+    told = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, (DETAILS_TRAILER, details))
+    assert isinstance(from_rpc_error(told), errors.Overloaded)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(-5, 0.0), (10**11, 3600.0)])
+def test_a_peers_delay_is_one_that_can_be_passed_on(seconds: int, told: float) -> None:
+    """Guards against an hour that is a century, and a negative one, which means never."""
+    packed = any_pb2.Any()
+    packed.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds)))
+    details = status_pb2.Status(details=[packed]).SerializeToString()
+    error = from_rpc_error(failure(grpc.StatusCode.UNAVAILABLE, (DETAILS_TRAILER, details)))
+    assert error.retry_after_s == told
+    to_status(error)

@@ -1,0 +1,120 @@
+"""All reward services as one: places scoring sessions, and moves them when one is lost.
+
+A scoring session moves without loss: every batch has the whole texts, and what the lost service had
+kept of them is computed again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from orchestrator.backends.fleet import Backend, Fleet
+from orchestrator.backends.placement import order, prefix_of
+from orchestrator.remote import RemoteRewards
+from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, ScoringSession
+from specrej.errors import Overloaded, SpecrejError, Unavailable
+
+_Backend = Backend[RemoteRewards]
+
+
+class FleetRewards:
+    """The rewards that all reward services serve."""
+
+    def __init__(
+        self, fleet: Fleet[RemoteRewards], draw: Callable[[], float] = random.random
+    ) -> None:
+        """`draw`: from [0, 1)."""
+        self._fleet = fleet
+        self._draw = draw
+
+    def scorer(self, name: str) -> FleetScorer:
+        """A `Scorer` for the reward of that name."""
+        return FleetScorer(name, self._fleet, self._ranked)
+
+    async def describe(self) -> tuple[RewardDescription, ...]:
+        """The rewards that are served; the first is the default.
+
+        Raises:
+            SpecrejError: why there are none.
+        """
+        members = self._fleet.members()
+        if not members:
+            raise self._fleet.failure()
+        served: tuple[RewardDescription, ...] = members[0].description
+        return served
+
+    def _ranked(self, prompt: Prompt) -> list[_Backend]:
+        members = self._fleet.members()
+        if not members:
+            return self._fleet.others()
+        by_address = {each.target.address: each for each in members}
+        loads = {address: float(each.running) for address, each in by_address.items()}
+        return [by_address[at] for at in order(prefix_of(prompt, ""), loads, self._draw)]
+
+
+class FleetScorer:
+    """A `Scorer` at whichever service is the best place."""
+
+    def __init__(
+        self,
+        name: str,
+        fleet: Fleet[RemoteRewards],
+        ranked: Callable[[Prompt], list[_Backend]],
+    ) -> None:
+        self._name = name
+        self._fleet = fleet
+        self._ranked = ranked
+
+    @asynccontextmanager
+    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+        async with AsyncExitStack() as stack:
+            session = _MovingScoring(stack, self._name, prompt, self._fleet, self._ranked)
+            await session.place()
+            yield session
+
+
+class _MovingScoring:
+    """A `ScoringSession` that goes on elsewhere, as long as there is somewhere it has not been."""
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        name: str,
+        prompt: Prompt,
+        fleet: Fleet[RemoteRewards],
+        ranked: Callable[[Prompt], list[_Backend]],
+    ) -> None:
+        self._stack = stack
+        self._name = name
+        self._prompt = prompt
+        self._fleet = fleet
+        self._ranked = ranked
+        self._been_at: list[_Backend] = []
+        self._session: ScoringSession
+
+    async def place(self) -> None:
+        """Raises Unavailable, Overloaded: there is nowhere to go."""
+        ranked = [each for each in self._ranked(self._prompt) if each not in self._been_at]
+        self._session = await self._fleet.first(ranked, self._enter)
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        while True:
+            backend = self._been_at[-1]
+            try:
+                async with backend.answering():
+                    return await self._session.score(candidates)
+            except (Unavailable, Overloaded) as failure:
+                if isinstance(failure, Unavailable):
+                    backend.suspect(failure)
+                try:
+                    await self.place()
+                except SpecrejError:
+                    raise failure from None
+
+    async def _enter(self, backend: _Backend) -> ScoringSession:
+        self._been_at.append(backend)
+        scorer = backend.peer.scorer(self._name)
+        holding = backend.holding(scorer.open(self._prompt))
+        return await self._stack.enter_async_context(holding)

@@ -1,0 +1,254 @@
+"""Many generators as one: sessions find a place, survive the loss of one, and may be in parts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from generator_service.toy import ToyGenerator
+from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.split import sizes
+from orchestrator.scoring import LikelihoodScorer
+from specrej.contracts import (
+    Degradation,
+    Generation,
+    GenerationRequest,
+    GeneratorDescription,
+    Sampling,
+    Schedule,
+)
+from specrej.errors import InvalidRequest, Overloaded, Unavailable
+from tests.orchestrator.backends.fleets import (
+    PROMPT,
+    QUICK,
+    Known,
+    answered,
+    backends,
+    generators,
+    request,
+)
+from tests.orchestrator.services import Gate, HeldGenerator
+from tests.serving import until
+
+SAMPLING = Sampling(max_tokens=32, seed=7)
+SCORER = LikelihoodScorer()
+
+
+def of_both(first: HeldGenerator, second: HeldGenerator) -> list[HeldGenerator]:
+    """The one that has a session first."""
+    return [first, second] if first.toy.ledger.num_sessions else [second, first]
+
+
+def said(generation: Generation) -> list[object]:
+    """All that the loss of a generator must not change."""
+    rounds = [
+        (each.decision_token, each.num_live, each.num_finished, each.candidates, each.alpha)
+        for each in generation.rounds
+    ]
+    return [generation.candidates, rounds, generation.usage.best_of_n_tokens_estimate]
+
+
+@pytest.mark.parametrize("verb", ["extend", "prune"])
+@pytest.mark.parametrize("rounds_before", [0, 1, 2])
+async def test_a_request_survives_the_loss_of_its_generator(verb: str, rounds_before: int) -> None:
+    """The same answer, token for token, and every token that was made is counted."""
+    asked = request(12, Schedule(first=4))
+    alone = await answered(asked, ToyGenerator(), SCORER)
+    one, two = HeldGenerator(), HeldGenerator()
+    async with backends(one, two) as servers, generators(Known(servers)) as fleet:
+        running = asyncio.ensure_future(answered(asked, FleetGenerator(fleet), SCORER))
+        await until(lambda: bool(one.toy.ledger.num_sessions or two.toy.ledger.num_sessions))
+        ill, well = of_both(one, two)
+        gate = ill.gates[verb]
+        for _ in range(rounds_before):
+            gate.shut()
+            await until(lambda: gate.held == 1)
+            gate.open()
+            await until(lambda: gate.held == 0)
+        gate.shut()
+        await until(lambda: gate.held == 1)
+        await servers[[one, two].index(ill)].kill()
+        moved = await running
+        assert said(moved) == said(alone)
+        assert moved.usage.generated_tokens >= alone.usage.generated_tokens
+        assert sum(each.generated_tokens for each in moved.rounds) == moved.usage.generated_tokens
+        assert not moved.degraded
+        assert well.is_idle
+
+
+async def test_a_silent_generator_is_given_up() -> None:
+    """Guards against requests that wait for a stopped process until their deadline."""
+    asked = request(6)
+    alone = await answered(asked, ToyGenerator(), SCORER)
+    one, two = _Mute(), _Mute()
+    async with backends(one, two) as servers, generators(Known(servers), QUICK) as fleet:
+        one.gates["extend"].shut()
+        two.gates["extend"].shut()
+        running = asyncio.ensure_future(answered(asked, FleetGenerator(fleet), SCORER))
+        await until(lambda: bool(one.gates["extend"].held or two.gates["extend"].held))
+        ill, well = of_both(one, two)
+        assert isinstance(ill, _Mute)
+        well.gates["extend"].open()
+        ill.hearing.shut()
+        assert said(await running) == said(alone)
+        assert fleet.counts() == {"serving": 1, "away": 1}
+        ill.hearing.open()
+        ill.gates["extend"].open()
+        await until(lambda: fleet.counts()["serving"] == 2 and one.is_idle and two.is_idle)
+
+
+async def test_nowhere_to_go() -> None:
+    """One generator: its loss is told at once, with what a client retries by."""
+    one = HeldGenerator()
+    async with backends(one) as servers, generators(Known(servers)) as fleet:
+        one.gates["extend"].shut()
+        running = asyncio.ensure_future(answered(request(), FleetGenerator(fleet), SCORER))
+        await until(lambda: one.gates["extend"].held == 1)
+        await servers[0].kill()
+        with pytest.raises(Unavailable):
+            await running
+
+
+async def test_a_session_moves_once() -> None:
+    """Guards against a prompt that kills whoever reads it and is then handed to all of them."""
+    all_three = [HeldGenerator() for _ in range(3)]
+    async with backends(*all_three) as servers, generators(Known(servers)) as fleet:
+        for each in all_three:
+            each.gates["extend"].shut()
+        running = asyncio.ensure_future(answered(request(), FleetGenerator(fleet), SCORER))
+        for _ in range(2):
+            await until(lambda: any(each.gates["extend"].held for each in all_three))
+            ill = next(i for i, each in enumerate(all_three) if each.gates["extend"].held)
+            await servers[ill].kill()
+            await until(lambda ill=ill: all_three[ill].is_idle)  # type: ignore[misc]
+        with pytest.raises(Unavailable):
+            await running
+
+
+async def test_whoever_has_room_is_taken() -> None:
+    one, two = HeldGenerator(200), HeldGenerator(200)
+    async with (
+        backends(one, two) as servers,
+        generators(Known(servers)) as fleet,
+        AsyncExitStack() as stack,
+    ):
+        generator = FleetGenerator(fleet)
+        for _ in range(2):  # the toy refuses what it has no room for
+            await stack.enter_async_context(generator.open(PROMPT, 4, SAMPLING, 32))
+        assert [each.toy.ledger.num_sessions for each in (one, two)] == [1, 1]
+        with pytest.raises(Overloaded):
+            await stack.enter_async_context(generator.open(PROMPT, 4, SAMPLING, 32))
+
+
+async def test_together_they_have_more_room() -> None:
+    one, two = HeldGenerator(200), HeldGenerator(300)
+    async with backends(one, two) as servers, generators(Known(servers)) as fleet:
+        described = await FleetGenerator(fleet).describe()
+        single = await one.describe()
+        assert described.slots.capacity == 500
+        assert described.max_candidates == 2 * single.max_candidates
+        assert described.context_tokens == single.context_tokens
+
+
+async def test_too_many_for_one_are_split() -> None:
+    """Two generators of half the slots make what one with all of them would have made."""
+    asked = request(24, Schedule("tokens", (16,)))
+    alone = await answered(asked, ToyGenerator(4 + 24 * 24), SCORER)
+    one, two = HeldGenerator(4 + 12 * 24), HeldGenerator(4 + 12 * 24)
+    async with backends(one, two) as servers, generators(Known(servers)) as fleet:
+        split = await answered(asked, FleetGenerator(fleet), SCORER)
+        assert split.n == 24
+        assert said(split) == said(alone)
+        assert split.usage.generated_tokens == alone.usage.generated_tokens
+        await until(lambda: one.is_idle and two.is_idle)
+        # The whole was refused by one of them before it came in two parts.
+        assert one.num_opened + two.num_opened == 3
+
+
+async def test_a_limit_of_candidates_is_no_limit_of_a_request() -> None:
+    one, two = _Few(), _Few()
+    asked = request(12)
+    alone = await answered(asked, ToyGenerator(), SCORER)
+    async with backends(one, two) as servers, generators(Known(servers)) as fleet:
+        assert said(await answered(asked, FleetGenerator(fleet), SCORER)) == said(alone)
+        with pytest.raises(InvalidRequest) as caught:
+            await answered(request(17), FleetGenerator(fleet), SCORER)
+    assert caught.value.metadata == {"candidates": "16"}
+
+
+async def test_more_than_all_of_them_hold() -> None:
+    one, two = HeldGenerator(100), HeldGenerator(100)
+    async with backends(one, two) as servers, generators(Known(servers)) as fleet:
+        with pytest.raises(InvalidRequest) as caught:
+            await answered(request(24, Schedule(first=32)), FleetGenerator(fleet), SCORER)
+    assert caught.value.reason == "SLOTS_EXCEEDED"
+    assert caught.value.metadata == {"candidates": str(2 * (96 // 32))}
+
+
+@pytest.mark.parametrize("verb", ["extend", "prune"])
+async def test_a_part_is_lost(verb: str) -> None:
+    """The others finish, flagged, where the caller allows it."""
+    asked = request(24, Schedule("tokens", (16,)), allow_degraded=True)
+    generation = await _with_a_part_lost(asked, verb)
+    assert generation.degradations == (Degradation.CANDIDATES,)
+    assert generation.n == 24
+    assert sum(each.num_lost for each in generation.rounds) > 0
+    for each in generation.rounds:
+        counted = each.num_finished + each.num_rejected + each.num_lost + each.num_live
+        assert counted == each.num_started
+    with pytest.raises(Unavailable):
+        await _with_a_part_lost(replace(asked, allow_degraded=False), verb)
+
+
+async def _with_a_part_lost(asked: GenerationRequest, verb: str) -> Generation:
+    one, two = HeldGenerator(4 + 12 * 16), HeldGenerator(4 + 12 * 16)
+    async with backends(one, two) as servers, generators(Known(servers)) as fleet:
+        one.gates[verb].shut()
+        running = asyncio.ensure_future(answered(asked, FleetGenerator(fleet), SCORER))
+        await until(lambda: one.gates[verb].held == 1)
+        await servers[0].kill()
+        try:
+            return await running
+        finally:
+            await until(lambda: two.is_idle)
+
+
+@given(
+    st.integers(1, 500),
+    st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 200), min_size=1, max_size=6),
+)
+def test_sizes_add_up_and_fit(n: int, room: dict[str, int]) -> None:
+    if sum(room.values()) < n:
+        with pytest.raises(InvalidRequest):
+            sizes(n, room)
+        return
+    shares = sizes(n, room)
+    assert sum(shares.values()) == n
+    assert all(0 < share <= room[place] for place, share in shares.items())
+    # Few places: without the last one that was taken there would not have been the room.
+    taken = [place for place in room if place in shares]
+    assert sum(room[place] for place in taken[:-1]) < n
+
+
+class _Few(HeldGenerator):
+    """Takes eight candidates at most."""
+
+    async def describe(self) -> GeneratorDescription:
+        return replace(await super().describe(), max_candidates=8)
+
+
+class _Mute(HeldGenerator):
+    """Can be made deaf to questions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hearing = Gate()
+
+    async def describe(self) -> GeneratorDescription:
+        await self.hearing.passed()
+        return await super().describe()
