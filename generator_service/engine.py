@@ -190,6 +190,7 @@ class Engine:
         self._sessions: dict[int, _Session] = {}
         self._ids = itertools.count(1)
         self._stopping = False
+        self._dead = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -245,7 +246,7 @@ class Engine:
         """Seconds that the step under way takes already; 0 between steps, infinite without a thread
         that could take one."""
         began = self._step_began
-        if not self._thread.is_alive() and not self._stopping:
+        if self._dead or (not self._thread.is_alive() and not self._stopping):
             return math.inf
         return time.monotonic() - began if began is not None else 0.0
 
@@ -274,13 +275,23 @@ class Engine:
         )
 
     def _run(self) -> None:
-        while not self._stopping:
-            try:
-                self._turn()
-            except Exception:
-                # A bug. Sessions in an unknown state are worth less than those still to come.
-                log.exception("the engine starts over, without its sessions")
-                self._start_over(InternalError("the generator had to start over"))
+        try:
+            while not self._stopping:
+                self._turn_or_start_over()
+        except BaseException:
+            # Such as a SystemExit in somebody's hook. Whoever waits, or comes later, must be told.
+            log.critical("the engine's thread ends", exc_info=True)
+            self._start_over(_gone())
+            self._dead = True  # from here on senders look after their commands themselves
+            self._drain()
+
+    def _turn_or_start_over(self) -> None:
+        try:
+            self._turn()
+        except Exception:
+            # A bug. Sessions in an unknown state are worth less than those still to come.
+            log.exception("the engine starts over, without its sessions")
+            self._start_over(InternalError("the generator had to start over"))
 
     def _turn(self) -> None:
         self._execute_commands()
@@ -331,7 +342,7 @@ class Engine:
                 piece = session.unread()
                 if piece.is_computed or piece not in being_read:
                     being_read.add(piece)
-                    segment = _chunk(piece, room)
+                    segment = _chunk(piece, room, piece.end == session.prompt_tokens)
                     work.append((session, segment))
                     room -= segment.num_rows
         return work
@@ -482,7 +493,7 @@ class Engine:
 
     def _send(self, future: Future[T], command: Callable[[], None]) -> Future[T]:
         self._commands.put(lambda: self._attempt(future, command))
-        if self._stopping:
+        if self._stopping or self._dead:
             self._drain()  # the thread may have looked for the last time
         return future
 
@@ -497,7 +508,7 @@ class Engine:
             _refuse(future, InternalError("the generator's command failed"))
 
     def _open(self, session: _Session) -> None:
-        if self._stopping:
+        if self._stopping or self._dead:
             raise _gone()
         needed = session.prompt_tokens + self._floor(session, max(1, session.command.n))
         if needed > self.ledger.capacity:
@@ -621,7 +632,7 @@ class Engine:
     def _idle(self, session_id: int) -> _Session:
         session = self._sessions.get(session_id)
         if session is None:
-            raise SessionExpired("the session is closed")
+            raise _gone() if self._dead else SessionExpired("the session is closed")
         if session.growing:
             raise OutOfOrder("the session's round is still running")
         return session
@@ -659,11 +670,16 @@ def _stores(leaf: Piece[PromptKV] | None) -> tuple[PromptKV, ...]:
     return tuple(piece.store for piece in leaf.chain()) if leaf else ()
 
 
-def _chunk(piece: Piece[PromptKV], room: int) -> PrefillSegment:
+def _chunk(piece: Piece[PromptKV], room: int, is_last: bool) -> PrefillSegment:
     """The next tokens of a piece to compute, at most `room`; its last token once more if none."""
     stored = piece.is_computed
     offset = len(piece.tokens) - 1 if stored else piece.computed
-    count = min(room, len(piece.tokens) - offset)
+    left = len(piece.tokens) - offset
+    count = min(room, left)
+    if is_last and count == left > 1:
+        # The token that first draws depend on is computed by itself, as it is where the prompt is
+        # stored: among others it would come out a little different, and so might a close draw.
+        count -= 1
     return PrefillSegment(_stores(piece), piece.start + offset, offset, count, stored)
 
 

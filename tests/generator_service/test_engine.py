@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from generator_service.engine import Engine, OpenCommand, Opened, PrefixBatch
 from generator_service.model import CausalLM
+from generator_service.steps import Step
 from inference.attention import Segment
 from inference.kv import SuffixKV
 from specrej.contracts import FinishReason, RoundEnd, Sampling
@@ -270,6 +273,26 @@ def test_what_can_never_fit_is_refused_at_once(make_engine: MakeEngine) -> None:
     engine.close(session).result(30)
 
 
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_a_kept_prompt_is_read_as_a_new_one_is(name: str) -> None:
+    """Guards against an answer that depends on whether somebody asked the same before.
+
+    To the last bit: first draws come from the logits of the prompt's last token.
+    """
+    model = Recorder(CausalLM(tiny.build(name)))
+    engine = Engine(model, 5000, prefill_chunk=8, prefix_cache_slots=1000)
+    engine.start()
+    logits = []
+    for _ in range(2):
+        session = opened(engine)
+        extended(engine, session, 1)
+        engine.close(session).result(30)
+        logits.append(model.passes[-1].logits)
+    engine.stop()
+    assert model.num_prompt_tokens == len(PROMPT)
+    assert torch.equal(*logits)
+
+
 def test_two_sessions_make_what_one_would_have_made(make_engine: MakeEngine) -> None:
     """A request that one generator cannot hold is split over several: nobody must see where."""
     engine = make_engine(capacity=4000)
@@ -408,6 +431,39 @@ def test_a_stopped_engine_answers(make_engine: MakeEngine) -> None:
     with pytest.raises(SessionExpired):
         engine.extend(session_id, 8).result(30)
     assert engine.close(session_id).result(30) == 0
+
+
+def test_when_the_thread_ends_nobody_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against callers that hang, of an engine whose thread something has ended in silence.
+
+    A session that grows, one that waits for slots, and whoever comes later.
+    """
+    at_work, asked = threading.Event(), threading.Event()
+
+    def leave(step: Step) -> None:
+        if step.rows:
+            at_work.set()
+            assert asked.wait(30)
+            raise SystemExit
+
+    engine = Engine(CausalLM(tiny.build("llama")), 17 + 2 * 4000, on_step=leave)
+    engine.start()
+    command = OpenCommand(PROMPT, 2, replace(ENDLESS, max_tokens=4000), 4000)
+    session_id, waiting = opened(engine, 2, command.sampling, 4000), engine.open(command)[1]
+    growing = engine.extend(session_id, 4000)
+    assert at_work.wait(30)
+    unread = engine.prune(session_id, [])
+    asked.set()
+    with pytest.raises(Unavailable):
+        growing.result(30)
+    late = (engine.open(command)[1], engine.extend(session_id, 8), engine.prune(session_id, []))
+    for future in (waiting, unread, *late):
+        with pytest.raises(Unavailable):
+            future.result(30)
+    assert engine.close(session_id).result(30) == 0
+    assert engine.heartbeat_s() == math.inf
+    assert (engine.ledger.owned, engine.num_sessions, engine.num_waiting) == (0, 0, 0)
+    assert "the engine's thread ends" in caplog.text
 
 
 def test_a_sender_that_has_gone_does_not_end_the_engine(make_engine: MakeEngine) -> None:
@@ -731,7 +787,7 @@ def test_an_end_token_comes_after_the_least_length(min_tokens: int, sampling: Sa
         assert prefix.finish is FinishReason.STOP
         assert len(prefix.token_ids) == min_tokens + 1
         assert 2 not in prefix.token_ids[:-1]
-        logits = [each.logits.expand(4, -1)[row] for each in model.passes]
+        logits = [each.logits.expand(4, -1)[row] for each in model.passes[1:]]
         expected = torch.log_softmax(torch.stack(logits), dim=-1)
         chosen = expected.gather(1, torch.tensor(prefix.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(prefix.new_logprobs), chosen)
@@ -794,7 +850,7 @@ def test_sessions_take_turns_where_a_step_is_too_small_for_all() -> None:
         *equals, _ = (session.num_tokens for session in engine._sessions.values())
         assert max(equals) - min(equals) <= 1  # the last one fits beside each of them
     assert max(sum(each.rows) for each in model.passes) == 6
-    assert len(model.passes) == 1 + 3 * 23
+    assert len(model.passes) == 2 + 3 * 23
     for prompt, n, sampling, future in zip(prompts, numbers, samplings, running, strict=True):
         assert tokens_of(future.result()) == alone(prompt, n, sampling)
 
@@ -858,22 +914,22 @@ def test_a_long_prompt_does_not_hold_up_those_who_grow() -> None:
     running = engine.extend(growing, 24)
     reading = admitted(engine, [5 + i % 80 for i in range(200)])
     stepping.result(engine, engine.extend(reading, 1))
-    assert [each.num_prompt_tokens for each in model.passes] == [16] * 12 + [8]
-    assert [each.rows for each in model.passes] == [(3,)] * 13
-    assert engine._sessions[growing].num_tokens == 1 + 13
+    assert [each.num_prompt_tokens for each in model.passes] == [16] * 12 + [7, 1]
+    assert [each.rows for each in model.passes] == [(3,)] * 14
+    assert engine._sessions[growing].num_tokens == 1 + 14
     assert tokens_of(stepping.result(engine, running)) == alone()
 
 
 def test_short_prompts_are_read_together() -> None:
-    """As many as a chunk holds, the oldest first; what is left goes to the next."""
+    """As many as a chunk holds, the oldest first; last tokens, and what is left, in the next."""
     model = Recorder(_MODEL)
     engine = Engine(model, 5000, prefill_chunk=16)
     for number in range(4):
         admitted(engine, [number + 5, *PROMPT[:5]])
     while stepping.step(engine):
         pass
-    assert [each.num_prompt_tokens for each in model.passes] == [16, 8]
-    assert [len(each.logits) for each in model.passes] == [3, 2]
+    assert [each.num_prompt_tokens for each in model.passes] == [16, 7, 1]
+    assert [len(each.logits) for each in model.passes] == [4, 4, 1]
 
 
 def test_sessions_on_a_stored_prompt_begin_together() -> None:
