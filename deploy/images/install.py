@@ -1,8 +1,9 @@
 """Installs what an image needs, and nothing that requirements.lock does not pin.
 
-`python install.py EXTRA...`, in the environment to install into. Names of packages come from
-pyproject.toml (its dependencies and those extras), versions from requirements.lock. With
---gpu torch brings the packages of its CUDA build, whose versions it pins itself.
+`python install.py EXTRA...`, in the environment to install into, with a pip on the path. Names of
+packages come from pyproject.toml (its dependencies and those extras), versions from
+requirements.lock. With --gpu torch brings the packages of its CUDA build, whose versions it pins
+itself.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _version(pin: str) -> str:
 
 
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--no-cache-dir", *arguments]
+    command = ["pip", "--python", sys.executable, "install", "--no-cache-dir", *arguments]
     subprocess.run(command, check=True)
 
 

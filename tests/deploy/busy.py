@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 
 import grpc
 
@@ -17,8 +19,9 @@ from specrej.channel import open_channel
 from specrej.client import Client, Options
 from specrej.contracts import Algorithm, CacheControl
 from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
+from specrej.processes import Processes, Program
 from specrej.prometheus import Look, look
-from specrej.stack import Stack
+from specrej.stack import HOST, Ports, Stack
 from specrej.telemetry import names
 from specrej.v1 import common_pb2, generator_pb2, generator_pb2_grpc
 
@@ -32,6 +35,7 @@ _ENVIRONMENT = {
     "SPECREJ_ORCHESTRATOR_SHADOW_SHARE": "1",
     # So that a few requests are enough for a recommendation.
     "SPECREJ_ORCHESTRATOR_SHADOW_REGRET": "0.9",
+    "SPECREJ_ORCHESTRATOR_BACKEND_POLL_S": "0.2",
 }
 # Many whose last would take too long though some have ended; some of which none ever ends.
 _LATE: dict[str, Options] = {
@@ -44,8 +48,11 @@ _TIMEOUTS = {"hurried": (0.8, 0.5, 1.2, 2.0), "degraded": (2.5, 4.0, 1.5, 6.0)}
 
 async def busy_look() -> Look:
     """What the endpoints tell in the end."""
+    ports, spare = Ports.free(), Ports.free().generator
+    both = f"{HOST}:{ports.generator},{HOST}:{spare}"
+    environment = {**_ENVIRONMENT, "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": both}
     async with (
-        Stack(environment=_ENVIRONMENT) as stack,
+        Stack(ports, environment=environment) as stack,
         Client(stack.orchestrator_address, timeout_s=20) as client,
     ):
         urls = stack.ports.metrics_urls
@@ -54,6 +61,7 @@ async def busy_look() -> Look:
         await _refused(client)
         await _hurried(client)
         await _silent(stack.generator_address)
+        await _lost(client, spare, stack.log_dir)
         os.kill(stack.processes["redis"], signal.SIGKILL)
         await client.generate("without a cache", n=2, max_tokens=8)
         os.kill(stack.processes["reward"], signal.SIGSTOP)
@@ -124,6 +132,42 @@ async def _silent(address: str) -> None:
     await call.read()
     assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION  # the lease has run out
     await channel.close()
+
+
+async def _lost(client: Client, port: int, log_dir: Path) -> None:
+    """Until a generator was lost, and what it did went on at another."""
+
+    async def is_there() -> bool:
+        return await _sessions(port) is not None
+
+    program = Program(
+        "spare",
+        (sys.executable, "-m", "generator_service"),
+        is_there,
+        {**_ENVIRONMENT, "SPECREJ_GENERATOR_PORT": str(port)},
+    )
+    async with Processes([program], log_dir) as processes:
+        began = time.monotonic()
+        for number in count():
+            asked = asyncio.ensure_future(client.generate(f"lost {number}", n=4, max_tokens=400))
+            while not (asked.done() or await _sessions(port)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # another process's state has no event
+            if not asked.done():
+                os.kill(processes.pids["spare"], signal.SIGKILL)
+                await asked
+                return
+            assert time.monotonic() - began < _BOUND_S, "a generator is never used"
+
+
+async def _sessions(port: int) -> int | None:
+    """That a generator has; None: it is not there."""
+    async with open_channel(f"{HOST}:{port}", retries=False) as channel:
+        stub = generator_pb2_grpc.GeneratorServiceStub(channel)
+        try:
+            told = await stub.Describe(generator_pb2.GeneratorServiceDescribeRequest(), timeout=2)
+        except grpc.aio.AioRpcError:
+            return None
+    return int(told.sessions)
 
 
 async def _until(urls: tuple[str, ...], condition: Callable[[Look], bool]) -> Look:

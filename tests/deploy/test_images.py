@@ -1,10 +1,14 @@
-"""What the images are made of. Nothing here is built: that takes a registry and minutes."""
+"""What the images are made of. Nothing here is built: that takes minutes, see `make images`."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -14,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.images import install
+from deploy.images import build, install, sizes, slim
 from specrej.settings import load
 from tests.deploy.manifests import DEPLOY, MARGIN_S, ROOT, SERVICES, SETTINGS
 
@@ -124,6 +128,108 @@ def test_a_package_that_is_not_pinned_is_told() -> None:
     loose = {each.split()[0] for each in install.unpinned(other, gpu=False)}
     assert loose >= {"grpcio", "numpy"}
     assert "torch" not in loose
+
+
+def test_what_pip_is_told_reaches_every_stage() -> None:
+    """Guards against an index that the first stage alone knows: arguments end with their stage."""
+    (first,) = re.findall(r"^FROM \$\{BASE\} AS build\n(.*?)(?=^FROM)", TEXT, re.M | re.S)
+    for name in build.PIP_VARIABLES:
+        assert f"ARG {name}\n" in first
+        assert f"{name}=${name} " in first
+
+
+def test_local_indexes_are_found() -> None:
+    """Guards against a build that cannot see what pip is told to read."""
+    here = str(Path(__file__).parent)
+    told = {
+        "PIP_INDEX_URL": "https://example.com/simple",
+        "PIP_EXTRA_INDEX_URL": "file:///srv/one/simple file:///srv/two/simple",
+        "PIP_FIND_LINKS": here,
+    }
+    assert [str(each) for each in build.local_paths(told)] == ["/srv/one", "/srv/two", here]
+
+
+def test_what_no_service_reads_is_dropped(tmp_path: Path) -> None:
+    """Guards against dropping what an import needs, or nothing at all."""
+    kept = (
+        "torch/bin/torch_shm_manager", "torch/testing/a.py", "numpy/core.py",
+        "transformers/models/auto/__pycache__/a.pyc", "transformers/models/llama/a.py",
+    )  # fmt: skip
+    dropped = (
+        "torch/bin/protoc", "torch/include/a/b.h", "torch/test/a", "numpy/tests/a.py",
+        "numpy/tests/data/tests/b.py", "numpy/lib/npymath.a",
+        "transformers/models/llama/__pycache__/a.pyc",
+    )  # fmt: skip
+    for each in (*kept, *dropped):
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).write_text("x")
+    found = set(slim.superfluous(tmp_path))
+    for each in kept:
+        assert not found & {tmp_path / each, *(tmp_path / each).parents}
+    for each in dropped:
+        assert found & {tmp_path / each, *(tmp_path / each).parents}
+    assert not any(found & set(each.parents) for each in found)
+
+
+def test_sizes_are_those_of_the_layers(tmp_path: Path) -> None:
+    """Guards against a table that adds up to something else than the image."""
+    large = sizes.LEAST
+    archive = tmp_path / "image.tar"
+    _write_archive(
+        archive,
+        {
+            "/bin/sh -c #(nop) ADD file:01 in /": {"usr/lib/a": large, "etc/b": 5},
+            "COPY dir:0a in /opt/venv": {"v/site-packages/torch/a": large, "v/pyvenv.cfg": 7},
+        },
+    )
+    image = sizes.image_of(archive)
+    assert image.bytes == 2 * large + 12
+    assert [each.made_by for each in image.layers] == ["ADD file:01 in /", "COPY to /opt/venv"]
+    assert [each.largest for each in image.layers] == [{"usr/lib": large}, {"torch": large}]
+    assert f"{image.bytes / 1e6:.1f}" in build.table({"some": image})
+
+
+def _write_archive(archive: Path, layers: dict[str, dict[str, int]]) -> None:
+    """In the layout of the OCI; each layer with the sizes of its files."""
+    with tarfile.open(archive, "w") as tar:
+
+        def add(name: str, content: bytes) -> None:
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
+
+        def blob(content: bytes) -> dict[str, str | int]:
+            digest = hashlib.sha256(content).hexdigest()
+            add(f"blobs/sha256/{digest}", content)
+            return {"digest": f"sha256:{digest}", "size": len(content)}
+
+        history = [{"created_by": "ENV A=b", "empty_layer": True}]
+        history += [{"created_by": each} for each in layers]
+        described = [blob(_packed(files)) for files in layers.values()]
+        config = blob(json.dumps({"history": history}).encode())
+        manifest = blob(json.dumps({"config": config, "layers": described}).encode())
+        add("index.json", json.dumps({"manifests": [manifest]}).encode())
+
+
+def _packed(files: dict[str, int]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for name, size in files.items():
+            about = tarfile.TarInfo(name)
+            about.size = size
+            tar.addfile(about, io.BytesIO(bytes(size)))
+    return packed.getvalue()
+
+
+def test_the_sizes_that_are_told_are_of_these_targets() -> None:
+    """Guards against a page whose figures are of other images than the result beside it."""
+    told = json.loads((DEPLOY / "images" / "sizes.json").read_text())
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert set(told["images"]) == set(build.TARGETS)
+    assert told["machine"]["processor"] and told["base"]
+    for target, image in told["images"].items():
+        figures = f"| {image['bytes'] / 1e6:.0f} | {image['packed_bytes'] / 1e6:.0f} |"
+        assert re.search(rf"^\| `{target}` .*{re.escape(figures)}$", page, re.MULTILINE), target
 
 
 # Compose

@@ -130,6 +130,7 @@ def test_services_are_headless(made: Manifests) -> None:
     """Guards against one connection, and so one backend, for all of a client's calls."""
     for service in made.of("Service"):
         assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["publishNotReadyAddresses"] is False
     generator = made.workloads["generator"]
     assert generator["kind"] == "StatefulSet"
     assert generator["spec"]["serviceName"] in made.named("Service")
@@ -162,8 +163,53 @@ def test_pods_get_no_token_and_no_service_links(made: Manifests) -> None:
 
 
 def test_budgets_let_nodes_be_drained(made: Manifests) -> None:
+    """Guards against a drain that takes both of two, and one that waits for what is broken."""
     for budget in made.of("PodDisruptionBudget"):
         assert budget["spec"]["maxUnavailable"] == 1
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_pods_are_spread(made: Manifests, name: str) -> None:
+    """Guards against two of a kind that one zone or one node takes along."""
+    hash_label = {"StatefulSet": "controller-revision-hash", "Deployment": "pod-template-hash"}
+    spread = made.pod(name)["topologySpreadConstraints"]
+    assert {each["topologyKey"] for each in spread} == {
+        "topology.kubernetes.io/zone", "kubernetes.io/hostname"
+    }  # fmt: skip
+    for each in spread:
+        assert each["matchLabelKeys"] == [hash_label[made.workloads[name]["kind"]]]
+
+
+# More than one of each
+
+
+def _least(made: Manifests, name: str) -> int:
+    """How many there are at least."""
+    for scaler in made.of("HorizontalPodAutoscaler", "ScaledObject"):
+        if scaler["spec"]["scaleTargetRef"]["name"] == name:
+            spec = scaler["spec"]
+            return int(spec.get("minReplicas") or spec["minReplicaCount"])
+    return int(made.workloads[name]["spec"]["replicas"])
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "production"])
+@pytest.mark.parametrize("name", SERVICES)
+def test_there_are_two_of_each_where_it_matters(overlay: str, name: str) -> None:
+    """Guards against a service that an upgrade, a node or a crash takes away."""
+    assert _least(rendered(overlay), name) >= 2
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_upgrades_keep_what_the_rest_can_do_without(made: Manifests, name: str) -> None:
+    """Guards against an upgrade that waits for a GPU nobody has, or that leaves nobody."""
+    spec = made.workloads[name]["spec"]
+    if made.workloads[name]["kind"] == "StatefulSet":
+        return  # one after the other, by its nature
+    rolling = spec["strategy"]["rollingUpdate"]
+    needs_gpu = "nvidia.com/gpu" in made.container(name)["resources"]["limits"]
+    assert rolling == {"maxUnavailable": int(needs_gpu), "maxSurge": int(not needs_gpu)}
+    assert rolling["maxUnavailable"] < _least(made, name)
 
 
 # Ports and probes
@@ -300,8 +346,9 @@ def test_addresses_are_services(made: Manifests) -> None:
     values = _settings_values(made, "orchestrator")
     services = made.named("Service")
     for name in ("generator", "reward"):
-        host, _, port = values[f"{name.upper()}_ADDRESS"].partition(":")
-        assert int(port) in [each["port"] for each in services[host]["spec"]["ports"]]
+        for address in values[f"{name.upper()}_ADDRESS"].split(","):
+            host, _, port = address.partition(":")
+            assert int(port) in [each["port"] for each in services[host]["spec"]["ports"]]
     if values["REDIS_URL"].startswith("redis://"):
         assert "redis" in services
 
@@ -465,6 +512,18 @@ def test_secrets_are_referred_to_and_not_here(made: Manifests) -> None:
     assert not any("secretGenerator" in path.read_text() for path in DEPLOY.rglob("*ustomization*"))
     page = (ROOT / "docs" / "deploy.md").read_text()
     assert {name for name in _secrets(made) if f" {name} " not in page} == set()
+
+
+@pytest.mark.parametrize("name", ["generator", "reward"])
+def test_certificates_are_of_the_name_that_is_asked_for(name: str) -> None:
+    """Guards against a page that leads to certificates which orchestrators refuse: they check the
+    name that they were given, whichever of its addresses they call."""
+    values = _settings_values(rendered("production"), "orchestrator")
+    assert values["BACKEND_TLS_CA"]
+    asked = {each.partition(":")[0] for each in values[f"{name.upper()}_ADDRESS"].split(",")}
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (row,) = re.findall(rf"^\| {name}-tls \|(.*)\|$", page, re.MULTILINE)
+    assert asked | {"localhost"} <= set(re.findall(r"`([\w.-]+)`", row))
 
 
 def test_production_needs_the_secrets_that_the_page_makes() -> None:

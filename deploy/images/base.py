@@ -1,0 +1,52 @@
+"""Makes a base to build the images on where the pinned one cannot be pulled.
+
+`python -m deploy.images.base`, as root, with debootstrap and buildah: Debian 12 with its Python
+3.11 from Debian's own mirror. It is a stand-in: what is published is built on the pinned base.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+NAME = "localhost/specrej/base:bookworm"
+_PACKAGES = ("python3-minimal", "python3-venv", "python-is-python3", "ca-certificates")
+_NOT_NEEDED = ("var/cache/apt", "var/lib/apt/lists", "var/log", "usr/share/doc", "usr/share/man")
+
+
+def main() -> None:
+    """Bootstrap, and commit as an image."""
+    # Not in memory: several hundred MB.
+    with tempfile.TemporaryDirectory(prefix="specrej-base-", dir="/var/tmp") as scratch:
+        root = Path(scratch) / "root"
+        root.mkdir(mode=0o755)
+        packages = ",".join(_PACKAGES)
+        _run("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(root))
+        for each in _NOT_NEEDED:
+            _run("find", str(root / each), "-mindepth", "1", "-delete")
+        _commit(root)
+    print(NAME)
+
+
+def _commit(root: Path) -> None:
+    container = _run("buildah", "from", "scratch")
+    try:
+        _run("buildah", "copy", "--quiet", container, str(root), "/")
+        _run("buildah", "config", "--cmd", "python", "--env", "LANG=C.UTF-8", container)
+        _run("buildah", "commit", "--quiet", container, NAME)
+    finally:
+        _run("buildah", "rm", container)
+
+
+def _run(*command: str) -> str:
+    """What it prints; its complaints go where ours go."""
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"{' '.join(command)}: exit code {result.returncode}\n{result.stdout[-2000:]}")
+    return result.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

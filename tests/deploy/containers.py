@@ -1,0 +1,138 @@
+"""Images run as Kubernetes runs them: their own user, a root that nothing can be written to, no
+capabilities, no new privileges, some directories in memory. The network is this machine's.
+
+Needs root, buildah and util-linux. What is made is taken away again when a context is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.deploy import confine
+
+PREFIX = "localhost/specrej/"
+_PROGRAMS = ("buildah", "unshare", "nsenter")
+_NAMESPACES = ("--mount", "--pid", "--ipc", "--uts")
+
+
+def missing(*targets: str) -> str:
+    """Why these images cannot be run here; empty: they can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    for program in _PROGRAMS:
+        if not shutil.which(program):
+            return f"needs {program}"
+    for target in targets:
+        if subprocess.run(_inspect(target), capture_output=True, check=False).returncode:
+            return f"no image {target}: make images builds it"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How an image is to be run. `mounts`: directories of this machine, by where they go."""
+
+    target: str
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    mounts: Mapping[str, Path] = field(default_factory=dict)
+    may_write: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What runs of an image: `process` is its parent, `log` what it writes."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    environment: Mapping[str, str]
+    user: tuple[int, int]
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """A command in the same container, as an exec probe is."""
+        uid, gid = self.user
+        inside = (*_NAMESPACES, "--root", "--wd", f"--setuid={uid}", f"--setgid={gid}")
+        entering = ["nsenter", f"--target={self._first()}", *inside, "--", *command]
+        return subprocess.run(
+            entering, env=self.environment, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    def signal(self, number: int) -> None:
+        """Send one to the service itself."""
+        os.kill(self._first(), number)
+
+    def _first(self) -> int:
+        """The process that is number 1 in there."""
+        parent = self.process.pid
+        return int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
+
+
+@contextmanager
+def container(asked: Asked) -> Iterator[Container]:
+    """It runs while the context lasts, if it does not end by itself."""
+    image = json.loads(subprocess.check_output(_inspect(asked.target)))["OCIv1"]["config"]
+    with tempfile.TemporaryDirectory(prefix="specrej-container-") as scratch, _root(asked) as root:
+        told, log = Path(scratch) / "specification.json", Path(scratch) / "log"
+        specification = _specification(asked, image, root)
+        told.write_text(json.dumps(specification))
+        confined = [sys.executable, "-I", confine.__file__, str(told)]
+        with log.open("wb") as written:
+            process = subprocess.Popen(
+                ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--", *confined],
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            user = (specification["uid"], specification["gid"])
+            yield Container(process, log, specification["environment"], user)
+        finally:
+            process.kill()
+            process.wait(30)
+
+
+@contextmanager
+def _root(asked: Asked) -> Iterator[Path]:
+    """The image's files, and what is written over them: nothing."""
+    working = _buildah("from", "--pull-never", f"{PREFIX}{asked.target}:latest")
+    try:
+        yield Path(_buildah("mount", working))
+    finally:
+        _buildah("umount", working)
+        _buildah("rm", working)
+
+
+def _specification(asked: Asked, image: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    uid, gid = map(int, image["User"].split(":"))
+    own = dict(each.split("=", 1) for each in image["Env"])
+    arguments = asked.arguments or image.get("Cmd") or ()
+    access = 0 if asked.may_write else confine.READ_ONLY
+    mounts = [(at.lstrip("/"), str(source), access) for at, source in asked.mounts.items()]
+    return {
+        "root": str(root),
+        "uid": uid,
+        "gid": gid,
+        "environment": {**own, **asked.environment},
+        "directory": image.get("WorkingDir") or "/",
+        "command": [*image["Entrypoint"], *arguments],
+        "mounts": mounts,
+        "in_memory": ["tmp", *(["cache"] if (root / "cache").exists() else [])],
+    }
+
+
+def _inspect(target: str) -> list[str]:
+    return ["buildah", "inspect", "--type", "image", f"{PREFIX}{target}:latest"]
+
+
+def _buildah(*arguments: str) -> str:
+    return subprocess.check_output(["buildah", *arguments], text=True).strip()
