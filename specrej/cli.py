@@ -24,6 +24,7 @@ from rich.text import Text
 from specrej import demo as demonstration
 from specrej import wire
 from specrej.cli_credentials import takes_credentials
+from specrej.cli_experiment import experiment
 from specrej.cli_health import health
 from specrej.cli_run import note, print_json, run_to_end
 from specrej.cli_telemetry import top, trace
@@ -308,28 +309,41 @@ def up(
     metrics_port: Annotated[
         int, typer.Option(help="The first of three: orchestrator, generator, reward service.")
     ] = Ports().metrics_orchestrator,
+    orchestrators: Annotated[
+        int, typer.Option(min=1, help="How many; all but the first at free ports.")
+    ] = 1,
+    generators: Annotated[int, typer.Option(min=1, help="How many, in the same way.")] = 1,
+    reward_services: Annotated[int, typer.Option(min=1, help="How many, in the same way.")] = 1,
     log_dir: Annotated[Path | None, typer.Option(help="Keep logs here.")] = None,
 ) -> None:
     """Run the whole service on this machine until Ctrl-C."""
     of_metrics = (metrics_port + number for number in range(3))
     ports = Ports(port, generator_port, reward_port, redis_port, *of_metrics)
-    run_to_end(_up(Stack(ports, log_dir=log_dir, credentials=credentials_from(os.environ))))
+    stack = Stack(
+        ports,
+        log_dir=log_dir,
+        credentials=credentials_from(os.environ),
+        orchestrators=orchestrators,
+        generators=generators,
+        reward_services=reward_services,
+    )
+    run_to_end(_up(stack))
 
 
 async def _up(stack: Stack) -> None:
     note("starting valkey, generator, reward service and orchestrator")
     async with stack:
         note(
-            f"orchestrator  {stack.orchestrator_address}\n"
-            f"generator     {stack.generator_address}\n"
-            f"reward        {stack.reward_address}\n"
+            f"orchestrator  {stack.orchestrator_addresses}\n"
+            f"generator     {stack.generator_addresses}\n"
+            f"reward        {stack.reward_addresses}\n"
             f"redis         {stack.redis_url}\n"
-            f"metrics       {' '.join(stack.ports.metrics_urls)}\n"
+            f"metrics       {' '.join(stack.metrics_urls)}\n"
             f"logs          {stack.log_dir}\n"
             "\n"
             f'specrej generate --address {stack.orchestrator_address} "Why is the sky blue?"\n'
             f"specrej describe --address {stack.orchestrator_address}\n"
-            f"specrej top --metrics-url {','.join(stack.ports.metrics_urls)}\n"
+            f"specrej top --metrics-url {','.join(stack.metrics_urls)}\n"
             "\n"
             "Ctrl-C stops everything"
         )
@@ -409,6 +423,10 @@ def cache(context: typer.Context) -> None:
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)(experiment)
 for _command in (trace, top, health):
     app.command()(_command)
 

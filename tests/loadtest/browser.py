@@ -31,6 +31,12 @@ class Page:
         await _ask(f"{self._url}/goog/cdp/execute", command)
         await _ask(f"{self._url}/url", {"url": path.as_uri()})
 
+    async def prefer(self, scheme: str) -> None:
+        """Ask pages for "light" or "dark", as a user's settings would."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
+        await _ask(f"{self._url}/goog/cdp/execute", command)
+
     async def evaluate(self, script: str) -> Any:
         """What the script returns."""
         return await _ask(f"{self._url}/execute/sync", {"script": script, "args": []})

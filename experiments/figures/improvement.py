@@ -1,0 +1,51 @@
+"""Improvement score against relative compute: tokens, FLOPs, and seconds if there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from experiments.figures import plotting
+from experiments.figures.plotting import BLUE, GREEN, ORANGE, PURPLE, Picture
+from experiments.studies.improvement import FAST, FULL, Improvement
+
+_COLORS = (BLUE, GREEN, PURPLE)
+
+
+def draw(result: Improvement, name: str) -> tuple[Picture, ...]:
+    """A chart per way to count."""
+    pictures = [
+        _picture(result, name, "tokens", result.points, lambda point: point.tokens),
+        _picture(result, name, "FLOPs", result.points, lambda point: point.flops),
+    ]
+    if result.timed:
+        pictures.append(
+            _picture(result, name, "seconds", result.timed, lambda point: point.seconds)
+        )
+    return tuple(pictures)
+
+
+def _picture(
+    result: Improvement,
+    name: str,
+    unit: str,
+    points: Sequence[Any],
+    compute: Callable[[Any], float],
+) -> Picture:
+    def chart(axes: Axes) -> None:
+        ns = sorted({point.n for point in points if point.method == FAST}, reverse=True)
+        for n, color in zip(ns, _COLORS, strict=False):
+            cloud = [point for point in points if point.method == FAST and point.n == n]
+            x, y = [compute(each) for each in cloud], [each.score.value for each in cloud]
+            axes.plot(x, y, "o", color=color, markersize=3, alpha=0.75, label=f"ours, N = {n}")
+        full = [point for point in points if point.method == FULL]
+        x, y = [compute(each) for each in full], [each.score.value for each in full]
+        axes.plot(x, y, "o-", color=ORANGE, label=FULL)
+        plotting.log2_axis(axes, f"relative {unit}; Best-of-{result.base_n} is 1")
+        axes.set_ylabel("improvement score")
+
+    heading = f"Score against {unit}: {result.reward}"
+    title = f"Improvement score against relative {unit}, by {result.reward}"
+    return plotting.picture(f"{name}-improvement-{unit.lower()}", heading, title, chart)

@@ -1,0 +1,1 @@
+"""What the paper asks, each question a file: from trajectories to a result, without a model."""

@@ -1,0 +1,111 @@
+"""A replayed request as the studies see it: how long each candidate got, and which came to its end.
+
+As in the paper, the best answer is the one with the highest reward among all that were written to
+their ends, complete or stopped by the limit. The service prefers complete ones, whatever their
+rewards; studies say how many are complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.replay import Replayed, Replayer, Setting
+from experiments.trajectories import BoolArray, IntArray
+from orchestrator.schedule import next_decision_token
+from specrej.contracts import Schedule
+
+MEMORY = Schedule("memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to replay on every prompt.
+
+    memory_tokens: slots suffice for so many tokens of each of the N candidates; 0: for all.
+    """
+
+    n: int
+    alpha: float
+    schedule: Schedule
+    memory_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """The schedule, in words."""
+        match self.schedule.kind:
+            case "geometric":
+                planned = f"from {self.schedule.first}, x{self.schedule.factor:g}"
+            case "tokens":
+                planned = "at " + ", ".join(map(str, self.schedule.tokens))
+            case _:
+                planned = ""
+        memory = f"memory for {self.memory_tokens} each" if self.memory_tokens else ""
+        return "; ".join(filter(None, (planned, memory))) or "no cuts"
+
+    def planned(self, max_tokens: int) -> tuple[int, ...] | None:
+        """Its decision tokens before the limit; None where memory decides."""
+        if self.memory_tokens:
+            return None
+        ends = [0]
+        while ends[-1] < max_tokens:
+            ends.append(next_decision_token(self.schedule, ends[-1], max_tokens))
+        return tuple(ends[1:-1])
+
+    def setting(self, reward: str, prompt_tokens: int, max_tokens: int) -> Setting:
+        """The same for a replay. A candidate alone must always fit."""
+        room = max(self.n * self.memory_tokens, max_tokens)
+        slots = prompt_tokens + room if self.memory_tokens else 0
+        return Setting(self.n, self.alpha, self.schedule, reward, slots, snap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request on one group of candidates; arrays are [n], in the group's order.
+
+    lengths: tokens written of each. ended: whether that is all of it.
+    """
+
+    rows: IntArray
+    lengths: IntArray
+    ended: BoolArray
+    replayed: Replayed
+
+
+def run(replayer: Replayer, plan: Plan, rows: IntArray) -> Run:
+    """Replay a plan on these candidates of a prompt.
+
+    Raises:
+        OffGrid: a round ends where no prefix was scored.
+    """
+    kept = replayer.trajectories
+    setting = plan.setting(replayer.reward, kept.prompt_tokens, kept.max_tokens)
+    replayed = replayer.run(setting, candidates=rows)
+    reached = _reached(replayed, rows, kept.n)
+    num_tokens = kept.num_tokens[rows]
+    return Run(rows, np.minimum(num_tokens, reached), num_tokens <= reached, replayed)
+
+
+def groups(num_candidates: int, n: int, most: int) -> list[IntArray]:
+    """Disjoint groups of `n` candidates, `most` of them at most.
+
+    Raises:
+        ValueError: there are not even so many candidates.
+    """
+    if n > num_candidates:
+        raise ValueError(f"{n} candidates of {num_candidates} that were written")
+    starts = itertools.islice(range(0, num_candidates - n + 1, n), most)
+    return [np.arange(start, start + n) for start in starts]
+
+
+def _reached(replayed: Replayed, rows: IntArray, num_candidates: int) -> IntArray:
+    """The position at which each was last live, or ended."""
+    reached = np.zeros(num_candidates, dtype=np.int64)
+    started: Sequence[int] | IntArray = rows
+    for each in replayed.rounds:
+        reached[np.asarray(started, dtype=np.int64)] = each.decision_token
+        started = each.survivors
+    return reached[rows]

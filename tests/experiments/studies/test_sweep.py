@@ -1,0 +1,305 @@
+"""Replayed settings: savings, regrets, scores, and what Best-of-N would need for as much."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.replay import Replayer
+from experiments.studies import best_of_n, improvement, matched, perplexity, sweep
+from experiments.studies.compute import ComputeModel, best_of_n_flops, embedded
+from experiments.studies.improvement_score import Base, base_of, improvement_score
+from experiments.studies.live import LiveRun
+from experiments.studies.matched import bound, matched_n
+from experiments.studies.plans import DOUBLING, plans
+from experiments.studies.runs import MEMORY, Plan, groups, run
+from experiments.trajectories import Trajectories
+from specrej.contracts import Schedule
+from tests.experiments.synthetic import WALK, collection, made_of, trajectories
+
+COMPUTE = embedded("relevance")
+EIGHTS = Schedule("geometric", first=8, factor=2.0)
+
+
+def measure(
+    prompts: list[Trajectories], plan: Plan, compute: ComputeModel = COMPUTE
+) -> sweep.Measured:
+    return sweep.measure([Replayer(each, WALK) for each in prompts], plan, compute)
+
+
+def by_hand() -> Trajectories:
+    """Answers of 16 tokens; at token 8 they score 0 1 2 3, in the end 3 9 1 2."""
+    scores = np.zeros((4, 16))
+    scores[:, :8] = np.arange(4.0)[:, None]
+    scores[:, 8:] = np.array([3.0, 9.0, 1.0, 2.0])[:, None]
+    return made_of(scores, np.full(4, 16), positions=(8, 16))
+
+
+def test_a_run_by_hand() -> None:
+    """Half of four are stopped at token 8, among them the one that would have been best."""
+    found = run(Replayer(by_hand(), WALK), Plan(4, 0.5, EIGHTS), np.arange(4))
+    assert found.lengths.tolist() == [8, 8, 16, 16]
+    assert found.ended.tolist() == [False, False, True, True]
+    measured = measure([by_hand()], Plan(4, 0.5, EIGHTS))
+    assert measured.regrets.tolist() == [7]
+    assert measured.rewards.tolist() == [2]
+    assert (measured.tokens.tolist(), measured.full_tokens.tolist()) == ([48], [64])
+
+
+def test_groups_are_replayed_each() -> None:
+    """Of two at alpha 0.5 one is stopped: 1 of {0, 1} stays, and wins; 3 of {2, 3} stays."""
+    measured = measure([by_hand()], Plan(2, 0.5, EIGHTS))
+    assert measured.regrets.tolist() == [0]
+    assert measured.tokens.tolist() == [24]
+    # Best-of-2 is averaged over all pairs, not over those two.
+    assert measured.rewards.tolist() == pytest.approx([(9 * 3 + 3 * 2 + 2) / 6])
+
+
+def test_groups_do_not_overlap() -> None:
+    found = groups(10, 3, most=4)
+    assert [each.tolist() for each in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    with pytest.raises(ValueError, match="11 candidates of 10"):
+        groups(10, 11, most=1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(min_value=0, max_value=10_000),
+    st.sampled_from([0.1, 0.3, 0.5, 0.75, 0.9]),
+    st.sampled_from([(EIGHTS, 0), (DOUBLING, 0), (MEMORY, 16), (Schedule("tokens", (12, 48)), 0)]),
+)
+def test_regret_is_never_negative_and_tokens_never_more(
+    seed: int, alpha: float, how: tuple[Schedule, int]
+) -> None:
+    """Whatever is rejected: an answer that was written to its end is one of the N."""
+    schedule, memory_tokens = how
+    prompts = collection(3, 32, stop_share=0.4, seed=seed)
+    measured = measure(prompts, Plan(16, alpha, schedule, memory_tokens))
+    assert (measured.regrets >= 0).all()
+    assert (measured.tokens <= measured.full_tokens).all()
+    assert (measured.flops > 0).all()
+
+
+def test_rejecting_nobody_is_best_of_n() -> None:
+    prompts = collection(3, 32, stop_share=0.3)
+    measured = measure(prompts, Plan(32, 0.0, DOUBLING))
+    assert (measured.regrets == 0).all()
+    assert measured.tokens.tolist() == measured.full_tokens.tolist()
+
+
+def test_a_sweep_tells_what_was_measured() -> None:
+    prompts = collection(5, 32)
+    measured = [measure(prompts, Plan(32, alpha, DOUBLING)) for alpha in (0.0, 0.5)]
+    whole, half = sweep.study(prompts, WALK, measured, base_n=4).points
+    assert (whole.saving.value, whole.regret_share) == (1, 0)
+    # 16 of all, 16 of half, 32 of a quarter.
+    assert half.saving.value == pytest.approx(64 / (16 + 16 / 2 + 32 / 4))
+    assert half.improvement.value <= whole.improvement.value
+
+
+def test_the_score_by_hand() -> None:
+    """Base answers of 0 to 10: 15 is half of that range better, 5 half worse."""
+    base = Base(4, np.array([10.0, 10.0]), np.array([0.0, 0.0]))
+    assert improvement_score(np.array([15.0, 15.0]), base).value == 150
+    assert improvement_score(np.array([15.0, 5.0]), base).value == 100
+
+
+def test_a_prompt_whose_answers_are_equal_says_nothing() -> None:
+    base = Base(4, np.array([10.0, 7.0]), np.array([0.0, 7.0]))
+    assert improvement_score(np.array([15.0, 7.0]), base).value == 150
+
+
+@given(st.integers(min_value=0, max_value=1000), st.sampled_from([2, 4, 16]))
+def test_best_of_n_against_itself_is_100(seed: int, n: int) -> None:
+    prompts = collection(4, 16, seed=seed)
+    base = base_of(prompts, WALK, n)
+    found = improvement_score(best_of_n.curve(prompts, WALK, [n]).rewards[:, 0], base)
+    assert found.value == pytest.approx(100)
+    assert (found.low, found.high) == pytest.approx((100, 100))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(min_value=0, max_value=1000), st.sampled_from([1, 2, 4, 8, 16]))
+def test_best_of_n_needs_its_own_n(seed: int, n: int) -> None:
+    prompts = collection(4, 16, seed=seed)
+    ns = best_of_n.doublings(16)
+    rewards = best_of_n.curve(prompts, WALK, ns).rewards.mean(axis=0)[None]
+    target = best_of_n.curve(prompts, WALK, [n]).rewards.mean(axis=0)
+    assert matched_n(ns, rewards, target)[0] == pytest.approx(n)
+
+
+@pytest.mark.parametrize(
+    ("target", "n"), [(-1, 1), (0, 1), (0.5, math.sqrt(2)), (1, 2), (3, 8), (3.01, math.inf)]
+)
+def test_matched_n_lies_on_lines_over_log_n(target: float, n: float) -> None:
+    rewards = np.array([[0.0, 1.0, 2.0, 3.0]])
+    assert matched_n((1, 2, 4, 8), rewards, np.array([target]))[0] == pytest.approx(n)
+
+
+def test_where_more_answers_are_no_better_the_fewest_count() -> None:
+    rewards = np.array([[0.0, 1.0, 1.0, 1.0]])
+    assert matched_n((1, 2, 4, 8), rewards, np.array([1.0]))[0] == 2
+
+
+def test_the_match_of_a_run_that_rejects_nobody() -> None:
+    """It is Best-of-N: as good as it, at the same cost, in tokens and in FLOPs."""
+    prompts = collection(5, 32, stop_share=0.3)
+    replayers = [Replayer(each, WALK) for each in prompts]
+    # Judged once: a reward that reads at every cut would pay for its looking.
+    silent = ComputeModel("no reward", COMPUTE.generator)
+    measured = [measure(prompts, Plan(32, 0.0, DOUBLING), silent)]
+    full_flops = best_of_n_flops(replayers, silent)
+    (match,) = matched.study(prompts, WALK, measured, full_flops).matches
+    for found in (match.ratio, match.flops_ratio):
+        assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1))
+    assert match.matched_n.value == pytest.approx(32)
+    assert (match.saving, match.kept) == pytest.approx((1, 1))
+
+
+def test_the_ratio_is_the_product_of_its_factors() -> None:
+    prompts = collection(6, 64)
+    measured = [measure(prompts, Plan(64, alpha, EIGHTS)) for alpha in (0.5, 0.7, 0.9)]
+    full_flops = best_of_n_flops([Replayer(each, WALK) for each in prompts], COMPUTE)
+    result = matched.study(prompts, WALK, measured, full_flops)
+    for match in result.matches:
+        assert match.ratio.value == pytest.approx(match.saving * match.kept)
+        assert match.ratio.low <= match.ratio.value <= match.ratio.high
+        # All answers are as long: the bound is what is saved, but for rounding of few answers.
+        assert match.saving == pytest.approx(match.bound, rel=0.1)
+        assert match.bound == pytest.approx(match.bound_full)
+    assert result.default.alpha == 0.5
+    assert result.best.ratio.value == max(
+        each.ratio.value for each in result.matches if each.matched_n.value >= 16
+    )
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(128, 3.2), (512, 512 / 56), (2048, 28.44)])
+def test_the_bound_of_doublings(max_tokens: int, expected: float) -> None:
+    """16 (1 + log2(T / 16) / 2) tokens per answer instead of T."""
+    tokens = [16 * 2**i for i in range(20) if 16 * 2**i < max_tokens]
+    found = bound(np.full(3, max_tokens), 0.5, tokens)
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert found == pytest.approx(max_tokens / (16 * (1 + math.log2(max_tokens / 16) / 2)))
+
+
+def test_short_answers_lower_the_bound() -> None:
+    tokens = (16, 32, 64)
+    long, short = np.full(4, 128), np.array([10, 20, 128, 128])
+    assert 1 < bound(short, 0.5, tokens) < bound(long, 0.5, tokens)
+    assert bound(np.full(4, 12), 0.5, tokens) == 1
+
+
+def test_a_setting_is_chosen_on_one_half_and_measured_on_the_other() -> None:
+    """Guards against calling luck skill: of settings that are equal but for noise, the best one
+    looks better on the prompts that it was chosen on."""
+    prompts = collection(8, 32)
+    measured = [
+        measure(prompts, Plan(32, alpha, how))
+        for alpha, how in itertools.product((0.5, 0.6, 0.7, 0.8), (EIGHTS, DOUBLING))
+    ]
+    full_flops = best_of_n_flops([Replayer(each, WALK) for each in prompts], COMPUTE)
+    result = matched.study(prompts, WALK, measured, full_flops)
+    assert 0 < result.crossed < result.best.ratio.value * 1.5
+    few = matched.study(prompts[:7], WALK, [measure(prompts[:7], measured[0].plan)], full_flops[:7])
+    assert math.isnan(few.crossed)
+
+
+def test_flops_are_those_of_lengths() -> None:
+    """Best-of-N is linear in N beyond its prompt, and costs what a replay of it does."""
+    replayer = Replayer(trajectories(n=16, stop_share=0.5), WALK)
+    reading, each = COMPUTE.best_of_n(replayer)
+    measured = measure([replayer.trajectories], Plan(16, 0.0, Schedule("tokens", ())))
+    assert reading + 16 * each == pytest.approx(measured.flops[0])
+    assert 0 < reading < each
+
+
+def test_a_reward_that_reads_anew_is_paid_for() -> None:
+    prompt = [trajectories(n=16)]
+    plan = Plan(16, 0.5, EIGHTS)
+    silent = ComputeModel("no reward", COMPUTE.generator)
+    assert measure(prompt, plan).flops[0] > measure(prompt, plan, silent).flops[0]
+
+
+def test_improvement_has_the_base_at_one_and_100() -> None:
+    prompts = collection(5, 32)
+    replayers = [Replayer(each, WALK) for each in prompts]
+    measured = [measure(prompts, Plan(32, 0.5, DOUBLING))]
+    flops = best_of_n_flops(replayers, COMPUTE)
+    result = improvement.study(prompts, WALK, measured, 8, flops, "m")
+    base = next(each for each in result.points if (each.method, each.n) == ("Best-of-N", 8))
+    assert (base.tokens, base.flops, base.score.value) == pytest.approx((1, 1, 100))
+    assert [each.n for each in result.points] == [2, 4, 8, 16, 32, 32]
+    assert len(result.tables()) == 1
+
+
+def timed(prompt_id: str, seconds: float, score: float, alpha: float = 0.0) -> LiveRun:
+    """Best-of-8, or Speculative Rejection of 32."""
+    algorithm = "speculative-rejection" if alpha else "best-of-n"
+    n = 32 if alpha else 8
+    return LiveRun(prompt_id, WALK, 64, algorithm, n, seconds, score, alpha)
+
+
+def test_live_runs_are_compared_on_the_prompts_that_they_share() -> None:
+    prompts = collection(3, 32)
+    best = float(base_of(prompts, WALK, 8).best[0])
+    live = [
+        timed("p0", 4.0, best),
+        timed("p1", 99.0, 0.0),
+        timed("p0", 1.0, best, alpha=0.5),
+        timed("p0", 3.0, best, alpha=0.5),
+        timed("elsewhere", 1.0, 0.0, alpha=0.5),
+    ]
+    flops = best_of_n_flops([Replayer(each, WALK) for each in prompts], COMPUTE)
+    result = improvement.study(prompts, WALK, [], 8, flops, "m", live=live)
+    full, fast = result.timed
+    assert (full.seconds, fast.seconds) == (1, 0.5)
+    assert fast.score.value == pytest.approx(100)
+    assert fast.num_runs == 2
+    assert len(result.tables()) == 2
+
+
+def test_perplexity_by_hand() -> None:
+    """A token of probability 1/4 each: the model might as well draw from four."""
+    assert perplexity.perplexity(math.log(0.25)) == pytest.approx(4)
+    logprobs = np.full((4, 16), math.log(0.25))
+    logprobs[3] = math.log(0.5)
+    prompt = made_of(np.zeros((4, 16)), np.full(4, 16), logprobs, positions=(8, 16))
+    replayers = [Replayer(prompt, "likelihood")]
+    measured = sweep.measure(replayers, Plan(4, 0.5, EIGHTS), embedded("likelihood"))
+    one, full, fast = perplexity.study([prompt], [measured], [4]).rows
+    # Of one answer, the mean of log-probabilities is taken before the exponent.
+    assert one.perplexity.value == pytest.approx(4 ** (3 / 4) * 2 ** (1 / 4))
+    assert full.perplexity.value == fast.perplexity.value == pytest.approx(2)
+    assert fast.speed_up.value == pytest.approx(64 / 48)
+    assert fast.best_found == 1
+
+
+def test_plans_cut_where_prefixes_were_scored() -> None:
+    prompts = collection(2, 64)
+    known = plans(prompts, WALK)
+    assert {plan.alpha for plan in known} == {round(i / 10, 1) for i in range(1, 10)}
+    assert {plan.n for plan in known} == {16, 32, 64}
+    assert len({plan.name for plan in known}) == 5
+    assert max(plan.n for plan in known) == known[0].n
+    coarse = [trajectories(n=16, positions=(32, 64))]
+    assert {plan.name for plan in plans(coarse, WALK)} == {"from 32, x2"}
+    assert len({plan.name for plan in plans(coarse, "likelihood")}) == 5
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "planned"),
+    [
+        (Plan(8, 0.5, DOUBLING), "from 16, x2", (16, 32)),
+        (Plan(8, 0.5, Schedule("tokens", (4, 9))), "at 4, 9", (4, 9)),
+        (Plan(8, 0.5, MEMORY, 16), "memory for 16 each", None),
+        (Plan(8, 0.5, MEMORY), "no cuts", ()),
+    ],
+)
+def test_names_of_plans(plan: Plan, name: str, planned: tuple[int, ...] | None) -> None:
+    assert plan.name == name
+    assert plan.planned(64) == planned
