@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from reward_service.reward import WholeBatchReward
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.errors import RewardInvalid
+
+# What can be iterated, but not text by text in the order asked.
+_NO_SEQUENCES = (Mapping, Set, str, bytes)
 
 
 class FunctionReward(WholeBatchReward):
@@ -30,8 +33,10 @@ class FunctionReward(WholeBatchReward):
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         values = self._function(prompt, [candidate.text for candidate in candidates])
         try:
+            if isinstance(values, _NO_SEQUENCES):
+                raise TypeError
             return Scores(tuple(float(value) for value in values))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             text = f"reward {self.name} returned no numbers"
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
 

@@ -18,7 +18,7 @@ from specrej import wire
 from specrej.channel import open_blocking_channel
 from specrej.contracts import Candidate, FinishReason, Prompt, RewardDescription, Scores
 from specrej.credentials import Credentials
-from specrej.errors import InternalError, NotFound, Unavailable
+from specrej.errors import InternalError, NotFound, RewardInvalid, Unavailable
 from specrej.status import from_backend_error
 from specrej.v1 import reward_pb2 as pb
 from specrej.v1 import reward_pb2_grpc
@@ -95,7 +95,7 @@ class _GRPCSession:
         """Not by the reward's own thread: it waits for the other end."""
         self._stream = self._stream or self._open()
         batch = pb.ScoreBatch(candidates=map(_to_wire, candidates))
-        answer = self._stream.ask(batch=batch).scores
+        answer = self._stream.ask("scores", batch=batch).scores
         return Scores(tuple(answer.scores), answer.computed_tokens)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class _GRPCSession:
             reward=self._reward.remote_name, prompt=wire.prompt_to_wire(self._prompt)
         )
         # The other end may serve other weights by now, and answers are cached by this.
-        self._reward.fingerprint = stream.ask(open=command).opened.fingerprint
+        self._reward.fingerprint = stream.ask("opened", open=command).opened.fingerprint
         return stream
 
 
@@ -148,11 +148,12 @@ class _Stream:
         self._answers = reward.stub.ScoreSession(iter(self._requests.get, None))
         self._sequence = 0
 
-    def ask(self, **command: Any) -> pb.ScoreSessionResponse:
-        """Send a command and wait for its answer, `timeout_s` at most.
+    def ask(self, kind: str, **command: Any) -> pb.ScoreSessionResponse:
+        """Send a command and wait for its answer, of that kind, `timeout_s` at most.
 
         Raises:
             SpecrejError: what the peer's status stands for.
+            RewardInvalid: it answers something else.
         """
         self._sequence += 1
         self._requests.put(pb.ScoreSessionRequest(sequence=self._sequence, **command))
@@ -171,6 +172,11 @@ class _Stream:
             raise error from failure
         finally:
             late.cancel()
+        if (answer.sequence, answer.WhichOneof("result")) != (self._sequence, kind):
+            self.close()
+            name = self._reward.name
+            text = f"reward {name} answers something else than it was asked"
+            raise RewardInvalid(text, metadata={"reward": name})
         return answer
 
     def close(self) -> None:

@@ -91,7 +91,21 @@ class HTTPReward(WholeBatchReward):
         try:
             if status != 200:
                 raise ValueError(f"status {status}")
-            return tuple(float(value) for value in json.loads(answer)["scores"])
-        except (ValueError, TypeError, KeyError) as error:
+            return tuple(map(_number, _listed(json.loads(answer)["scores"])))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             text = f"reward {self.name} answers no scores: {type(error).__name__}"
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
+
+
+def _listed(scores: object) -> list[object]:
+    """Raises TypeError: by ids, say, and whoever takes the keys of that for scores is wrong."""
+    if not isinstance(scores, list):
+        raise TypeError
+    return scores
+
+
+def _number(value: object) -> float:
+    """Raises TypeError: a text or a truth value is none, even if Python makes one of it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return float(value)

@@ -8,12 +8,13 @@ every batch under way its part of the pass. Knows no wire and no torch; imports 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,8 @@ from reward_service.reward import Reward, RewardSession, ScoringTask, whole_answ
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -73,6 +76,7 @@ class Worker:
         self._arrivals: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
+        self._dead = False  # the thread has ended, and not because it was closed
         self._num_sessions = 0  # the thread's
         self._pass_began: float | None = None
         self._reward: Reward
@@ -157,7 +161,7 @@ class Worker:
         """Seconds that the pass under way takes already; 0 between passes, infinite without a
         thread that could take one."""
         began = self._pass_began
-        if not self._thread.is_alive() and not self._closed:
+        if self._dead or (not self._thread.is_alive() and not self._closed):
             return math.inf
         return time.monotonic() - began if began is not None else 0.0
 
@@ -174,9 +178,9 @@ class Worker:
         # Runs when the thread is done with it, or when it is given up before the thread begins.
         request.future.add_done_callback(self._make_room)
         with self._closing:
-            if self._closed:
+            if self._closed or self._dead:
                 request.future.cancel()
-                raise Unavailable("the reward is being stopped")
+                raise _gone()
             self._arrivals.put(request)
         try:
             return await asyncio.wrap_future(request.future)
@@ -190,7 +194,7 @@ class Worker:
 
     def _close_session(self, session: RewardSession) -> None:
         with self._closing:
-            if not self._closed:  # behind what it may still be computing
+            if not (self._closed or self._dead):  # behind what it may still be computing
                 self._arrivals.put(_Call(partial(self._close, session)))
 
     def _close_late(self, opened: Future[RewardSession]) -> None:
@@ -220,14 +224,31 @@ class Worker:
             return
         self._loaded.set_result(None)
         under_way: list[_Batch] = []
+        try:
+            self._work(under_way)
+        except BaseException:
+            # A bug of ours, or of a reward where none may be. Who waits must be told.
+            log.critical("the thread of reward %s ends", self._reward.name, exc_info=True)
+        with self._closing:
+            self._dead = not self._closed  # from here on nobody asks any more
+        for request in (*under_way, *self._unanswered()):
+            _fail(request, _gone())
+
+    def _work(self, under_way: list[_Batch]) -> None:
+        """Pass after pass until closed; `under_way` are those that are not done."""
         while self._take_in(under_way):
-            under_way = [batch for batch in under_way if self._is_wanted(batch)]
+            under_way[:] = [batch for batch in under_way if self._is_wanted(batch)]
             self._pass_began = time.monotonic()
             self._compute(under_way)
             self._pass_began = None
-            under_way = [batch for batch in under_way if not self._is_done(batch)]
-        for batch in under_way:
-            _fail(batch, Unavailable("the reward is being stopped"))
+            under_way[:] = [batch for batch in under_way if not self._is_done(batch)]
+
+    def _unanswered(self) -> Iterator[_Request[Any]]:
+        """What has arrived and was not looked at."""
+        with suppress(queue.Empty):
+            while True:
+                if request := self._arrivals.get_nowait():
+                    yield request
 
     def _take_in(self, under_way: list[_Batch]) -> bool:
         """Begin with what has arrived, and wait where nothing is under way; False: closed.
@@ -343,11 +364,16 @@ def _carry_out(call: _Call[T]) -> None:
             _fail(call, error)
 
 
-def _fail(request: _Call[T] | _Batch, error: BaseException) -> None:
+def _fail(request: _Request[Any], error: BaseException) -> None:
     # Asyncio's futures refuse a StopIteration, and who waits for one would wait for ever; what is
     # no `Exception`, such as a SystemExit in a user's function, would end the event loop.
     if isinstance(error, StopIteration) or not isinstance(error, Exception):
         strange = RuntimeError(f"a reward raised {type(error).__name__}")
         strange.__cause__ = error
         error = strange
-    request.future.set_exception(error)
+    with suppress(InvalidStateError):  # it is over already, or given up
+        request.future.set_exception(error)
+
+
+def _gone() -> Unavailable:
+    return Unavailable("the reward is being stopped")

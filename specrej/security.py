@@ -165,7 +165,7 @@ def read_tokens(path: Path) -> tuple[Entry, ...]:
 def _entry(line: str, where: str) -> Entry:
     try:
         given = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict) or not given.keys() <= {"tenant", "sha256", "roles"}:
         raise ValueError(f"{where}: must be a JSON object of tenant, sha256 and perhaps roles")

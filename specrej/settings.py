@@ -157,6 +157,9 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
     except SettingsError as error:  # a variable that should be JSON and is not
         print(f"bad setting: {error}: {error.__cause__}", file=sys.stderr)
         raise SystemExit(2) from None
+    except RecursionError:
+        print("bad setting: JSON that is nested too deeply", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _describe(settings: type[ServiceSettings], problem: Any) -> str:

@@ -6,12 +6,13 @@ the `grpc-retry-pushback-ms` trailer. What is not in the table is INTERNAL with 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from specrej import errors
@@ -39,6 +40,9 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
 # RESOURCE_EXHAUSTED instead of the status.
 _MAX_TEXT_CHARACTERS = 1024
 _MAX_VIOLATIONS = 20
+
+# A peer that wants to be left alone for longer is told of an hour.
+_MAX_RETRY_S = 3600.0
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
@@ -71,6 +75,7 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
     info, bad, retry = _details(failure)
     metadata = dict(info.metadata)
     delay = retry.retry_delay.ToMilliseconds() / 1000 if retry.HasField("retry_delay") else 1.0
+    delay = min(max(delay, 0.0), _MAX_RETRY_S)
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT:
             violations = [errors.Violation(v.field, v.description) for v in bad.field_violations]
@@ -111,11 +116,13 @@ def from_backend_error(failure: Any, who: str) -> errors.SpecrejError:
         return errors.Unavailable(f"{who} gave up: {error.message}")
     if isinstance(error, errors.Unauthenticated | errors.PermissionDenied):
         return errors.Unavailable(f"{who} does not let this service in")
-    if isinstance(error, errors.Unavailable) and DETAILS_TRAILER not in dict(
-        failure.trailing_metadata() or ()
-    ):
-        # grpc's own words, not the peer's: they hold internal addresses.
-        return errors.Unavailable(f"{who} cannot be reached")
+    if DETAILS_TRAILER not in dict(failure.trailing_metadata() or ()):
+        # grpc's own words, or a service's that is none of ours: they hold internal addresses, names
+        # of classes and paths.
+        if isinstance(error, errors.Unavailable):
+            return errors.Unavailable(f"{who} cannot be reached")
+        if isinstance(error, errors.InternalError):
+            return errors.InternalError(f"{who} failed")
     return error
 
 
@@ -146,7 +153,8 @@ def _details(
     retry = error_details_pb2.RetryInfo()
     for key, value in failure.trailing_metadata() or ():
         if key == DETAILS_TRAILER:
-            for detail in status_pb2.Status.FromString(value).details:
-                for message in (info, bad, retry):
-                    detail.Unpack(message)
+            with suppress(DecodeError):  # of a peer that is none of ours: its code will do
+                for detail in status_pb2.Status.FromString(value).details:
+                    for message in (info, bad, retry):
+                        detail.Unpack(message)
     return info, bad, retry

@@ -118,7 +118,7 @@ TOKENS = Metric(
 )
 BACKENDS = Metric(
     "specrej.backends", "gauge", "{backend}", "generators and reward services", ("kind", "state")
-)  # serving, away
+)  # serving; other_version: in vain; away
 SESSIONS_MOVED = Metric(
     "specrej.sessions.moved", "counter", "{session}", "whose generator was lost", ("result",)
 )  # moved, failed

@@ -9,6 +9,7 @@ from tests.faults import (
     bad_input,
     caching,
     cancellation,
+    engines,
     killed,
     load,
     redis_faults,
@@ -29,7 +30,7 @@ CHECKLIST: tuple[str, ...] = (
     *("faults/redis-value", "faults/redis-read-cancelled"),
     *("faults/reward-nan", "faults/reward-inf", "faults/reward-too-few", "faults/reward-too-many"),
     *("faults/reward-wrong-ids", "faults/reward-slow", "faults/reward-exhausted"),
-    "faults/degraded",
+    *("faults/reward-nonsense", "faults/degraded"),
     *(
         "faults/reward-raising",
         "faults/reward-exiting",
@@ -74,6 +75,7 @@ CHECKLIST: tuple[str, ...] = (
 
 CASES: tuple[Case, ...] = (
     *killed.CASES,
+    *engines.CASES,
     *redis_faults.CASES,
     *stream_order.CASES,
     *cancellation.CASES,

@@ -11,6 +11,7 @@ from typing import Any
 from tests.faults import phases
 from tests.faults.case import Case, Play, elsewhere, here, not_here
 from tests.faults.phases import Phase, held_at
+from tests.faults.rogue import OVER_GRPC, OVER_HTTP
 from tests.faults.world import FAILING_SEED, LEASE_S, World, until
 
 # The advice to try again; a lesser answer is only for those who ask for it.
@@ -68,7 +69,10 @@ async def _is_free(world: World) -> bool:
 async def bad_reward(name: str, world: World, *, lenient: bool = False) -> list[str]:
     """A reward that does something else than score."""
     options = {"rewards": {name: 1.0}, "allow_degraded": lenient}
-    return [(await world.ask(stream=stream, **options)).label for stream in (False, True)]
+    outcomes = [await world.ask(stream=stream, **options) for stream in (False, True)]
+    for error in (outcome.error for outcome in outcomes if outcome.error):
+        assert "secret" not in (error.details() or ""), "a bug's text left the process"
+    return [outcome.label for outcome in outcomes]
 
 
 async def out_of_time(world: World) -> list[str]:
@@ -136,6 +140,22 @@ def _reward_cases() -> tuple[Case, ...]:
     )
 
 
+def _far_cases() -> tuple[Case, ...]:
+    """A reward behind another service, which is not ours and answers what it likes."""
+    items = {"too_few": "too-few", "too_many": "too-many", "wrong_ids": "wrong-ids"}
+    ways = (("grpc", tuple(OVER_GRPC)), ("http", tuple(OVER_HTTP)))
+    return tuple(
+        here(
+            f"faults/reward-{items.get(what, 'nonsense')}/over-{way}-{what.replace('_', '-')}",
+            partial(bad_reward, f"{way}_{what}"),
+            "INTERNAL",
+            fast=what == "wrong_ids",
+        )
+        for way, names in ways
+        for what in names
+    )
+
+
 def _lenient_cases() -> tuple[Case, ...]:
     """What stands in, where the request allows it: likelihood, an answer that is complete."""
     plays: dict[str, Play] = {
@@ -181,18 +201,27 @@ CASES: tuple[Case, ...] = (
     ),
     *_reward_cases(),
     *_lenient_cases(),
+    *_far_cases(),
     not_here(
-        "faults/reward-wrong-ids",
+        "faults/reward-wrong-ids/of-candidates",
         "cannot happen: scores are positional on the wire, one per candidate sent",
     ),
     here("faults/step-raises", failing_step, "INTERNAL", "OK", fast=True),
     elsewhere(
-        "faults/out-of-memory",
+        "faults/out-of-memory/in-a-step",
         "tests/generator_service/test_engine.py::test_memory_that_cannot_be_had_ends_one_session",
     ),
+    not_here(
+        "faults/out-of-memory/killed-by-the-kernel",
+        "is a SIGKILL, see faults/kill-generator; its killer cannot be told whom to choose here",
+    ),
     elsewhere(
-        "faults/engine-thread-dies",
+        "faults/engine-thread-dies/not-by-a-bug-between-steps",
         "tests/generator_service/test_engine.py::test_a_bug_between_steps_does_not_end_the_thread",
+    ),
+    elsewhere(
+        "faults/engine-thread-dies/of-a-reward",
+        "tests/reward_service/test_worker.py::test_when_the_thread_ends_nobody_waits_for_it",
     ),
     here("faults/client-killed", dead_client, "SIGKILL", fast=True),
     here("faults/client-stops-reading", deaf_client, "freed while the client was stopped"),

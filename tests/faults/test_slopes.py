@@ -9,10 +9,10 @@ import pytest
 from tests.faults.slopes import slope
 
 SECONDS = [2.0 * number for number in range(300)]  # ten minutes
-MIB_PER_HOUR = 16.0
+MIB_PER_HOUR = 4.0
 
 
-def noisy(per_hour: float, noise: float = 0.5, seed: int = 1) -> list[float]:
+def noisy(per_hour: float, noise: float = 0.2, seed: int = 1) -> list[float]:
     drawn = random.Random(seed)
     return [100 + per_hour * second / 3600 + drawn.gauss(0, noise) for second in SECONDS]
 
@@ -20,35 +20,44 @@ def noisy(per_hour: float, noise: float = 0.5, seed: int = 1) -> list[float]:
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_flat(seed: int) -> None:
     """In 1 of 40 seeds the interval lies above zero by chance: then the growth is tiny."""
-    assert slope(SECONDS, noisy(0, seed=seed)).is_flat(MIB_PER_HOUR)
+    assert slope(SECONDS, noisy(0, seed=seed)).is_flat(MIB_PER_HOUR, step=0.3)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_leak_grows(seed: int) -> None:
-    found = slope(SECONDS, noisy(120, seed=seed))
-    assert not found.is_flat(MIB_PER_HOUR)
-    assert found.low < 120 < found.high or abs(found.per_hour - 120) < 20
+    found = slope(SECONDS, noisy(20, seed=seed))
+    assert not found.is_flat(MIB_PER_HOUR, step=0.3)
+    assert found.low < 20 < found.high or abs(found.per_hour - 20) < 5
 
 
-def test_a_small_growth_is_of_no_concern_and_shrinking_is_none() -> None:
-    assert slope(SECONDS, noisy(10, noise=0)).is_flat(MIB_PER_HOUR)
-    assert not slope(SECONDS, noisy(10, noise=0)).is_flat(5)
+def test_a_small_leak_without_noise_grows_and_shrinking_is_none() -> None:
+    assert not slope(SECONDS, noisy(1, noise=0)).is_flat(MIB_PER_HOUR)
+    assert slope(SECONDS, noisy(1, noise=0)).is_flat(MIB_PER_HOUR, step=0.2)
     assert slope(SECONDS, noisy(-500)).is_flat(0)
+
+
+def test_too_much_noise_shows_nothing() -> None:
+    """Guards against a soak that is flat because nothing can be seen."""
+    found = slope(SECONDS, noisy(0, noise=20))
+    assert found.low <= 0
+    assert not found.is_flat(MIB_PER_HOUR)
+
+
+def test_what_comes_and_goes_does_not_count() -> None:
+    """Guards against one request more at the end of a soak: the floor is what is never freed."""
+    drawn = random.Random(3)
+    values = [100 + drawn.choice((0, 0, 0, 20)) for _ in SECONDS]
+    values[-3:] = [120] * 3
+    assert slope(SECONDS, values) == slope(SECONDS, [100] * len(SECONDS))
 
 
 def test_one_more_at_the_end_of_a_short_measurement_is_no_trend() -> None:
     """Guards against a soak of a minute that fails for one connection."""
     found = slope(SECONDS[:30], [14.0] * 20 + [15.0] * 10)
-    assert not found.is_flat(3)
-    assert found.is_flat(3, step=2)
+    assert not found.is_flat()
+    assert found.is_flat(step=2)
     leaking = slope(SECONDS[:30], [14.0 + number for number in range(30)])
-    assert not leaking.is_flat(3, step=2)
-
-
-def test_what_is_allocated_in_the_warm_up_does_not_count() -> None:
-    """Guards against every process being called a leak because it starts small."""
-    values = [min(second, 150) + noise for second, noise in zip(SECONDS, noisy(0), strict=True)]
-    assert slope(SECONDS, values).is_flat(MIB_PER_HOUR)
+    assert not leaking.is_flat(step=2)
 
 
 def test_a_wandering_series_is_not_called_a_leak() -> None:
@@ -68,5 +77,5 @@ def test_a_constant_is_flat_to_the_last_bit() -> None:
 
 
 def test_too_few_samples_are_no_soak() -> None:
-    with pytest.raises(ValueError, match="samples"):
-        slope(SECONDS[:9], [1.0] * 9)
+    with pytest.raises(ValueError, match="windows"):
+        slope(SECONDS[:7], [1.0] * 7)

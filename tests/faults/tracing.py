@@ -24,7 +24,7 @@ async def collected() -> AsyncIterator[tuple[Collector, World]]:
     """A world of its own that sends its spans to a collector."""
     async with collecting() as collector:
         told = {f"SPECREJ_{name.upper()}_OTLP_ENDPOINT": collector.endpoint for name in SERVICES}
-        async with world(**told, OTEL_BSP_SCHEDULE_DELAY="100") as traced:
+        async with world({**told, "OTEL_BSP_SCHEDULE_DELAY": "100"}) as traced:
             yield collector, traced
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc.aio
@@ -40,7 +41,8 @@ from specrej.contracts import (
 )
 from specrej.stack import Ports, Stack
 from specrej.v1 import generator_pb2, generator_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
-from tests.faults.proxy import Proxy, proxy
+from tests.faults.proxy import HOST, Proxy, proxy
+from tests.faults.rogue import OVER_GRPC, OVER_HTTP, grpc_rogue, http_rogue
 
 RECOVERY_S = 10.0  # what section 2 of the contract allows
 CALL_S = 20.0  # a call that takes longer hangs
@@ -53,6 +55,8 @@ PROMPT = "An unmistakable prompt of nine words, one two three"
 SERVICES = ("orchestrator", "generator", "reward")
 _TOY = f"toy:step_ms=5,failing_seed={FAILING_SEED}"
 _REWARDS = ("nan", "inf", "too_few", "too_many", "raising", "exiting", "exhausted", "slow", "leaky")
+# Of rewards behind other services, by "grpc_" or "http_" and what those do to a batch.
+_FAR = (*(f"grpc_{name}" for name in OVER_GRPC), *(f"http_{name}" for name in OVER_HTTP))
 _REFERENCE = GenerationRequest(
     prompt=Prompt.from_user("What stays the same?"),
     sampling=Sampling(max_tokens=12, seed=7, ignore_eos=True),
@@ -294,14 +298,19 @@ class World:
             return f"the next request ends {outcome.code}: {details}"
         if outcome.generation.degraded:
             return "the next answer is degraded"
-        if outcome.generation.candidates != self._answer.candidates:
+        if not _is_same(outcome.generation, self._answer):
             return f"the next answer is {outcome.generation.best.text!r}"
         return ""
 
 
 @asynccontextmanager
-async def world(**environment: str) -> AsyncIterator[World]:
-    """A running world; `environment` is for all its services, over what worlds have."""
+async def world(
+    environment: Mapping[str, str] | None = None, make_stack: Callable[..., Stack] = Stack
+) -> AsyncIterator[World]:
+    """A running world; `environment` is for all its services, over what worlds have.
+
+    Its right answer is made without any service where its generator is a toy; else it is the first.
+    """
     strangers = _children()
     async with AsyncExitStack() as undo:
         ports = Ports.free()
@@ -314,9 +323,19 @@ async def world(**environment: str) -> AsyncIterator[World]:
         proxies = {
             name: await undo.enter_async_context(proxy(port)) for name, port in targets.items()
         }
-        told = {**_environment(proxies), **environment}
-        stack = await undo.enter_async_context(Stack(ports, environment=told, grace_s=10))
-        yield World(stack, proxies, await _right_answer(), strangers)
+        far = {
+            "grpc": await undo.enter_async_context(grpc_rogue()),
+            "http": await undo.enter_async_context(http_rogue()),
+        }
+        told = {**_environment(proxies, far), **(environment or {})}
+        stack = await undo.enter_async_context(make_stack(ports, environment=told, grace_s=10))
+        is_toy = told["SPECREJ_GENERATOR_MODEL"] == _TOY
+        yield World(
+            stack,
+            proxies,
+            await (_right_answer() if is_toy else _first_answer(stack.orchestrator_address)),
+            strangers,
+        )
 
 
 def request(prompt: str = PROMPT, **options: Any) -> orchestrator_pb2.GenerateRequest:
@@ -337,12 +356,13 @@ async def until(condition: Callable[[], Awaitable[bool]], bound_s: float = RECOV
             await asyncio.sleep(0.01)
 
 
-def _environment(proxies: Mapping[str, Proxy]) -> dict[str, str]:
+def _environment(proxies: Mapping[str, Proxy], far: Mapping[str, int]) -> dict[str, str]:
     where = {name: f"127.0.0.1:{each.port}" for name, each in proxies.items()}
     paths = [
         {"name": name, "kind": "function", "function": f"tests.faults.rewards:{name}"}
         for name in _REWARDS
     ]
+    paths += [_far_reward(name, far) for name in _FAR]
     return {
         "SPECREJ_GENERATOR_MODEL": _TOY,
         "SPECREJ_GENERATOR_LEASE_S": str(LEASE_S),
@@ -359,6 +379,20 @@ def _environment(proxies: Mapping[str, Proxy]) -> dict[str, str]:
     }
 
 
+def _far_reward(name: str, ports: Mapping[str, int]) -> dict[str, str]:
+    kind, _, what = name.partition("_")
+    where = f"{HOST}:{ports[kind]}"
+    if kind == "grpc":
+        return {"name": name, "kind": kind, "address": where, "reward": what}
+    return {"name": name, "kind": kind, "url": f"http://{where}/{what}"}
+
+
+async def _first_answer(address: str) -> Generation:
+    outcome = await Call(address, message=wire.request_to_wire(_REFERENCE)).outcome()
+    assert outcome.generation, outcome.code
+    return outcome.generation
+
+
 async def _right_answer() -> Generation:
     """The reference request's, made without any service."""
     scorer = await Worker.start(ToyReward)
@@ -369,6 +403,20 @@ async def _right_answer() -> Generation:
     finally:
         scorer.close()
     raise AssertionError("a run ended without an answer")
+
+
+def _is_same(one: Generation, other: Generation) -> bool:
+    """To the last character; a prompt that is read in other pieces moves the last digits only."""
+    if len(one.candidates) != len(other.candidates):
+        return False
+    pairs = [(asdict(a), asdict(b)) for a, b in zip(one.candidates, other.candidates, strict=True)]
+    return all(_is_close(a[name], b[name]) for a, b in pairs for name in a)
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_close, one, other))
+    return math.isclose(one, other, rel_tol=1e-5) if isinstance(one, float) else one == other
 
 
 def _children() -> frozenset[int]:

@@ -10,6 +10,7 @@ import pytest
 from reward_service.function import FunctionReward
 from reward_service.reward import score
 from specrej.contracts import Prompt
+from specrej.errors import RewardInvalid
 
 PROMPT = Prompt.from_user("Hi")
 PATH = f"{__name__}:brevity"
@@ -44,6 +45,29 @@ def test_whatever_can_be_called_will_do() -> None:
     reward = FunctionReward("length", f"{__name__}:length")
     assert score(reward, PROMPT, ["abc", ""]).values == (3.0, 0.0)
     assert reward.fingerprint != FunctionReward("length", PATH).fingerprint
+
+
+def by_id(prompt: Prompt, responses: Sequence[str]) -> dict[int, float]:
+    return {number: 0.5 for number, _ in enumerate(responses)}
+
+
+def as_a_set(prompt: Prompt, responses: Sequence[str]) -> set[float]:
+    return {float(len(response)) for response in responses}
+
+
+def as_text(prompt: Prompt, responses: Sequence[str]) -> str:
+    return "1" * len(responses)
+
+
+def too_large(prompt: Prompt, responses: Sequence[str]) -> list[int]:
+    return [10**400 for _ in responses]
+
+
+@pytest.mark.parametrize("name", ["by_id", "as_a_set", "as_text", "too_large"])
+def test_what_is_no_list_of_numbers_is_refused(name: str) -> None:
+    """Guards against candidates ranked by the keys of a dictionary, which are numbers, too."""
+    with pytest.raises(RewardInvalid):
+        score(FunctionReward("r", f"{__name__}:{name}"), PROMPT, ["a", "bb"])
 
 
 def test_an_edited_file_has_another_fingerprint(

@@ -20,6 +20,7 @@ from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.errors import InvalidRequest, RewardInvalid, Unavailable
 from specrej.security import new_token
 from tests.certificates import Authority, place
+from tests.faults.rogue import grpc_rogue
 from tests.reward_service.conftest import Start
 from tests.reward_service.fakes import FixedReward, GatedReward
 from tests.specrej.fakes import serve
@@ -80,6 +81,16 @@ async def test_errors_of_the_other_end_are_ours(start: Start) -> None:
         await asyncio.to_thread(score, reward, PROMPT, ["a"])
     with pytest.raises(InvalidRequest):
         await asyncio.to_thread(score, reward, Prompt(text=" "), ["a"])
+
+
+@pytest.mark.parametrize("what", ["wrong_ids", "no_scores", "stale"])
+async def test_an_answer_to_something_else_is_refused(what: str) -> None:
+    """Guards against the scores of one batch being taken for those of another."""
+    async with grpc_rogue() as port:
+        address = f"127.0.0.1:{port}"
+        reward = await asyncio.to_thread(lambda: GRPCReward("far", address, reward=what))
+        with pytest.raises(RewardInvalid, match="something else"):
+            await asyncio.to_thread(score, reward, PROMPT, ["a"])
 
 
 async def test_a_reward_that_is_not_served_there_is_refused(start: Start) -> None:

@@ -90,6 +90,12 @@ def test_batches_of_several_sessions_are_asked_for_at_the_same_time() -> None:
         ({"rewards": [1]}, 200, RewardInvalid),
         ({"scores": ["x"]}, 200, RewardInvalid),
         ({"scores": None}, 200, RewardInvalid),
+        ({"scores": {"0": 0.5}}, 200, RewardInvalid),  # its keys are numbers, too
+        ({"scores": "1"}, 200, RewardInvalid),
+        ({"scores": ["1"]}, 200, RewardInvalid),
+        ({"scores": [True]}, 200, RewardInvalid),
+        ({"scores": [10**400]}, 200, RewardInvalid),
+        (b"[" * 100_000, 200, RewardInvalid),
         ([1.0], 200, RewardInvalid),
         ({"scores": [1]}, 404, RewardInvalid),
         ({"scores": [1]}, 429, Unavailable),

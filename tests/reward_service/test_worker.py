@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 import threading
@@ -369,3 +370,28 @@ async def test_a_batch_that_fails_fails_alone() -> None:
         with pytest.raises(ValueError, match="a bad letter"):
             await bad
         assert reward.passes == ["aba!", "aa", "b!"]
+
+
+class Unclosable(PiecewiseReward):
+    """Its sessions cannot be closed, which no reward may do."""
+
+    def close(self) -> None:
+        raise SystemExit
+
+
+async def test_when_the_thread_ends_nobody_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against callers that hang: one under way, one that has just come, one that is late."""
+    reward = Unclosable()
+    async with started(reward) as worker:
+        async with worker.open(PROMPT) as session:
+            failing = asyncio.ensure_future(session.score([candidate(0, "!")]))
+            await asyncio.to_thread(reward.entered.acquire)  # the warm-up's
+            await asyncio.to_thread(reward.entered.acquire)
+            waiting = asyncio.ensure_future(worker.score(PROMPT, ["a"]))
+            await asyncio.sleep(0)  # it has been sent
+            reward.gate.release()
+            for call in (failing, waiting, worker.score(PROMPT, ["b"])):
+                with pytest.raises(Unavailable):
+                    await asyncio.wait_for(call, 20)
+        assert worker.heartbeat_s() == math.inf
+    assert "the thread of reward piecewise ends" in caplog.text

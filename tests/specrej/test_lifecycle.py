@@ -164,7 +164,7 @@ def test_handlers_are_looked_up_by_names_that_are_always_the_same_objects() -> N
 
     In a soak that looks like a leak.
     """
-    handler = grpc.stream_stream_rpc_method_handler(lambda *_: None)
+    handler: Any = grpc.stream_stream_rpc_method_handler(lambda *_: None)
     assert _kind(handler) is _kind(handler) == "stream_stream"
 
 

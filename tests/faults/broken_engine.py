@@ -1,0 +1,36 @@
+"""The generator service as it ships, on a real engine, but that a signal breaks its next step.
+
+SIGUSR1: the step ends its thread, as nothing but a bug could. SIGUSR2: it never ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+from generator_service.__main__ import main
+from generator_service.model import CausalLM
+
+ENDS, HANGS = signal.SIGUSR1, signal.SIGUSR2
+
+
+def _break_on_signals() -> None:
+    ends, hangs = threading.Event(), threading.Event()
+    forward = CausalLM.forward
+
+    def breaking(model: CausalLM, *arguments: Any) -> Any:
+        if ends.is_set():
+            raise SystemExit
+        if hangs.is_set():
+            threading.Event().wait()
+        return forward(model, *arguments)
+
+    CausalLM.forward = breaking  # type: ignore[method-assign,assignment]
+    signal.signal(ENDS, lambda *_: ends.set())
+    signal.signal(HANGS, lambda *_: hangs.set())
+
+
+if __name__ == "__main__":
+    _break_on_signals()
+    main()

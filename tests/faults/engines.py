@@ -1,0 +1,139 @@
+"""Faults of a real engine: out of memory in the middle of a request, a thread that ends or hangs.
+
+The engine runs a tiny model of random weights, whose keys and values are large for its size, in a
+world of its own. The invariant is checked there, with that world's own right answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil  # type: ignore[import-untyped]
+
+from specrej.contracts import Schedule
+from specrej.stack import Stack
+from tests.faults.broken_engine import ENDS, HANGS
+from tests.faults.case import Case, here
+from tests.faults.world import World, until, world
+from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
+
+_START_S = 60.0
+_LIMIT_S = 180.0
+_STUCK_S = 1.0
+_MIB = 1 << 20
+# 8 KiB of keys and values per token.
+_LAYERS, _WIDTH = 4, 256
+_CONTEXT = 4096
+# Sixteen steps are cheap; the room for what 32 survivors may still say, 300 MiB, is not there.
+_STARVING: Mapping[str, Any] = {"n": 64, "max_tokens": 1200, "schedule": Schedule("tokens", (16,))}
+_ROOM_MIB = 120
+_LONG: Mapping[str, Any] = {"n": 4, "max_tokens": 2000}
+
+
+class _BreakableStack(Stack):
+    """Its generator can be broken by a signal."""
+
+    modules: ClassVar = {**Stack.modules, "generator": "tests.faults.broken_engine"}
+
+
+@asynccontextmanager
+async def engine_world(**environment: str) -> AsyncIterator[World]:
+    """A world with a real engine, in which what ends or is stuck is started again."""
+    async with AsyncExitStack() as undo:
+        directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="specrej-")))
+        await asyncio.to_thread(_save_model, directory)
+        told = {
+            "SPECREJ_GENERATOR_MODEL": str(directory),
+            "SPECREJ_GENERATOR_KV_SLOTS": "100000",
+            "SPECREJ_GENERATOR_THREADS": "1",
+            **environment,
+        }
+        running = await undo.enter_async_context(world(told, _BreakableStack))
+        keeping = asyncio.ensure_future(running.stack.keep_alive(lambda _: None))
+        try:
+            yield running
+        finally:
+            keeping.cancel()
+            await asyncio.wait({keeping})
+
+
+def _save_model(directory: Path) -> None:
+    sizes = {
+        "hidden_size": _WIDTH,
+        "num_hidden_layers": _LAYERS,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": _CONTEXT,
+    }
+    save_language_model(directory, make_config("llama", None, **sizes), make_tokenizer(None))
+
+
+async def out_of_memory(_: World) -> list[str]:
+    """The kernel has no memory for a session's next round: it fails, and its neighbour does not."""
+    async with engine_world() as running:
+        process = psutil.Process(running.stack.processes["generator"])
+        most = process.memory_info().vms + _ROOM_MIB * _MIB
+        _, hard = process.rlimit(psutil.RLIMIT_AS)
+        process.rlimit(psutil.RLIMIT_AS, (most, hard))
+        try:
+            neighbour = running.call(n=2, max_tokens=200, timeout_s=60)
+            failed = await running.ask(**_STARVING, stream=True, timeout_s=60)
+            answered = await neighbour.outcome()
+        finally:
+            process.rlimit(psutil.RLIMIT_AS, (hard, hard))
+        await running.settle()
+        assert running.stack.processes["generator"] == process.pid, "it had to be started again"
+        return [failed.label, answered.label]
+
+
+async def thread_ends(_: World) -> list[str]:
+    """Nobody says so: who waits is told, health says so, and there is a new process soon."""
+    async with engine_world() as running:
+        before = running.stack.processes["generator"]
+        call = running.call(**_LONG, timeout_s=60)
+        await until(partial(_grows, running), _START_S)
+        running.signal("generator", ENDS)
+        outcome = await call.outcome()
+        late = await running.ask(timeout_s=5)
+        await until(partial(_is_new, running, before), _START_S)
+        await running.settle()
+        return [outcome.label, late.label]
+
+
+async def thread_hangs(_: World) -> list[str]:
+    """A step that never ends: calls end by their deadlines, and there is a new process soon."""
+    async with engine_world(SPECREJ_GENERATOR_STUCK_S=str(_STUCK_S)) as running:
+        before = running.stack.processes["generator"]
+        call = running.call(**_LONG, timeout_s=3)
+        await until(partial(_grows, running), _START_S)
+        running.signal("generator", HANGS)
+        outcome = await call.outcome()
+        await until(partial(_is_new, running, before), _START_S)
+        await running.settle()
+        return [outcome.label]
+
+
+async def _grows(running: World) -> bool:
+    return (await running.generator()).slots.owned > 0
+
+
+async def _is_new(running: World, before: int) -> bool:
+    is_new = running.stack.processes["generator"] != before
+    return is_new and await running.health("generator") == "SERVING"
+
+
+CASES: tuple[Case, ...] = (
+    here("faults/out-of-memory/at-a-round", out_of_memory, "INTERNAL", "OK", limit_s=_LIMIT_S),
+    here("faults/engine-thread-dies/ends", thread_ends, "UNAVAILABLE", limit_s=_LIMIT_S),
+    here(
+        "faults/engine-thread-dies/hangs",
+        thread_hangs,
+        *("DEADLINE_EXCEEDED", "UNAVAILABLE"),
+        limit_s=_LIMIT_S,
+    ),
+)

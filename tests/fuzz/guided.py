@@ -1,0 +1,34 @@
+"""A target under libFuzzer, guided by coverage: `python -m tests.fuzz.guided NAME SECONDS CORPUS`.
+
+Ends with 0 after so many seconds, with something else at the first finding, whose traceback it
+prints, and leaves the input in CORPUS. Needs atheris (`make fuzz` fetches it).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import atheris  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+_OURS = ["specrej", "orchestrator", "reward_service", "loadtest"]
+_LONGEST = 4096
+
+
+def main(name: str, seconds: str, corpus: str) -> None:
+    """Does not return."""
+    with atheris.instrument_imports(include=_OURS):
+        from tests.fuzz.seeds import seeds
+        from tests.fuzz.targets import TARGETS
+    directory = Path(corpus)
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(seeds()[name]):
+        (directory / f"seed-{number}").write_bytes(seed)
+    limits = [f"-max_total_time={seconds}", f"-max_len={_LONGEST}", "-timeout=10"]
+    quiet = ["-verbosity=0", "-print_final_stats=1", f"-artifact_prefix={directory}/found-"]
+    atheris.Setup([sys.argv[0], *limits, *quiet, str(directory)], TARGETS[name])
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

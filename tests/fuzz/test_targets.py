@@ -1,0 +1,42 @@
+"""What `make fuzz` looks for, in a second or two of `make test`: mutations of right examples."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.seeds import seeds
+from tests.fuzz.targets import TARGETS
+
+SEEDS = seeds()
+
+
+def test_every_target_begins_with_something() -> None:
+    assert set(SEEDS) == set(TARGETS)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_examples(name: str) -> None:
+    for data in SEEDS[name]:
+        TARGETS[name](data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(max_size=64), seed=st.integers(0, 2**32))
+def test_nothing_comes_out_but_what_may(name: str, data: bytes, seed: int) -> None:
+    """Guards processes, and what callers are told, against text and bytes of others."""
+    TARGETS[name](data)
+    TARGETS[name](_mutated(random.Random(seed), SEEDS[name], data))
+
+
+def _mutated(chance: random.Random, examples: object, data: bytes) -> bytes:
+    assert isinstance(examples, list)
+    whole = bytearray(chance.choice(examples))
+    for _ in range(chance.randrange(1, 4)):
+        at, end = (chance.randrange(len(whole) + 1) for _ in range(2))
+        whole[at : min(end, at + 8)] = chance.choice((b"", data[:8], chance.randbytes(1)))
+    return bytes(whole)
