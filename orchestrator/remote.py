@@ -38,6 +38,14 @@ _SCORE_SESSION = "specrej.v1.RewardService/ScoreSession"
 _BACKEND = "a backend"
 _DESCRIBE_TIMEOUT_S = 5.0
 _AFTER_OURS_S = 1.0
+# What each command is answered with.
+_RESULTS = {
+    "open": "opened",
+    "extend": "prefix_batch",
+    "prune": "pruned",
+    "close": "closed",
+    "batch": "scores",
+}
 
 
 class _CommandStream(Generic[Request, Response]):
@@ -61,13 +69,15 @@ class _CommandStream(Generic[Request, Response]):
         return not self._is_waiting
 
     async def ask(self, **command: Any) -> Response:
-        """Send a command and wait for its answer.
+        """Send a command, a field of the request by its name, and wait for its answer.
 
         Raises:
             SpecrejError: what the peer's status stands for.
+            InternalError: it answers, but not this.
         """
         self._sequence += 1
         self._is_waiting = True
+        (kind,) = command
         await self._send(self._make(sequence=self._sequence, **command))
         try:
             answer = await self._call.read()
@@ -75,6 +85,9 @@ class _CommandStream(Generic[Request, Response]):
             raise self._failed(failure) from failure
         if answer is grpc.aio.EOF:
             raise InternalError("a backend ended its stream before it answered")
+        told: Any = answer
+        if (told.sequence, told.WhichOneof("result")) != (self._sequence, _RESULTS[kind]):
+            raise InternalError("a backend answers something else than it was asked")
         self._is_waiting = False
         return cast(Response, answer)
 

@@ -196,13 +196,17 @@ class Fleet(Generic[P]):
         versions: dict[Hashable, list[Backend[P]]] = {}
         for backend in self._by_address():
             if backend.is_serving:
-                versions.setdefault(self._version(backend.description), []).append(backend)
+                versions.setdefault(self.version_of(backend), []).append(backend)
         if not versions:
             return []
         # Between as many of one as of another: whatever it was.
         chosen = max(versions, key=lambda each: (len(versions[each]), each == self._last_version))
         self._last_version = chosen
         return versions[chosen]
+
+    def version_of(self, backend: Backend[P]) -> Hashable:
+        """What others must be equal in to take its place; None if it has never been described."""
+        return None if backend.description is None else self._version(backend.description)
 
     def others(self) -> list[Backend[P]]:
         """Those that do not serve, as far as is known."""
@@ -263,9 +267,15 @@ class Fleet(Generic[P]):
         await backend.close()
 
     def counts(self) -> dict[str, int]:
-        """Backends by state; from any thread."""
-        states = [backend.is_serving for backend in list(self._backends.values())]
-        return {"serving": sum(states), "away": len(states) - sum(states)}
+        """Backends by state, those that serve in vain apart; from any thread."""
+        backends = list(self._backends.values())
+        serving = [self.version_of(each) for each in backends if each.is_serving]
+        members = max(map(serving.count, serving), default=0)
+        return {
+            "serving": members,
+            "other_version": len(serving) - members,
+            "away": len(backends) - len(serving),
+        }
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -83,8 +83,12 @@ class FleetGenerator:
     async def _placed(
         self, opening: Opening, without: GeneratorBackend | None
     ) -> AsyncIterator[PlacedSession]:
-        """At the best place that has room, `without` one of them."""
-        ranked = [each for each in self._ranked(opening) if each is not without]
+        """At the best place that has room; `without` the one that it takes the place of."""
+        ranked = self._ranked(opening)
+        if without:
+            version = self._fleet.version_of(without)
+            others = (each for each in ranked if each is not without)
+            ranked = [each for each in others if self._fleet.version_of(each) == version]
         async with AsyncExitStack() as stack:
             yield await self._fleet.first(
                 ranked, lambda each: stack.enter_async_context(placed(opening, each))

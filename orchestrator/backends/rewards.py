@@ -7,6 +7,7 @@ kept of them is computed again.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -75,8 +76,12 @@ class FleetScorer:
             yield session
 
 
+# The second time finds one that has been started again, or has only dropped the session.
+_TRIES = 2
+
+
 class _MovingScoring:
-    """A `ScoringSession` that goes on elsewhere, as long as there is somewhere it has not been."""
+    """A `ScoringSession` that goes on elsewhere; everybody is asked twice at most."""
 
     def __init__(
         self,
@@ -91,17 +96,20 @@ class _MovingScoring:
         self._prompt = prompt
         self._fleet = fleet
         self._ranked = ranked
-        self._been_at: list[_Backend] = []
+        self._tries: Counter[_Backend] = Counter()
+        # Set by `place`.
+        self._backend: _Backend
         self._session: ScoringSession
 
     async def place(self) -> None:
         """Raises Unavailable, Overloaded: there is nowhere to go."""
-        ranked = [each for each in self._ranked(self._prompt) if each not in self._been_at]
+        left = [each for each in self._ranked(self._prompt) if self._tries[each] < _TRIES]
+        ranked = sorted(left, key=self._tries.__getitem__)
         self._session = await self._fleet.first(ranked, self._enter)
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
         while True:
-            backend = self._been_at[-1]
+            backend = self._backend
             try:
                 async with backend.answering():
                     return await self._session.score(candidates)
@@ -114,7 +122,8 @@ class _MovingScoring:
                     raise failure from None
 
     async def _enter(self, backend: _Backend) -> ScoringSession:
-        self._been_at.append(backend)
+        self._tries[backend] += 1
+        self._backend = backend
         scorer = backend.peer.scorer(self._name)
         holding = backend.holding(scorer.open(self._prompt))
         return await self._stack.enter_async_context(holding)

@@ -24,6 +24,7 @@ from reward_service.worker import Worker
 from specrej.channel import open_channel
 from specrej.contracts import (
     Algorithm,
+    Candidate,
     Event,
     Finished,
     GenerationRequest,
@@ -54,6 +55,7 @@ from specrej.errors import (
 )
 from specrej.serving import Context, answer_commands
 from specrej.v1 import reward_pb2
+from tests.faults.rogue import grpc_rogue
 from tests.orchestrator.services import (
     BOUND_S,
     LEASE_S,
@@ -457,6 +459,19 @@ async def test_a_backends_own_troubles_are_not_the_callers(error: SpecrejError) 
     async with remote_generator(Refusing(error)) as generator:
         with pytest.raises(Unavailable):
             await AsyncExitStack().enter_async_context(generator.open(PROMPT, 4, Sampling(), 8))
+
+
+@pytest.mark.parametrize("what", ["wrong_ids", "no_scores", "stale"])
+async def test_an_answer_to_something_else_is_no_answer(what: str) -> None:
+    """Guards against candidates ranked by the scores of another batch."""
+    two = [Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0)]
+    async with (
+        grpc_rogue(only=what) as port,
+        open_channel(f"127.0.0.1:{port}", retries=False) as channel,
+        RemoteRewards(channel).scorer("toy").open(PROMPT) as session,
+    ):
+        with pytest.raises(InternalError, match="something else"):
+            await session.score(two)
 
 
 async def test_the_generators_own_checks_are_heard() -> None:

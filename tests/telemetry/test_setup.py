@@ -64,7 +64,9 @@ async def test_a_dead_collector_keeps_nobody(
 ) -> None:
     """Guards against a drain that waits for telemetry; spans and metrics are under way here."""
     stack = reward_stack(SPECREJ_REWARD_OTLP_ENDPOINT=request.getfixturevalue(collector))
-    async with Processes([stack._reward()], tmp_path, start_timeout_s=30) as running:
+    async with Processes(
+        [stack._replica(stack._rewards[0])], tmp_path, start_timeout_s=30
+    ) as running:
         async with RewardClient(stack.reward_address) as client:
             await client.score("Why?", ["So."])
         pid = running.pids["reward"]
@@ -80,7 +82,7 @@ async def test_the_endpoint_serves_text_and_goes_with_the_process(tmp_path: Path
     """Guards against an endpoint on another address, and one without a name for who it is."""
     stack = reward_stack()
     url = f"http://127.0.0.1:{stack.ports.metrics_reward}/metrics"
-    async with Processes([stack._reward()], tmp_path, start_timeout_s=30):
+    async with Processes([stack._replica(stack._rewards[0])], tmp_path, start_timeout_s=30):
         text = await asyncio.to_thread(read, url)
     assert 'service_name="reward"' in text and "specrej_reward_batch_bucket" in text
     with pytest.raises(OSError, match="refused"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
 
 from orchestrator.backends.fleet import Fleet, Pulse
 from orchestrator.backends.resolving import Target
@@ -61,7 +62,7 @@ async def generators(
 
     wanted = len(known.targets) if serving is None else serving
     async with Fleet("generator", known, connect, version, pulse) as fleet:  # type: ignore[arg-type]
-        await until(lambda: fleet.counts()["serving"] == wanted)
+        await until(lambda: num_serving(fleet) == wanted)
         yield fleet
 
 
@@ -77,8 +78,14 @@ async def reward_services(
         return tuple(reward.fingerprint for reward in served)
 
     async with Fleet("reward service", known, connect, version, pulse) as fleet:  # type: ignore[arg-type]
-        await until(lambda: fleet.counts()["serving"] == len(known.targets))
+        await until(lambda: num_serving(fleet) == len(known.targets))
         yield fleet
+
+
+def num_serving(fleet: Fleet[Any]) -> int:
+    """Whatever their version."""
+    counts = fleet.counts()
+    return counts["serving"] + counts["other_version"]
 
 
 @asynccontextmanager

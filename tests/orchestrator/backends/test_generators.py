@@ -96,7 +96,7 @@ async def test_a_silent_generator_is_given_up() -> None:
         well.gates["extend"].open()
         ill.hearing.shut()
         assert said(await running) == said(alone)
-        assert fleet.counts() == {"serving": 1, "away": 1}
+        assert fleet.counts() == {"serving": 1, "other_version": 0, "away": 1}
         ill.hearing.open()
         ill.gates["extend"].open()
         await until(lambda: fleet.counts()["serving"] == 2 and one.is_idle and two.is_idle)

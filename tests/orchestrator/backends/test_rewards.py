@@ -11,7 +11,7 @@ from generator_service.toy import ToyGenerator
 from orchestrator.backends.rewards import FleetRewards
 from reward_service.toy import ToyReward
 from specrej.contracts import Candidate, Degradation, Prompt, Scores
-from specrej.errors import NotFound, Unavailable
+from specrej.errors import NotFound, Overloaded, Unavailable
 from tests.orchestrator.backends.fleets import PROMPT, Known, answered, request, reward_services
 from tests.orchestrator.services import HeldReward, reward_backend
 from tests.serving import until
@@ -85,3 +85,22 @@ async def test_what_all_of_them_serve() -> None:
         with pytest.raises(NotFound):
             async with rewards.scorer("other").open(PROMPT):
                 pass
+
+
+class _RefusesOnce(HeldReward):
+    """Drops its second batch, and the session with it."""
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        if self.num_batches == 1:
+            self.num_batches += 1
+            raise Overloaded("not now")
+        return super().score(prompt, candidates)
+
+
+async def test_the_only_one_is_asked_again() -> None:
+    """One that has only dropped the session, as a lease that ran out does, is no loss."""
+    one = _RefusesOnce()
+    async with reward_backend(one) as only, reward_services(Known([only])) as fleet:
+        scorer = FleetRewards(fleet).scorer("toy")
+        generation = await answered(request(12), ToyGenerator(), scorer)
+    assert one.num_batches == len(generation.rounds) + 1
