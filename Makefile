@@ -10,6 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Two stamps, so that an edited pyproject.toml does not install every package again.
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+VLLM := .vllm/.installed
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
 RELEVANCE := .models/relevance/model.safetensors
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iproto \
@@ -25,12 +26,14 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test check fmt proto proto-check promtool kustomize manifests models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-overload bench-telemetry faults soak loadtest latency-vs-n clean
+.PHONY: help setup vllm demo up test conformance check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-backends bench-overload bench-telemetry rolling faults soak fuzz loadtest latency-vs-n experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv with everything in it (other targets do it when needed)
+
+vllm: $(VLLM) ## create .vllm: vLLM's CPU build and what the model services need beside it
 
 demo: $(READY) models ## start all services, answer one prompt, stop: make demo PROMPT="..."
 	@$(BIN)/specrej demo
@@ -39,7 +42,11 @@ up: $(READY) models ## start all services and keep them running until Ctrl-C
 	@$(BIN)/specrej up
 
 test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+
+conformance: $(VLLM) ## what every generator promises, on vLLM too, and the tests that need it
+	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
+		tests/generator_service/test_vllm_draw.py tests/reward_service/test_vllm_classifier.py $(ARGS)
 
 check: $(READY) ## lint, format, types, import rules, schema and stubs
 	@$(BIN)/ruff check
@@ -74,6 +81,17 @@ manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and
 		.tools/kustomize build deploy/overlays/$$overlay > build/manifests/$$overlay.yaml || exit 1; done
 	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_images.py $(ARGS)
 
+# Of another base: make images BASE=localhost/specrej/base:bookworm
+images: $(READY) ## build the images for CPUs, with buildah or docker; say what is large in them
+	@mkdir -p build
+	@$(BIN)/python -m deploy.images.build --base "$(BASE)" $(ARGS)
+
+images-run: $(READY) ## run the images as Kubernetes would, until one request is answered (root)
+	@$(BIN)/python -m pytest tests/deploy/test_running_images.py $(ARGS)
+
+multihost: $(READY) ## three nodes of network namespaces: cut, slow and lossy links, restarts (root)
+	@SPECREJ_MULTIHOST=all $(BIN)/python -m pytest tests/multihost $(ARGS)
+
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
 bench: $(READY) models ## decode and scoring throughput against transformers and vLLM
@@ -95,8 +113,14 @@ bench-scoring: $(READY) models ## incremental scoring against scoring from scrat
 bench-peers: $(READY) models ## ours against transformers, vLLM, llama.cpp: make bench-peers CASES="n=64,new=64"
 	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
 
+bench-backends: $(READY) $(VLLM) models ## own engine and vLLM behind the same session verbs
+	@$(BIN)/python -m benchmarks.backends $(ARGS)
+
 bench-overload: $(READY) ## open loop from half to four times capacity: goodput, refusals
 	@$(BIN)/python -m benchmarks.overload $(ARGS)
+
+rolling: $(READY) models ## restart everything once, one at a time, under load: make rolling ARGS=--toys
+	@$(BIN)/python -m benchmarks.rolling $(ARGS)
 
 bench-telemetry: $(READY) models ## throughput with telemetry on against off
 	@$(BIN)/python -m benchmarks.telemetry $(ARGS)
@@ -107,6 +131,9 @@ faults: $(READY) ## kill, stop, starve and confuse real processes: make faults A
 soak: $(READY) ## ten minutes of mixed load; fails if anything grows: make soak ARGS="--minutes 2 --leak"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)
 
+fuzz: $(READY) .tools/atheris ## parsers under libFuzzer, guided by coverage: make fuzz ARGS="--seconds 60"
+	@PYTHONPATH=.tools/atheris $(BIN)/python -m tests.fuzz $(ARGS)
+
 loadtest: $(READY) ## a minute of load on what make up serves: make loadtest ARGS="--users 8 --n 32"
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \
 		--users 4 --spawn-rate 4 --run-time 60s --stop-timeout 120 $(ARGS)
@@ -114,9 +141,15 @@ loadtest: $(READY) ## a minute of load on what make up serves: make loadtest ARG
 latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour: a report in build/latency-vs-n
 	@$(BIN)/python -m loadtest.sweep $(ARGS)
 
+experiments: $(READY) models ## the paper's studies on the embedded models, hours: a report in build/experiments
+	@$(BIN)/python -m experiments run $(ARGS)
+
 clean: ## remove caches and build output; .venv and .models stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+.tools/atheris: | $(READY)
+	@$(PIP) install --no-deps --target $@ atheris==3.0.0
 
 .tools/promtool:
 	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
@@ -137,6 +170,14 @@ $(GENERATOR): | $(READY)
 
 $(RELEVANCE): | $(READY)
 	@$(BIN)/python -m reward_service.embedded $(@D)
+
+# Without dependencies: those that are left out (torchvision, torchaudio, torchcodec) are built for
+# another torch, and transformers would import them.
+$(VLLM): requirements-vllm.txt
+	@test -x .vllm/bin/python || { echo "creating .vllm" && $(PYTHON) -m venv .vllm; }
+	@echo "installing the pinned packages into .vllm (once; some minutes)"
+	@.vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --requirement $<
+	@touch $@
 
 $(READY): $(INSTALLED) pyproject.toml
 	@$(PIP) install --no-deps --no-build-isolation --editable .
