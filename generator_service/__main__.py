@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import AsyncExitStack
 
 from generator_service import instruments
 from generator_service.servicer import GeneratorServicer
@@ -21,7 +22,7 @@ def main() -> None:
     try:
         with telemetry.configured("generator", settings):
             asyncio.run(_serve(settings))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise SystemExit(f"generator: {error}") from error
 
 
@@ -30,22 +31,50 @@ async def _serve(settings: GeneratorSettings) -> None:
     server = Server(settings, [servicer.service()])
 
     async def warm_up() -> None:
-        generator, heartbeat = await asyncio.to_thread(_load, settings)
+        generator, heartbeat = await _load(settings, resources)
         server.watch(heartbeat)
         servicer.load(generator)
 
-    await server.run(warm_up)
+    async with AsyncExitStack() as resources:
+        await server.run(warm_up)
 
 
-def _load(settings: GeneratorSettings) -> tuple[Generator, Heartbeat]:
+async def _load(
+    settings: GeneratorSettings, resources: AsyncExitStack
+) -> tuple[Generator, Heartbeat]:
+    """A generator; whatever must be ended after it goes to `resources`."""
     if is_toy(settings.model):
         toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
         instruments.observe(toy.load)
         return toy, lambda: 0.0
+    _check_model(settings)
+    if settings.engine == "vllm":
+        return await _load_vllm(settings, resources)
+    return await asyncio.to_thread(_load_own, settings)
+
+
+async def _load_vllm(
+    settings: GeneratorSettings, resources: AsyncExitStack
+) -> tuple[Generator, Heartbeat]:
+    # Here, as it has an environment of its own.
+    from generator_service.vllm_generator import load_vllm
+
+    generator = await asyncio.to_thread(load_vllm, settings, instruments.count_step)
+    resources.callback(generator.close)
+    await generator.warm_up()
+    instruments.observe(generator.load)
+    return generator, generator.heartbeat_s
+
+
+def _check_model(settings: GeneratorSettings) -> None:
+    """Raises FileNotFoundError: there is none."""
     if not (settings.model_directory / "config.json").is_file():
         raise FileNotFoundError(
             f"no model in {settings.model} (SPECREJ_GENERATOR_MODEL): run make models"
         )
+
+
+def _load_own(settings: GeneratorSettings) -> tuple[Generator, Heartbeat]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Here, so that --help and a bad setting answer at once.
     from generator_service.loading import load_generator

@@ -37,6 +37,39 @@ class ModelCard:
     slot_bytes: int
     device: str
 
+    def description(self, load: Load) -> GeneratorDescription:
+        """With what there is to do now."""
+        return GeneratorDescription(
+            model=self.name,
+            fingerprint=self.fingerprint,
+            context_tokens=self.context_tokens,
+            max_candidates=self.max_candidates,
+            vocabulary=self.vocabulary,
+            slot_bytes=self.slot_bytes,
+            device=self.device,
+            slots=load.slots,
+            sessions=load.sessions,
+            waiting=load.waiting,
+        )
+
+    def check_context(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises InvalidRequest: there are no prompt tokens, or both are more than the context."""
+        limit = self.context_tokens
+        if not prompt_tokens:
+            raise InvalidRequest([Violation("prompt", "has no tokens")])
+        if prompt_tokens + max_tokens > limit:
+            tokens = f"{prompt_tokens} prompt + {max_tokens} new tokens"
+            description = f"{tokens} exceed the context of {limit}"
+            raise InvalidRequest(
+                [Violation("sampling.max_tokens", description)],
+                reason="CONTEXT_EXCEEDED",
+                metadata={
+                    "prompt_tokens": str(prompt_tokens),
+                    "max_tokens": str(max_tokens),
+                    "context_tokens": str(limit),
+                },
+            )
+
 
 class LocalSession:
     """A `Session` on an engine of this process."""
@@ -101,7 +134,7 @@ class LocalGenerator:
         first_candidate: int = 0,
     ) -> AsyncIterator[LocalSession]:
         prompt_ids = await asyncio.to_thread(self._text.encode, prompt)
-        self._check_context(len(prompt_ids), sampling.max_tokens)
+        self._card.check_context(len(prompt_ids), sampling.max_tokens)
         command = OpenCommand(
             prompt_ids,
             n,
@@ -128,33 +161,4 @@ class LocalGenerator:
         return self._engine.heartbeat_s()
 
     async def describe(self) -> GeneratorDescription:
-        card, load = self._card, self.load()
-        return GeneratorDescription(
-            model=card.name,
-            fingerprint=card.fingerprint,
-            context_tokens=card.context_tokens,
-            max_candidates=card.max_candidates,
-            vocabulary=card.vocabulary,
-            slot_bytes=card.slot_bytes,
-            device=card.device,
-            slots=load.slots,
-            sessions=load.sessions,
-            waiting=load.waiting,
-        )
-
-    def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
-        limit = self._card.context_tokens
-        if not prompt_tokens:
-            raise InvalidRequest([Violation("prompt", "has no tokens")])
-        if prompt_tokens + max_tokens > limit:
-            tokens = f"{prompt_tokens} prompt + {max_tokens} new tokens"
-            description = f"{tokens} exceed the context of {limit}"
-            raise InvalidRequest(
-                [Violation("sampling.max_tokens", description)],
-                reason="CONTEXT_EXCEEDED",
-                metadata={
-                    "prompt_tokens": str(prompt_tokens),
-                    "max_tokens": str(max_tokens),
-                    "context_tokens": str(limit),
-                },
-            )
+        return self._card.description(self.load())

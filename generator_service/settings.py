@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -23,6 +24,15 @@ class GeneratorSettings(ServiceSettings):
     model: str = Field(
         ".models/SmolLM2-135M-Instruct",
         description="directory of a transformers causal language model, or 'toy', the test double",
+    )
+    engine: Literal["own", "vllm"] = Field(
+        "own", description="what computes: this service's own engine, or vLLM (docs/vllm.md)"
+    )
+    vllm_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description='vLLM engine arguments as JSON: {"tensor_parallel_size": 4,'
+        ' "pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}; they win over what'
+        " follows from other settings",
     )
     device: str = Field(
         "auto",

@@ -82,6 +82,15 @@ def _on_a_model(spec: specs.LocalSpec, options: Options) -> Reward:
                 label_weights=spec.label_weights,
                 transform=_transform(spec.transform),
             )
+        case specs.VLLMClassifierSpec():
+            from reward_service.vllm_classifier import load_vllm_classifier
+
+            return load_vllm_classifier(
+                options,
+                label_weights=spec.label_weights,
+                transform=_transform(spec.transform),
+                vllm_options=spec.vllm_options,
+            )
         case specs.CrossEncoderSpec():
             from reward_service.cross_encoder import CrossEncoderReward
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -99,6 +99,13 @@ class ClassifierSpec(_CausalSpec):
         return self
 
 
+class VLLMClassifierSpec(_CausalSpec):
+    kind: Literal["vllm-classifier"]
+    label_weights: tuple[Finite, ...] = Field((1.0,), min_length=1, max_length=256)
+    transform: TransformSpec = TransformSpec()
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
+
+
 class GatedSpec(_CausalSpec):
     kind: Literal["gated"]
     gate_at: str = Field(min_length=1)
@@ -191,6 +198,7 @@ RewardSpec = Annotated[
     | RelevanceSpec
     | CrossEncoderSpec
     | ClassifierSpec
+    | VLLMClassifierSpec
     | GatedSpec
     | LikelihoodSpec
     | ProcessSpec
@@ -211,6 +219,7 @@ class RewardSettings(ServiceSettings):
     docs/rewards.md has every option:
       classifier     a decoder-only Bradley-Terry or regression model; or any causal model, and the
                      "head" that specrej train-reward fitted on it
+      vllm-classifier  the same kind of model on vLLM, which docs/vllm.md installs
       gated          several objectives and a gate, of the ArmoRM kind
       process        scores the steps of a response
       likelihood     how likely a language model finds the response, against a reference perhaps

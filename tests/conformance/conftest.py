@@ -1,0 +1,70 @@
+"""One generator of each kind for the whole session, and a check that each test leaves it empty.
+
+All tests share one event loop: a connection to vLLM belongs to the loop that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.conformance.subjects import HAS_VLLM, SUBJECTS, Subject, save_model
+
+_BOUND_S = 60.0
+
+_NO_VLLM = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make vllm")
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("conformance"))
+
+
+async def until_idle(subject: Subject) -> None:
+    """Returns once nothing is open, owned or waited for; TimeoutError if that stays so.
+
+    A peer over the network learns a moment later that a stream has ended.
+    """
+    async with asyncio.timeout(_BOUND_S):
+        while True:
+            now = await subject.generator.describe()
+            if not (now.slots.owned or now.sessions or now.waiting):
+                return
+            await asyncio.sleep(0)
+
+
+class Started:
+    """Generators that run, each started when it is first asked for."""
+
+    def __init__(self, directory: Path, resources: AsyncExitStack) -> None:
+        self._directory = directory
+        self._resources = resources
+        self._subjects: dict[str, Subject] = {}
+
+    async def get(self, name: str) -> Subject:
+        if name not in self._subjects:
+            opening = SUBJECTS[name](self._directory)
+            self._subjects[name] = await self._resources.enter_async_context(opening)
+        return self._subjects[name]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def started(model_directory: Path) -> AsyncIterator[Started]:
+    async with AsyncExitStack() as resources:
+        yield Started(model_directory, resources)
+
+
+@pytest_asyncio.fixture(
+    loop_scope="session",
+    params=[pytest.param(name, marks=_NO_VLLM if name == "vllm" else ()) for name in SUBJECTS],
+)
+async def subject(request: pytest.FixtureRequest, started: Started) -> AsyncIterator[Subject]:
+    """Afterwards no session is open and no slot is owned."""
+    subject = await started.get(request.param)
+    yield subject
+    await until_idle(subject)

@@ -1,0 +1,396 @@
+"""What every generator promises, whoever computes: the own engine, vLLM, toys, over the network.
+
+A session's context frees what it holds when it is left; the fixture checks that after each test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import pytest
+
+from specrej.contracts import (
+    Candidate,
+    FinishReason,
+    Generator,
+    Round,
+    RoundEnd,
+    Sampling,
+    Session,
+)
+from specrej.errors import InvalidRequest, Overloaded, SpecrejError
+from tests.conformance.conftest import Started
+from tests.conformance.subjects import CAPACITY, CONTEXT, HAS_VLLM, PROMPT, Subject
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BOUND_S = 60.0
+ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
+# Of 8 candidates some end by themselves and some are cut off, with the model as with the toy.
+ENDING = Sampling(max_tokens=60, seed=4)
+
+Tokens = dict[int, tuple[int, ...]]
+
+
+def ids(candidates: Sequence[Candidate]) -> list[int]:
+    return [candidate.id for candidate in candidates]
+
+
+def add(tokens: Tokens, ended: Round) -> Tokens:
+    """What candidates have said, as rounds tell it piece by piece."""
+    for candidate in ended.candidates:
+        tokens[candidate.id] = tokens.get(candidate.id, ()) + candidate.new_token_ids
+        assert len(tokens[candidate.id]) == candidate.num_tokens
+    return tokens
+
+
+async def whole(
+    generator: Generator,
+    n: int,
+    sampling: Sampling,
+    *,
+    first_candidate: int = 0,
+    salt: str = "",
+    first_round_tokens: int = 8,
+) -> tuple[Candidate, ...]:
+    """All candidates, in one round."""
+    async with generator.open(
+        PROMPT, n, sampling, first_round_tokens, salt, first_candidate
+    ) as session:
+        ended = await session.extend(sampling.max_tokens)
+        assert ended.ended_by is RoundEnd.ALL_FINISHED
+        return ended.candidates
+
+
+async def said(
+    generator: Generator, n: int, sampling: Sampling, first_candidate: int = 0
+) -> Tokens:
+    """All candidates' tokens, in one round."""
+    made = await whole(generator, n, sampling, first_candidate=first_candidate)
+    return {candidate.id: candidate.new_token_ids for candidate in made}
+
+
+async def to_the_end(
+    session: Session, rounds: Collection[int], cut: bool = False
+) -> tuple[Tokens, dict[int, FinishReason]]:
+    """Tokens and finishes over several rounds; with `cut`, every other one is rejected in each."""
+    tokens: Tokens = {}
+    finishes: dict[int, FinishReason] = {}
+    for until in rounds:
+        ended = await session.extend(until)
+        add(tokens, ended)
+        live = [c.id for c in ended.candidates if c.finish is None]
+        for candidate in ended.candidates:
+            assert candidate.id not in finishes, "a finished candidate came back"
+            if candidate.finish:
+                finishes[candidate.id] = candidate.finish
+        await session.prune(live[::2] if cut else live)
+    return tokens, finishes
+
+
+async def test_a_round_ends_at_its_decision_token(subject: Subject) -> None:
+    async with subject.generator.open(PROMPT, 5, ENDLESS, 8) as session:
+        assert session.n == 5
+        assert session.prompt_tokens > 0
+        first = await session.extend(8)
+        assert (first.ended_by, first.num_tokens) == (RoundEnd.DECISION_TOKEN, 8)
+        assert ids(first.candidates) == [0, 1, 2, 3, 4]
+        assert {(c.num_tokens, len(c.new_token_ids), c.finish) for c in first.candidates} == {
+            (8, 8, None)
+        }
+        again = await session.extend(8)  # nothing is left to do
+        assert (again.ended_by, again.num_tokens) == (RoundEnd.DECISION_TOKEN, 8)
+        assert {len(c.new_token_ids) for c in again.candidates} == {0}
+        last = await session.extend(24)
+        assert (last.ended_by, last.num_tokens) == (RoundEnd.ALL_FINISHED, 24)
+        assert {(c.num_tokens, len(c.new_token_ids)) for c in last.candidates} == {(24, 16)}
+        assert (await session.extend(24)).candidates == ()
+
+
+async def test_every_candidate_is_accounted_for(subject: Subject) -> None:
+    """Live ones in each round, finished ones in the round they finish in and never again."""
+    async with subject.generator.open(PROMPT, 8, ENDING, 8) as session:
+        _, finishes = await to_the_end(session, [1, 2, 7, 8, 30, 60])
+        assert sorted(finishes) == list(range(8))
+        assert (await session.extend(60)).ended_by is RoundEnd.ALL_FINISHED
+
+
+async def test_a_cut_frees_slots_at_once(subject: Subject) -> None:
+    before = (await subject.generator.describe()).slots
+    async with subject.generator.open(PROMPT, 6, ENDLESS, 8) as session:
+        grown = (await session.extend(8)).slots
+        assert grown.capacity == before.capacity
+        assert before.owned < grown.session <= grown.owned <= grown.capacity
+        pruned = await session.prune([0, 4])
+        assert pruned.freed_slots > 0
+        assert pruned.slots.owned == grown.owned - pruned.freed_slots
+        assert pruned.slots.session == grown.session - pruned.freed_slots
+        assert (await subject.generator.describe()).slots.owned == pruned.slots.owned
+        assert ids((await session.extend(9)).candidates) == [0, 4]
+        assert (await session.prune([0, 4, 77])).freed_slots == 0  # nobody of that name
+        await session.prune([])
+        assert (await session.extend(24)).candidates == ()
+    assert (await subject.generator.describe()).slots.owned == before.owned
+
+
+async def test_what_is_cut_changes_no_survivor(subject: Subject) -> None:
+    """In place: the tokens of a run in one piece, whatever is cut and wherever rounds end."""
+    expected = await said(subject.generator, 8, ENDLESS)
+    async with subject.generator.open(PROMPT, 8, ENDLESS, 8) as session:
+        tokens, finishes = await to_the_end(session, [3, 8, 17, 24], cut=True)
+    assert finishes == {0: FinishReason.LENGTH}
+    assert {number: len(made) for number, made in tokens.items()}[0] == 24
+    for number, made in tokens.items():
+        assert made == expected[number][: len(made)]
+    async with subject.generator.open(PROMPT, 8, ENDLESS, 8) as session:
+        assert (await to_the_end(session, [1, 2, 3, 16, 23, 24]))[0] == expected
+
+
+async def test_seeds_reproduce(subject: Subject) -> None:
+    made = await whole(subject.generator, 4, ENDING)
+    again = await whole(subject.generator, 4, ENDING)
+    assert [(c.text, c.finish) for c in made] == [(c.text, c.finish) for c in again]
+    assert [c.logprob for c in made] == pytest.approx([c.logprob for c in again], abs=1e-3)
+    other = await whole(subject.generator, 4, replace(ENDING, seed=99))
+    assert [c.text for c in made] != [c.text for c in other]
+    assert len({c.text for c in made}) == 4
+
+
+async def test_a_candidate_is_the_same_in_any_session(subject: Subject) -> None:
+    """Several generators can make what one would have made."""
+    together = await said(subject.generator, 6, ENDLESS)
+    apart = await said(subject.generator, 2, ENDLESS, first_candidate=3)
+    assert apart == {number: together[number] for number in (3, 4)}
+    async with subject.generator.open(PROMPT, 3, ENDLESS, 8, "", 1000) as session:
+        assert ids((await session.extend(4)).candidates) == [1000, 1001, 1002]
+        await session.prune([1001])
+        assert ids((await session.extend(8)).candidates) == [1001]
+
+
+async def test_salts_change_no_token(subject: Subject) -> None:
+    made = await whole(subject.generator, 3, ENDLESS, salt="one")
+    other = await whole(subject.generator, 3, ENDLESS, salt="other")
+    assert [c.new_token_ids for c in made] == [c.new_token_ids for c in other]
+
+
+async def test_candidates_stop_or_are_cut_off(subject: Subject) -> None:
+    made = await whole(subject.generator, 8, ENDING)
+    for candidate in made:
+        if candidate.finish is FinishReason.LENGTH:
+            assert candidate.num_tokens == ENDING.max_tokens
+        else:
+            assert 0 < candidate.num_tokens <= ENDING.max_tokens
+    assert {candidate.finish for candidate in made} == set(FinishReason)
+
+
+@pytest.mark.parametrize("changes", [{"ignore_eos": True}, {"min_tokens": 60}])
+async def test_no_candidate_ends_early(subject: Subject, changes: dict[str, int | bool]) -> None:
+    sampling = replace(ENDING, **changes)  # type: ignore[arg-type]
+    made = await whole(subject.generator, 8, sampling)
+    assert {(c.finish, c.num_tokens) for c in made} == {(FinishReason.LENGTH, 60)}
+
+
+async def test_min_tokens_counts_from_the_first_over_rounds(subject: Subject) -> None:
+    """Guards against a minimum that begins anew in each round."""
+    sampling = replace(ENDING, min_tokens=20)
+    lengths = [c.num_tokens for c in await whole(subject.generator, 8, sampling)]
+    assert 20 <= min(lengths) < 60
+    async with subject.generator.open(PROMPT, 8, sampling, 8) as session:
+        tokens, _ = await to_the_end(session, [5, 10, 15, 25, 60])
+    assert [len(tokens[number]) for number in range(8)] == lengths
+
+
+async def test_one_token_is_an_answer(subject: Subject) -> None:
+    made = await whole(subject.generator, 3, Sampling(max_tokens=1, ignore_eos=True))
+    assert {(c.finish, c.num_tokens) for c in made} == {(FinishReason.LENGTH, 1)}
+
+
+async def test_stop_texts_end_a_candidate_before_them(subject: Subject) -> None:
+    if subject.is_toy:
+        pytest.skip("a toy knows no stop texts")
+    made = await whole(subject.generator, 4, ENDLESS)
+    text = made[0].text
+    stop = next(c for at, c in enumerate(text) if at > 2 and c.isascii() and text.index(c) == at)
+    sampling = replace(ENDLESS, stop=(stop,))
+    async with subject.generator.open(PROMPT, 4, sampling, 8) as session:
+        ended = await session.extend(24)
+        first = ended.candidates[0]
+        assert (first.finish, first.text) == (FinishReason.STOP, text.partition(stop)[0])
+        assert first.num_tokens < 24
+        for candidate, endless in zip(ended.candidates, made, strict=True):
+            assert candidate.text == endless.text.partition(stop)[0]
+            assert candidate.new_token_ids == endless.new_token_ids[: candidate.num_tokens]
+
+
+async def test_logprobs_are_told_where_they_are_asked_for(subject: Subject) -> None:
+    async with subject.generator.open(PROMPT, 4, replace(ENDLESS, logprobs=True), 8) as session:
+        found: dict[int, list[float]] = {number: [] for number in range(4)}
+        for until in (8, 9, 24):
+            for candidate in (await session.extend(until)).candidates:
+                assert len(candidate.new_logprobs) == len(candidate.new_token_ids)
+                found[candidate.id] += candidate.new_logprobs
+                assert candidate.logprob == pytest.approx(sum(found[candidate.id]), abs=1e-3)
+    assert {c.new_logprobs for c in await whole(subject.generator, 4, ENDLESS)} == {()}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0.3}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 1.7}]
+)
+async def test_likelihoods_are_finite_and_no_gain(
+    subject: Subject, changes: dict[str, float | int]
+) -> None:
+    sampling = replace(ENDLESS, **changes)  # type: ignore[arg-type]
+    for candidate in await whole(subject.generator, 4, sampling):
+        assert math.isfinite(candidate.mean_logprob)
+        assert -50 < candidate.mean_logprob < 0
+
+
+async def test_the_likeliest_token_is_the_same_for_all(subject: Subject) -> None:
+    if subject.is_toy:
+        pytest.skip("a toy has no likeliest token")
+    greedy = await said(subject.generator, 1, replace(ENDLESS, temperature=0.0))
+    made = await said(subject.generator, 3, replace(ENDLESS, top_k=1))
+    assert set(made.values()) == {greedy[0]}
+
+
+async def test_full_slots_end_a_round_and_a_cut_makes_progress(subject: Subject) -> None:
+    sampling = Sampling(max_tokens=150, seed=5, ignore_eos=True)
+    async with subject.generator.open(PROMPT, 12, sampling, 4) as session:
+        live, reached, num_full = 12, 0, 0
+        while live:
+            ended = await session.extend(150)
+            assert ended.slots.owned <= CAPACITY
+            if ended.ended_by is RoundEnd.ALL_FINISHED:
+                break
+            assert ended.ended_by is RoundEnd.SLOTS_FULL
+            assert ended.num_tokens > reached, "the cut made no progress"
+            reached, num_full = ended.num_tokens, num_full + 1
+            again = await session.extend(150)
+            assert (again.ended_by, again.num_tokens) == (RoundEnd.SLOTS_FULL, reached)
+            live //= 4
+            await session.prune(ids(ended.candidates)[: max(1, live)])
+        assert num_full >= 1
+        assert [c.num_tokens for c in ended.candidates] == [150] * live
+
+
+async def test_as_many_as_fit_where_n_is_left_open(subject: Subject) -> None:
+    most = (await subject.generator.describe()).max_candidates
+    async with subject.generator.open(PROMPT, 0, ENDLESS, 8) as session:
+        assert 1 < session.n <= most
+        ended = await session.extend(8)
+        assert ended.ended_by is RoundEnd.DECISION_TOKEN
+        assert ids(ended.candidates) == list(range(session.n))
+
+
+async def test_what_can_never_fit_is_refused(subject: Subject) -> None:
+    sampling = Sampling(max_tokens=150, ignore_eos=True)
+    with pytest.raises(InvalidRequest) as refused:
+        async with subject.generator.open(PROMPT, 30, sampling, 150):
+            pass
+    assert refused.value.reason == "SLOTS_EXCEEDED"
+    assert int(refused.value.metadata["needed"]) > int(refused.value.metadata["capacity"])
+    most = int(refused.value.metadata["candidates"])
+    assert 1 <= most < 30
+    async with subject.generator.open(PROMPT, most, sampling, 150) as session:
+        assert (await session.extend(150)).ended_by is RoundEnd.ALL_FINISHED
+
+
+async def test_what_exceeds_the_context_is_refused(subject: Subject) -> None:
+    if subject.is_toy:
+        pytest.skip("a toy has no context")
+    with pytest.raises(InvalidRequest) as refused:
+        async with subject.generator.open(PROMPT, 2, Sampling(max_tokens=CONTEXT - 10), 8):
+            pass
+    assert refused.value.reason == "CONTEXT_EXCEEDED"
+    async with subject.generator.open(PROMPT, 1, ENDLESS, 1) as session:
+        longest = CONTEXT - session.prompt_tokens
+    made = await whole(subject.generator, 1, Sampling(max_tokens=longest, ignore_eos=True))
+    assert made[0].num_tokens == longest
+
+
+async def test_a_cancelled_round_leaves_nothing(subject: Subject) -> None:
+    """Whoever waits for a round may go at any moment; the others notice nothing."""
+    long = Sampling(max_tokens=150, seed=5, ignore_eos=True)
+    expected = await said(subject.generator, 2, ENDLESS)
+
+    async def run(begun: asyncio.Event) -> None:
+        async with subject.generator.open(PROMPT, 5, long, 4) as session:
+            await session.extend(2)
+            begun.set()
+            await session.extend(150)
+
+    begun = asyncio.Event()
+    running = asyncio.create_task(run(begun))
+    async with asyncio.timeout(BOUND_S):
+        await begun.wait()
+    other = asyncio.create_task(said(subject.generator, 2, ENDLESS))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await other == expected
+
+
+async def test_a_failing_caller_leaves_nothing(subject: Subject) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with subject.generator.open(PROMPT, 3, ENDLESS, 8) as session:
+            await session.extend(4)
+            raise ZeroDivisionError
+
+
+async def test_sessions_do_not_change_each_other(subject: Subject) -> None:
+    """Rounds of both at the same time, cuts in between."""
+    seeds = (3, 8)
+    samplings = [replace(ENDLESS, seed=seed) for seed in seeds]
+    expected = [await said(subject.generator, 6, sampling) for sampling in samplings]
+
+    async def cut(sampling: Sampling) -> Tokens:
+        async with subject.generator.open(PROMPT, 6, sampling, 4) as session:
+            return (await to_the_end(session, [4, 12, 24], cut=True))[0]
+
+    found = await asyncio.gather(*(cut(sampling) for sampling in samplings))
+    for tokens, alone in zip(found, expected, strict=True):
+        assert len(tokens[0]) == 24
+        for number, made in tokens.items():
+            assert made == alone[number][: len(made)]
+
+
+async def test_who_does_not_fit_now_is_refused_or_waits(subject: Subject) -> None:
+    """One that takes all there is; the next has its turn once that is gone."""
+    large = Sampling(max_tokens=100, ignore_eos=True)
+    refusals: list[SpecrejError] = []
+
+    async def second() -> None:
+        try:
+            await whole(subject.generator, 6, large, first_round_tokens=100)
+        except Overloaded as error:
+            refusals.append(error)
+
+    async with subject.generator.open(PROMPT, 6, large, 100) as session:
+        waiting = asyncio.create_task(second())
+        ended = await session.extend(100)
+        assert [c.num_tokens for c in ended.candidates] == [100] * 6
+    async with asyncio.timeout(BOUND_S):
+        await waiting
+    assert len(refusals) <= subject.is_toy
+    await second()
+    assert len(refusals) <= subject.is_toy
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make vllm")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.8, "temperature": 1.3}, {"min_tokens": 20}],
+)
+async def test_both_engines_say_the_same(started: Started, changes: dict[str, float | int]) -> None:
+    """One draws as the other does, and both tell the same likelihoods."""
+    sampling = replace(ENDING, logprobs=True, **changes)  # type: ignore[arg-type]
+    own = await whole((await started.get("own")).generator, 8, sampling)
+    other = await whole((await started.get("vllm")).generator, 8, sampling)
+    assert [c.new_token_ids for c in own] == [c.new_token_ids for c in other]
+    assert [(c.text, c.finish) for c in own] == [(c.text, c.finish) for c in other]
+    for ours, theirs in zip(own, other, strict=True):
+        assert ours.new_logprobs == pytest.approx(theirs.new_logprobs, abs=1e-3)
