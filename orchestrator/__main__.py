@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from typing import Any
 
 import grpc.aio
 
@@ -88,7 +89,7 @@ async def _serve(settings: OrchestratorSettings) -> None:
         servicer = OrchestratorServicer(orchestrator)
         server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
         try:
-            await server.run(partial(_backends_ready, orchestrator))
+            await server.run(partial(_backends_ready, orchestrator, generators, reward_services))
         finally:
             await orchestrator.aclose()
             await cache.close()
@@ -128,9 +129,11 @@ def _channel_to(target: Target, settings: OrchestratorSettings) -> grpc.aio.Chan
     )
 
 
-async def _backends_ready(orchestrator: Orchestrator) -> None:
+async def _backends_ready(orchestrator: Orchestrator, *fleets: Fleet[Any]) -> None:
     """Returns once generator and rewards answer: services may start in any order."""
     told = False
+    for fleet in fleets:
+        await fleet.surveyed()  # what needs two generators is not for one that was quicker
     while True:
         try:
             await orchestrator.describe()

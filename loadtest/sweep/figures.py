@@ -95,26 +95,23 @@ def estimate(values: Sequence[float], statistic: Statistic) -> Estimate:
     return Estimate(statistic(values), *_middle(again))
 
 
-def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate:
-    """Of the medians, each drawn on its own; NaN if either is empty."""
-    if not numerator or not denominator:
+def ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
+    """Of the medians of firsts and seconds; NaN if there are none.
+
+    Pairs are drawn as they are: what makes one request longer than another, its prompt and its
+    seed, is the same for both of a pair, and is no doubt about which of them is the longer.
+    """
+    if not pairs:
         return Estimate(math.nan, math.nan, math.nan)
-    if min(len(numerator), len(denominator)) < _FEWEST:
-        return Estimate(_quotient(numerator, denominator), math.nan, math.nan)
+    if len(pairs) < _FEWEST:
+        return Estimate(_quotient(pairs), math.nan, math.nan)
     drawn = random.Random(0)
-
-    def again() -> float:
-        return _quotient(
-            drawn.choices(numerator, k=len(numerator)),
-            drawn.choices(denominator, k=len(denominator)),
-        )
-
-    whole = _quotient(numerator, denominator)
-    return Estimate(whole, *_middle([again() for _ in range(_DRAWS)]))
+    again = [_quotient(drawn.choices(pairs, k=len(pairs))) for _ in range(_DRAWS)]
+    return Estimate(_quotient(pairs), *_middle(again))
 
 
-def _quotient(above: Sequence[float], below: Sequence[float]) -> float:
-    top, bottom = statistics.median(above), statistics.median(below)
+def _quotient(pairs: Sequence[tuple[float, float]]) -> float:
+    top, bottom = (statistics.median(values) for values in zip(*pairs, strict=True))
     if math.isinf(bottom):
         return math.nan if math.isinf(top) else 0.0
     return top / bottom

@@ -28,7 +28,8 @@ FAST, FULL = Algorithm.SPECULATIVE_REJECTION.value, Algorithm.BEST_OF_N.value
 class Comparison:
     """Speculative Rejection at one N over Best-of-N at another, in one condition.
 
-    `latency` is the ratio of the medians; differences of reward are ours less Best-of-N's.
+    `latency` is the ratio of the medians, over what both were asked; differences of reward are ours
+    less Best-of-N's.
     """
 
     condition: str
@@ -140,10 +141,18 @@ def _comparison(
         condition=condition.value,
         n=n,
         best_of_n=base,
-        latency=figures.ratio(figures.latencies(ours), figures.latencies(theirs)),
+        latency=figures.ratio(_pairs(ours, theirs)),
         tokens=_mean(ours, "tokens") / _mean(theirs, "tokens"),
         reward=_mean(ours, "reward") - _mean(theirs, "reward"),
     )
+
+
+def _pairs(ours: list[Request], theirs: list[Request]) -> list[tuple[float, float]]:
+    """Latencies of what both were asked: the same prompt with the same seed."""
+    twins = {(each.seed, each.prompt): each for each in theirs}
+    asked = [each for each in ours if (each.seed, each.prompt) in twins]
+    both = (asked, [twins[each.seed, each.prompt] for each in asked])
+    return list(zip(*map(figures.latencies, both), strict=True))
 
 
 def _mean(requests: list[Request], name: str) -> float:

@@ -150,7 +150,8 @@ def method(results: Results) -> list[str]:
         f"{settings.minutes:g} minutes; the tables have the counts. Prompts take turns; the cache "
         "is bypassed.",
         "Intervals are 95 % percentile bootstraps over requests (1,000 draws); fewer than four "
-        "requests have none. Percentiles of few "
+        "requests have none. Ratios of latencies are over the requests that both sides were asked, "
+        "with the same prompts and seeds, and these are drawn in pairs. Percentiles of few "
         "requests are little more than their largest: below 20 requests p95 lies next to it, and "
         "p99 always does. An unanswered request counts as longer than anything, and &ldquo;never"
         "&rdquo; in a table means that such a one decides the figure.",

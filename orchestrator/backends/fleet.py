@@ -72,6 +72,7 @@ class Backend(Generic[P]):
         self.failure: SpecrejError = Unavailable("a backend has not answered yet")
         self.placed = 0
         self.running = 0
+        self.asked = asyncio.Event()  # how it is, and there was an answer, or none in time
         self._channel = channel
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._waiting: set[asyncio.Timeout] = set()
@@ -93,7 +94,9 @@ class Backend(Generic[P]):
             answer = await self._health.Check(health_pb2.HealthCheckRequest())
             description = await self.peer.describe()
         except grpc.aio.AioRpcError as failure:
-            self.suspect(from_backend_error(failure, "a backend"))
+            error = from_backend_error(failure, "a backend")
+            error.__cause__ = failure  # for the log: callers are not told
+            self.suspect(error)
         except SpecrejError as failure:
             self.suspect(failure)
         except Exception:
@@ -104,11 +107,13 @@ class Backend(Generic[P]):
             self.description, self.placed = description, 0
             self.is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
             self.failure = Unavailable("a backend is not serving")
+            self.asked.set()
 
     def suspect(self, failure: SpecrejError) -> None:
         """It has failed: nothing to do for it until it says that it serves."""
         self.is_serving = False
         self.failure = failure
+        self.asked.set()
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
@@ -181,6 +186,7 @@ class Fleet(Generic[P]):
         self._backends: dict[Target, Backend[P]] = {}
         self._watchers: dict[Target, asyncio.Task[None]] = {}
         self._last_version: Hashable = None
+        self._found = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self._finding = asyncio.ensure_future(self._find())
@@ -190,6 +196,12 @@ class Fleet(Generic[P]):
         await _ended(self._finding)
         for target in [*self._backends]:
             await self._forget(target)
+
+    async def surveyed(self) -> None:
+        """Returns once everybody who is known has been asked."""
+        await self._found.wait()
+        for backend in self._by_address():
+            await backend.asked.wait()
 
     def members(self) -> list[Backend[P]]:
         """Those that serve and are of the version that most of them have, by address."""
@@ -250,6 +262,7 @@ class Fleet(Generic[P]):
                 backend = self._backends[target]
                 if not (backend.is_serving or backend.running):
                     await self._forget(target)
+            self._found.set()
             await asyncio.sleep(self._pulse.resolve_s)
 
     async def _watch(self, backend: Backend[P]) -> None:

@@ -50,16 +50,22 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 
 
 def test_ratios_of_medians() -> None:
-    found = ratio([1.0, 1.1, 0.9, 1.0], [2.0, 2.2, 1.8, 2.0])
+    found = ratio([(1.0, 2.0), (1.1, 2.2), (0.9, 1.8), (1.0, 2.0)])
     assert found.value == pytest.approx(0.5)
     assert 0.4 < found.low <= found.value <= found.high < 0.62
-    assert math.isnan(ratio([], [1.0]).value)
-    assert ratio([1.0], [math.inf]).value == 0
+    assert math.isnan(ratio([]).value)
+    assert ratio([(1.0, math.inf)]).value == 0
+
+
+def test_pairs_are_drawn_as_they_are() -> None:
+    """Guards against prompts of different lengths being taken for doubt about the ratio."""
+    found = ratio([(seconds, 2 * seconds) for seconds in (1.0, 5.0, 20.0, 80.0)])
+    assert found.value == found.low == found.high == 0.5
 
 
 def test_few_requests_are_not_certain() -> None:
     """Guards against one request each, whose draws are all the same, and a verdict of them."""
-    assert math.isnan(ratio([1.0, 1.0, 1.0], [2.0] * 9).high)
+    assert math.isnan(ratio([(1.0, 2.0)] * 3).high)
     assert math.isnan(estimate([1.0], statistics.fmean).low)
     few = made_up(replace(SETTINGS, repeats=1, minutes=0, ns=(64, 128)))
     assert {each.verdict for each in few.comparisons if each.condition == "alone"} == {
