@@ -124,6 +124,8 @@ class VLLMClassifier:
     def close(self) -> None:
         """End vLLM's processes, which otherwise end with this one."""
         self._llm.shutdown()
+        # It leaves its sockets to the loop it ran in; the process could not end with one open.
+        self._loop.run_until_complete(_ended())
         self._loop.close()
 
     async def _compute(self, pieces: Sequence[Text]) -> None:
@@ -144,6 +146,15 @@ class VLLMClassifier:
     def closes(self, candidate: Candidate) -> bool:
         """Whether its text is read as a whole turn: what was cut off did not end its turn."""
         return candidate.finish is FinishReason.STOP or self._closes_unfinished
+
+
+async def _ended() -> None:
+    """Whatever was left to this loop is done, and its tasks are over."""
+    await asyncio.sleep(0)
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def load_vllm_classifier(
