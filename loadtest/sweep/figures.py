@@ -111,7 +111,8 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
 
 
 def _quotient(pairs: Sequence[tuple[float, float]]) -> float:
-    top, bottom = (statistics.median(values) for values in zip(*pairs, strict=True))
+    top = statistics.median(above for above, _ in pairs)
+    bottom = statistics.median(below for _, below in pairs)
     if math.isinf(bottom):
         return math.nan if math.isinf(top) else 0.0
     return top / bottom
