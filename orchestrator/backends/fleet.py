@@ -80,16 +80,18 @@ class Backend(Generic[P]):
     async def ask(self, lost_s: float) -> None:
         """Find out how it is. One that is slow to answer gets nothing new to do; whoever waits for
         one that is silent for `lost_s` seconds waits no more."""
-        answer = asyncio.ensure_future(self._describe())
+        answer = asyncio.ensure_future(self.look())
         try:
             if not (await asyncio.wait({answer}, timeout=lost_s / 4))[0]:
                 self.suspect(Unavailable("a backend does not answer"))
             if not (await asyncio.wait({answer}, timeout=lost_s * 3 / 4))[0]:
                 self._give_up()
+            self.asked.set()
         finally:
             await _ended(answer)
 
-    async def _describe(self) -> None:
+    async def look(self) -> None:
+        """Find out how it is, however long that takes."""
         try:
             answer = await self._health.Check(health_pb2.HealthCheckRequest())
             description = await self.peer.describe()
@@ -107,13 +109,11 @@ class Backend(Generic[P]):
             self.description, self.placed = description, 0
             self.is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
             self.failure = Unavailable("a backend is not serving")
-            self.asked.set()
 
     def suspect(self, failure: SpecrejError) -> None:
         """It has failed: nothing to do for it until it says that it serves."""
         self.is_serving = False
         self.failure = failure
-        self.asked.set()
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
@@ -202,6 +202,15 @@ class Fleet(Generic[P]):
         await self._found.wait()
         for backend in self._by_address():
             await backend.asked.wait()
+
+    async def refreshed(self) -> list[Backend[P]]:
+        """The members as of now, not as of when they were last asked; who is slow, as of then."""
+        looking = {asyncio.ensure_future(each.look()) for each in self.members()}
+        if looking:
+            _, slow = await asyncio.wait(looking, timeout=self._pulse.lost_s / 4)
+            for task in slow:
+                task.cancel()
+        return self.members()
 
     def members(self) -> list[Backend[P]]:
         """Those that serve and are of the version that most of them have, by address."""

@@ -51,12 +51,12 @@ class FleetGenerator:
             yield await self._enter(stack, opening)
 
     async def describe(self) -> GeneratorDescription:
-        """All that could serve a request together, as of when each was last asked.
+        """All that could serve a request together, as of now.
 
         Raises:
             SpecrejError: why there is nobody.
         """
-        members = self._fleet.members()
+        members = await self._fleet.refreshed()
         if not members:
             raise self._fleet.failure()
         return _all_of([member.description for member in members])
