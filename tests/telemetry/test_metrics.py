@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -17,7 +19,7 @@ from specrej.channel import open_channel
 from specrej.contracts import Admitted, CacheControl, Finished, RoundCompleted, Schedule
 from specrej.telemetry import names
 from specrej.telemetry.names import Metric
-from specrej.v1 import generator_pb2, generator_pb2_grpc
+from specrej.v1 import generator_pb2, generator_pb2_grpc, orchestrator_pb2
 from tests.collector import labels_of, points
 from tests.telemetry.observed import (
     GENERATE,
@@ -232,6 +234,7 @@ async def test_every_metric_is_emitted(
     service: Observed, mixed: tuple[Users, dict[str, Values]]
 ) -> None:
     """Guards against a name that dashboards and alerts use and nothing ever has; both ways out."""
+    await a_generator_is_lost(service)
     await streamed(service.stub, request(rewards={"raising": 1.0}, allow_degraded=True))
     await one_that_must_hurry(service)
     equal = request(cache=CacheControl.USE, seed=77)
@@ -254,6 +257,19 @@ async def test_every_metric_is_emitted(
     missing = [m for m in map(prometheus_name, wanted.values())
                if not any(name.startswith(m) for name in scraped)]  # fmt: skip
     assert not missing
+
+
+async def a_generator_is_lost(service: Observed) -> None:
+    """There is no other that its session could move to; it is started again."""
+    message = request(max_tokens=1000)
+    rpc = service.stub.GenerateStream(orchestrator_pb2.GenerateStreamRequest(request=message))
+    await rpc.read()  # admitted
+    os.kill(service.stack.processes["generator"], signal.SIGKILL)
+    assert await rpc.code() is grpc.StatusCode.UNAVAILABLE
+    await service.stack.restart("generator")
+    async with asyncio.timeout(10):
+        while (await streamed(service.stub, request())).code != "OK":
+            pass
 
 
 async def one_that_must_hurry(service: Observed) -> None:
