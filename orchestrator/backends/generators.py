@@ -23,7 +23,7 @@ from orchestrator.backends.sessions import (
 from orchestrator.backends.split import SplitSession, may_split, room_of, sizes, together
 from orchestrator.remote import RemoteGenerator
 from specrej.contracts import GeneratorDescription, Prompt, Sampling, Session
-from specrej.errors import InvalidRequest
+from specrej.errors import InvalidRequest, Unavailable
 
 
 class FleetGenerator:
@@ -68,6 +68,7 @@ class FleetGenerator:
             return await stack.enter_async_context(MovingSession(opening, self._placed))
         except InvalidRequest as error:
             if not self._could_split(opening, error):
+                self._check_all_are_here(opening, error)
                 raise
             refused = error
         try:
@@ -107,6 +108,12 @@ class FleetGenerator:
     def _could_split(self, opening: Opening, refused: InvalidRequest) -> bool:
         members = self._fleet.members()
         return len(members) > 1 and may_split(opening, refused, members[0].description)
+
+    def _check_all_are_here(self, opening: Opening, refused: InvalidRequest) -> None:
+        """Raises Unavailable: with those that are away there might be the room, and soon."""
+        members = self._fleet.members()
+        if members and self._fleet.others() and may_split(opening, refused, members[0].description):
+            raise Unavailable("a generator that is needed for so many candidates is away")
 
     async def _enter_parts(
         self, stack: AsyncExitStack, opening: Opening, refused: InvalidRequest
