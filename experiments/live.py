@@ -159,7 +159,7 @@ def _plain(timed: Sequence[Timed], max_tokens: int) -> Iterator[dict[str, Any]]:
             "n": setting.n,
             "alpha": setting.alpha,
             "schedule": "no cuts" if is_best_of_n else plan.name,
-            "seconds": round(each.seconds, 3),
+            "seconds": round(each.seconds, 6),
             "score": each.score,
             "tokens": each.tokens,
             "as_replayed": each.as_replayed,

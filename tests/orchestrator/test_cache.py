@@ -462,7 +462,7 @@ async def test_entries_expire_at_different_times(redis_url: str, admin: redis.Re
 
     40 uniform times agreeing to the millisecond, or leaving their range: never by chance.
     """
-    async with opened(redis_url, ttl_s=1000, ttl_jitter=0.1) as cache:
+    async with opened(redis_url, ttl_s=1000, ttl_jitter=0.1, timeout_s=5) as cache:
         for number in range(40):
             await cache.put(Keys(f"k{number}"), generation())
     lives_ms = [admin.pttl(f"k{number}") for number in range(40)]

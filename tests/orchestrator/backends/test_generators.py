@@ -181,6 +181,16 @@ async def test_a_limit_of_candidates_is_no_limit_of_a_request() -> None:
     assert caught.value.metadata == {"candidates": "16"}
 
 
+async def test_with_the_one_that_is_away_there_might_be_room() -> None:
+    """Guards against a bad request, which nobody retries, made of one that came at a bad moment."""
+    one, two = HeldGenerator(100), HeldGenerator(100)
+    async with backends(one, two) as servers, generators(Known(servers), QUICK) as fleet:
+        await servers[1].kill()
+        await until(lambda: fleet.counts()["away"] == 1)
+        with pytest.raises(Unavailable):
+            await answered(request(5, Schedule(first=32)), FleetGenerator(fleet), SCORER)
+
+
 async def test_more_than_all_of_them_hold() -> None:
     one, two = HeldGenerator(100), HeldGenerator(100)
     async with backends(one, two) as servers, generators(Known(servers)) as fleet:
