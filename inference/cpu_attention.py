@@ -1,7 +1,7 @@
 """Attention on a CPU: one compiled call per layer for all rows of all sessions.
 
-Prepares what `cpu_kernels.attention` reads, from the segments of one forward pass. Long prompts
-meet many rows that decode in dense products before and after it, the rest happens inside.
+Prepares what `cpu_kernels.attention` reads, from the segments of one forward pass. A row's is
+computed in the same way whoever else is there: no bit of what a candidate says depends on that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,9 +22,6 @@ from inference.kv import KVShape, PromptKV, SuffixKV
 
 Words = NDArray[np.int64]
 QKV = tuple[Tensor, Tensor, Tensor]
-
-# Products of a prompt's tokens with its rows from which on a dense product is faster.
-_DENSE_FROM = 10_000
 
 
 def decoder(shape: KVShape, heads: int, segments: Sequence[Segment]) -> CPUAttention:
@@ -81,7 +77,6 @@ class _View:
     rows: Rows
     parts: tuple[_Part, ...]
     first_own: int
-    products: Tensor | None  # [kv_heads, rows * group, tokens] where dense products are worth it
 
     @property
     def tokens(self) -> int:
@@ -130,17 +125,8 @@ class CPUAttention:
 
         qkv: [heads, R, d], [kv_heads, R, d], [kv_heads, R, d]; any strides but the last.
         """
-        plan = self._plan(scaled)
-        for view in plan.dense:
-            _multiply(view, layer, qkv[0])
         self._job.words[:] = self.words([layer], qkv, output, scaled)[0]
         kernels.attention.run_filled(self._job, self.work(scaled))
-        for view in plan.dense:
-            _add_values(view, layer, output)
-
-    def is_one_job(self, scaled: Scaling) -> bool:
-        """Whether the attention of a pass is one compiled job and nothing beside."""
-        return not self._plan(scaled).dense
 
     def work(self, scaled: Scaling) -> int:
         """Multiplications in one layer."""
@@ -170,7 +156,7 @@ class CPUAttention:
 
     def _plan(self, scaled: Scaling) -> _Plan:
         if scaled not in self._plans:
-            views = [_view(rows, scaled.window, self._shape, self._heads) for rows in self._batch]
+            views = [_view(rows, scaled.window) for rows in self._batch]
             chains = [_chain(rows, scaled.window) for rows in self._prompts]
             self._plans[scaled] = _Plan(views, chains, self._shape, self._heads, scaled)
         return self._plans[scaled]
@@ -190,7 +176,6 @@ class _Plan:
         self.views = views
         self.chains = chains
         self.reals = np.array([scaled.scale, scaled.softcap or 0.0], np.float32)
-        self.dense = [view for view in views if view.products is not None]
         self.chunks = -(-sum(view.rows.suffix.live for view in views) // kernels.CHUNK_ROWS)
         group = heads // shape.kv_heads
         per_head = sum(-(-chain.rows.segment.num_rows * group // PANEL) for chain in chains)
@@ -237,7 +222,6 @@ def _segment(view: _View, first_part: int) -> list[int]:
     words[at.FIRST_OWN] = view.first_own
     words[at.PART], words[at.NUM_PARTS] = first_part, len(view.parts)
     words[at.TOKENS] = view.tokens
-    words[at.SHARED] = 0 if view.products is None else view.products.data_ptr()
     return words
 
 
@@ -269,47 +253,7 @@ def _chain(rows: PromptRows, window: int | None) -> _Chain:
     return _Chain(rows, tuple(parts), first)
 
 
-def _view(rows: Rows, window: int | None, shape: KVShape, heads: int) -> _View:
+def _view(rows: Rows, window: int | None) -> _View:
     pieces, first_own = rows.segment.seen(window)
     parts = tuple(_Part(piece, first, piece.num_tokens - first) for piece, first in pieces)
-    tokens = sum(part.count for part in parts)
-    products = None
-    if rows.suffix.live * tokens >= _DENSE_FROM:
-        group_rows = rows.suffix.live * heads // shape.kv_heads
-        products = torch.empty(shape.kv_heads, group_rows, tokens)
-    return _View(rows, parts, first_own, products)
-
-
-def _multiply(view: _View, layer: int, query: Tensor) -> None:
-    """Products of all rows with all the prompt's tokens they see."""
-    products = view.products
-    assert products is not None
-    heads, live = query.shape[0], view.rows.suffix.live
-    kv_heads = products.shape[0]
-    mine = query[:, view.rows.start : view.rows.start + live]
-    by_head = mine.view(kv_heads, heads // kv_heads, live, -1).transpose(1, 2)
-    by_head = by_head.reshape(kv_heads, -1, query.shape[-1])
-    done = 0
-    for part in view.parts:
-        keys = part.piece.keys[layer][:, part.first :].transpose(1, 2)
-        if part.count == products.shape[-1]:
-            torch.bmm(by_head, keys, out=products)
-        else:
-            products[..., done : done + part.count] = torch.bmm(by_head, keys)
-        done += part.count
-
-
-def _add_values(view: _View, layer: int, output: Tensor) -> None:
-    """Add the prompt's part; weights have taken the products' place."""
-    weights = view.products
-    assert weights is not None
-    kv_heads, live = weights.shape[0], view.rows.suffix.live
-    done = 0
-    mine = output[view.rows.start : view.rows.start + live].view(
-        live, kv_heads, -1, output.shape[-1]
-    )
-    for part in view.parts:
-        values = part.piece.values[layer][:, part.first :]
-        mixed = torch.bmm(weights[..., done : done + part.count], values)
-        mine += mixed.view(kv_heads, live, -1, output.shape[-1]).transpose(0, 1)
-        done += part.count
+    return _View(rows, parts, first_own)

@@ -59,7 +59,6 @@ from inference.cpu_words import (
     ROWS,
     SEGMENT_WORDS,
     SEGMENTS,
-    SHARED,
     STORED,
     TOKENS,
     VALUE,
@@ -256,15 +255,8 @@ def _store(job: Any, segment: Any, row: int, head: int) -> Any:
 
 
 @numba.njit(**OPTIONS)
-def _score_prompt(
-    job: Any, segment: Any, parts: Any, head: int, query: int, shared: int, scores: int
-) -> None:
-    """Products of a query with the prompt's tokens, computed or copied."""
-    if segment[SHARED]:
-        source, target = vector(shared, segment[TOKENS]), vector(scores, segment[TOKENS])
-        for t in range(segment[TOKENS]):
-            target[t] = source[t]
-        return
+def _score_prompt(job: Any, segment: Any, parts: Any, head: int, query: int, scores: int) -> None:
+    """Products of a query with the prompt's tokens."""
     t, dim = 0, job[DIM]
     for number in range(segment[PART], segment[PART] + segment[NUM_PARTS]):
         part = parts[number]
@@ -274,15 +266,8 @@ def _score_prompt(
 
 
 @numba.njit(**OPTIONS)
-def _mix_prompt(
-    job: Any, segment: Any, parts: Any, head: int, weights: int, shared: int, output: int
-) -> None:
-    """Add the prompt's values, or leave their weights where the products were."""
-    if segment[SHARED]:
-        source, target = vector(weights, segment[TOKENS]), vector(shared, segment[TOKENS])
-        for t in range(segment[TOKENS]):
-            target[t] = source[t]
-        return
+def _mix_prompt(job: Any, segment: Any, parts: Any, head: int, weights: int, output: int) -> None:
+    """Add the prompt's values."""
     t, dim = 0, job[DIM]
     for number in range(segment[PART], segment[PART] + segment[NUM_PARTS]):
         part = parts[number]
@@ -309,15 +294,13 @@ def _attend_row(job: Any, segment: Any, parts: Any, row: int, reals: Any, scores
             to_keys = keys + room - values if number == (head + 1) * group - 1 else 0
             query = job[QUERY] + 4 * (at * job[QUERY_ROW] + number * job[QUERY_HEAD])
             output = job[OUTPUT] + 4 * (at * heads + number) * dim
-            line = (head * segment[ROWS] + row) * group + number - head * group
-            shared = segment[SHARED] + 4 * line * tokens
-            _score_prompt(job, segment, parts, head, query, shared, scores_at)
+            _score_prompt(job, segment, parts, head, query, scores_at)
             _dots(query, dim, keys, own, own_at, to_values)
             _softmax(scores, tokens + own, reals[0], reals[1])
             mixed = vector(output, dim)
             for j in range(dim):
                 mixed[j] = 0
-            _mix_prompt(job, segment, parts, head, scores_at, shared, output)
+            _mix_prompt(job, segment, parts, head, scores_at, output)
             _mix(own_at, values, dim, own, output, to_keys)
 
 

@@ -127,14 +127,11 @@ class CPULayers(nn.Module):
         rows = hidden_states[0]
         pass_ = _Pass(self._sizes, rows, position_embeddings)
         np.add(self._constants, pass_.words, out=self._words)
-        if isinstance(decoder, CPUAttention) and self._is_one_job(decoder):
+        if isinstance(decoder, CPUAttention):
             self._run_whole(pass_, decoder, len(rows))
         else:
             self._run_apart(pass_, segments, decoder, len(rows))
         return hidden_states
-
-    def _is_one_job(self, decoder: CPUAttention) -> bool:
-        return all(decoder.is_one_job(scaled) for scaled in self._alike)
 
     def _run_whole(self, pass_: _Pass, decoder: CPUAttention, rows: int) -> None:
         """All jobs of all layers in one call."""

@@ -11,11 +11,10 @@ PROMPTS, NUM_PROMPTS, PANELS, ALL_PARTS = 20, 21, 22, 23
 JOB_WORDS = 24
 
 # Rows that decode: where they begin and how many, their suffix store (of ROOM tokens per row, of
-# which FIRST_OWN .. LENGTH - 1 are seen), their prompt's parts and its tokens. SHARED is the
-# address of the products with these tokens, [kv_heads, rows * group, tokens], if there already.
+# which FIRST_OWN .. LENGTH - 1 are seen), their prompt's parts and its tokens.
 ROW, ROWS, PART, NUM_PARTS, OWN_KEYS, OWN_VALUES, ROOM = range(7)
-LENGTH, FIRST_OWN, TOKENS, SHARED = range(7, 11)
-SEGMENT_WORDS = 11
+LENGTH, FIRST_OWN, TOKENS = range(7, 10)
+SEGMENT_WORDS = 10
 
 # Rows that are consecutive tokens of a prompt, from position START on; the first seven words are
 # the same. What stands before them is the parts, from position SEEN on. They go to their store (of

@@ -293,6 +293,22 @@ def test_a_kept_prompt_is_read_as_a_new_one_is(name: str) -> None:
     assert torch.equal(*logits)
 
 
+def test_not_a_bit_depends_on_how_many_there_are(make_engine: MakeEngine) -> None:
+    """Guards against products that are made otherwise from some number of rows on: behind a prompt
+    of 90 tokens, 128 candidates said something else than 8 alone, and survivors than before."""
+    engine = make_engine(capacity=20_000)
+    prompt = [1, *(5 + 7 * i % 80 for i in range(89))]
+    logprobs = []
+    for n in (128, 8):
+        session, future = engine.open(OpenCommand(prompt, n, ENDLESS, 8))
+        future.result(30)
+        batch = extended(engine, session, 24)
+        engine.close(session).result(30)
+        logprobs.append({p.id: (p.token_ids, tuple(p.new_logprobs)) for p in batch.prefixes})
+    many, few = logprobs
+    assert {number: many[number] for number in few} == few
+
+
 def test_two_sessions_make_what_one_would_have_made(make_engine: MakeEngine) -> None:
     """A request that one generator cannot hold is split over several: nobody must see where."""
     engine = make_engine(capacity=4000)

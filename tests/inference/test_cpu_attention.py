@@ -48,11 +48,11 @@ CASES = {
     "a window inside the prompt": Case((((4, 6), 3, 2),), window=5),
     "a window inside the answer": Case((((4, 6), 3, 9),), window=4),
     "a soft cap": Case((((5,), 4, 3),), softcap=2.0),
-    "dense products": Case((((90,), 64, 3),)),
-    "dense products of pieces": Case(
+    "many rows": Case((((90,), 64, 3),)),
+    "many rows behind pieces": Case(
         (((70, 30), 48, 2), ((3,), 2, 1)),
     ),
-    "dense products in a window": Case((((70, 80), 64, 2),), window=90),
+    "many rows in a window": Case((((70, 80), 64, 2),), window=90),
 }
 
 
@@ -192,7 +192,7 @@ PROMPTS = {
     "a window inside a piece": (Case(_ANSWERS, window=17), (Chunk((5, 9), 2, 20),)),
     "a soft cap": (Case(_ANSWERS, softcap=2.0), (Chunk((9,), 2, 20),)),
     "no answers beside": (Case(()), (Chunk((9,), 2, 20),)),
-    "dense products beside": (Case((((90,), 64, 3),)), (Chunk((9,), 2, 20),)),
+    "many rows beside": (Case((((90,), 64, 3),)), (Chunk((9,), 2, 20),)),
 }
 
 
