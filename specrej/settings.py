@@ -47,7 +47,9 @@ class ServiceSettings(BaseSettings):
         120, description="seconds a model's step may take before health says NOT_SERVING"
     )
     log_level: str = Field(
-        "INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="least severe level logged"
+        "INFO",
+        pattern="^(DEBUG|INFO|WARNING|ERROR)$",
+        description="least severe level logged; of libraries, WARNING at least",
     )
     log_error_text: CliImplicitFlag[bool] = Field(
         False, description="log the text of unexpected errors too, which may quote prompts"

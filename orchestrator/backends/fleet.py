@@ -60,22 +60,38 @@ P = TypeVar("P", bound=Peer[Any])
 class Backend(Generic[P]):
     """One machine, and what is known of it.
 
-    `placed`: sessions that it was given here since it last described itself.
+    `version`: what others must be equal in to take its place; None if it was never described.
     `running`: sessions that it was given here and that have not ended.
     """
 
-    def __init__(self, target: Target, channel: grpc.aio.Channel, peer: P) -> None:
+    def __init__(
+        self,
+        target: Target,
+        channel: grpc.aio.Channel,
+        peer: P,
+        version: Callable[[Any], Hashable],
+    ) -> None:
+        """`version`: of a description."""
         self.target = target
         self.peer = peer
         self.description: Any = None
+        self.version: Hashable = None
         self.is_serving = False
         self.failure: SpecrejError = Unavailable("a backend has not answered yet")
-        self.placed = 0
         self.running = 0
         self.asked = asyncio.Event()  # how it is, and there was an answer, or none in time
         self._channel = channel
+        self._version_of = version
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._waiting: set[asyncio.Timeout] = set()
+        self._num_given = 0  # sessions, ever
+        self._num_told = 0  # of these, those that its description knows of
+        self._is_closed = False
+
+    @property
+    def placed(self) -> int:
+        """Sessions that it was given here since it last described itself."""
+        return self._num_given - self._num_told
 
     async def ask(self, lost_s: float) -> None:
         """Find out how it is. One that is slow to answer gets nothing new to do; whoever waits for
@@ -92,6 +108,7 @@ class Backend(Generic[P]):
 
     async def look(self) -> None:
         """Find out how it is, however long that takes."""
+        num_given = self._num_given
         try:
             answer = await self._health.Check(health_pb2.HealthCheckRequest())
             description = await self.peer.describe()
@@ -106,7 +123,8 @@ class Backend(Generic[P]):
             log.exception("a backend's description cannot be read")
             self.suspect(InternalError("a backend's description cannot be read"))
         else:
-            self.description, self.placed = description, 0
+            self.description, self.version = description, self._version_of(description)
+            self._num_told = max(self._num_told, num_given)
             self.is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
             self.failure = Unavailable("a backend is not serving")
 
@@ -117,11 +135,13 @@ class Backend(Generic[P]):
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
-        """While it is waited for.
+        """While it is waited for; one that fails is given nothing new to do.
 
         Raises:
-            Unavailable: it has fallen silent.
+            Unavailable: it has fallen silent, or is closed.
         """
+        if self._is_closed:
+            raise self.failure
         patience = asyncio.timeout(None)
         try:
             async with patience:
@@ -130,6 +150,9 @@ class Backend(Generic[P]):
         except TimeoutError:
             if patience.expired():
                 raise self.failure from None
+            raise
+        except Unavailable as failure:
+            self.suspect(failure)
             raise
         finally:
             self._waiting.discard(patience)
@@ -141,7 +164,7 @@ class Backend(Generic[P]):
         Raises:
             Unavailable: it has fallen silent meanwhile.
         """
-        self.placed += 1
+        self._num_given += 1
         self.running += 1
         try:
             async with AsyncExitStack() as stack:
@@ -156,14 +179,17 @@ class Backend(Generic[P]):
             self.running -= 1
 
     async def close(self) -> None:
-        """Whoever waits for it waits no more."""
+        """Whoever waits for it, or for its first answer, waits no more."""
+        self._is_closed = True
         self._give_up()
+        self.asked.set()
         await self._channel.close()
 
     def _give_up(self) -> None:
         self.suspect(Unavailable("a backend has fallen silent"))
         for patience in self._waiting:
-            patience.reschedule(asyncio.get_running_loop().time())
+            if not patience.expired():  # who has been told may take a moment to leave
+                patience.reschedule(asyncio.get_running_loop().time())
 
 
 class Fleet(Generic[P]):
@@ -205,11 +231,12 @@ class Fleet(Generic[P]):
 
     async def refreshed(self) -> list[Backend[P]]:
         """The members as of now, not as of when they were last asked; who is slow, as of then."""
-        looking = {asyncio.ensure_future(each.look()) for each in self.members()}
-        if looking:
-            _, slow = await asyncio.wait(looking, timeout=self._pulse.lost_s / 4)
-            for task in slow:
-                task.cancel()
+        await self._look_at(self.members())
+        return self.members()
+
+    async def recalled(self) -> list[Backend[P]]:
+        """The members, with those who only seemed to be away."""
+        await self._look_at(self.others())
         return self.members()
 
     def members(self) -> list[Backend[P]]:
@@ -217,17 +244,13 @@ class Fleet(Generic[P]):
         versions: dict[Hashable, list[Backend[P]]] = {}
         for backend in self._by_address():
             if backend.is_serving:
-                versions.setdefault(self.version_of(backend), []).append(backend)
+                versions.setdefault(backend.version, []).append(backend)
         if not versions:
             return []
         # Between as many of one as of another: whatever it was.
         chosen = max(versions, key=lambda each: (len(versions[each]), each == self._last_version))
         self._last_version = chosen
         return versions[chosen]
-
-    def version_of(self, backend: Backend[P]) -> Hashable:
-        """What others must be equal in to take its place; None if it has never been described."""
-        return None if backend.description is None else self._version(backend.description)
 
     def others(self) -> list[Backend[P]]:
         """Those that do not serve, as far as is known."""
@@ -246,7 +269,6 @@ class Fleet(Generic[P]):
             try:
                 return await enter(backend)
             except Unavailable as error:
-                backend.suspect(error)
                 failure = failure or error
             except Overloaded as error:
                 failure = error
@@ -260,19 +282,37 @@ class Fleet(Generic[P]):
     def _by_address(self) -> list[Backend[P]]:
         return [self._backends[target] for target in sorted(self._backends)]
 
+    async def _look_at(self, backends: Iterable[Backend[P]]) -> None:
+        """Find out how they are, as far as they say so in time."""
+        looking = {asyncio.ensure_future(each.look()) for each in backends}
+        try:
+            if looking:
+                await asyncio.wait(looking, timeout=self._pulse.lost_s / 4)
+        finally:
+            for task in looking:
+                task.cancel()
+
     async def _find(self) -> None:
-        """Begin to watch whoever appears, and forget whoever is gone and has nothing to do."""
+        """Keep up with who there is."""
         while True:
-            targets = await self._resolver.resolve()
-            for target in targets - self._backends.keys():
-                self._backends[target] = Backend(target, *self._connect(target))
-                self._watchers[target] = asyncio.ensure_future(self._watch(self._backends[target]))
-            for target in self._backends.keys() - targets:
-                backend = self._backends[target]
-                if not (backend.is_serving or backend.running):
-                    await self._forget(target)
+            try:
+                await self._follow(await self._resolver.resolve())
+            except Exception:
+                # Whatever is wrong with one of them, as a certificate that is not there yet.
+                log.exception("not every %s can be found", self._kind)
             self._found.set()
             await asyncio.sleep(self._pulse.resolve_s)
+
+    async def _follow(self, targets: frozenset[Target]) -> None:
+        """Begin to watch whoever appears, and forget whoever is gone and has nothing to do."""
+        for target in self._backends.keys() - targets:
+            backend = self._backends[target]
+            if not (backend.is_serving or backend.running):
+                await self._forget(target)
+        for target in targets - self._backends.keys():
+            backend = Backend(target, *self._connect(target), self._version)
+            self._backends[target] = backend
+            self._watchers[target] = asyncio.ensure_future(self._watch(backend))
 
     async def _watch(self, backend: Backend[P]) -> None:
         while True:
@@ -285,13 +325,15 @@ class Fleet(Generic[P]):
 
     async def _forget(self, target: Target) -> None:
         watcher, backend = self._watchers.pop(target), self._backends.pop(target)
-        await _ended(watcher)
-        await backend.close()
+        try:
+            await _ended(watcher)
+        finally:
+            await backend.close()
 
     def counts(self) -> dict[str, int]:
         """Backends by state, those that serve in vain apart; from any thread."""
         backends = list(self._backends.values())
-        serving = [self.version_of(each) for each in backends if each.is_serving]
+        serving = [each.version for each in backends if each.is_serving]
         members = max(map(serving.count, serving), default=0)
         return {
             "serving": members,

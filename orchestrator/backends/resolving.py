@@ -53,7 +53,7 @@ async def _resolved(address: str) -> frozenset[Target]:
         found = await asyncio.get_running_loop().getaddrinfo(
             host, int(port), type=socket.SOCK_STREAM
         )
-    except OSError:
+    except (OSError, UnicodeError):  # nobody has that name, or nobody can have it
         return frozenset()
     # The same machine must not count twice because it has an address of each kind.
     families = {family for family, *_ in found}

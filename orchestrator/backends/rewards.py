@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Self
 
 from orchestrator.backends.fleet import Backend, Fleet
 from orchestrator.backends.placement import order, prefix_of
@@ -35,12 +36,12 @@ class FleetRewards:
         return FleetScorer(name, self._fleet, self._ranked)
 
     async def describe(self) -> tuple[RewardDescription, ...]:
-        """The rewards that are served; the first is the default.
+        """The rewards that are served, as of now; the first is the default.
 
         Raises:
             SpecrejError: why there are none.
         """
-        members = self._fleet.members()
+        members = await self._fleet.refreshed()
         if not members:
             raise self._fleet.failure()
         served: tuple[RewardDescription, ...] = members[0].description
@@ -70,9 +71,7 @@ class FleetScorer:
 
     @asynccontextmanager
     async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
-        async with AsyncExitStack() as stack:
-            session = _MovingScoring(stack, self._name, prompt, self._fleet, self._ranked)
-            await session.place()
+        async with _MovingScoring(self._name, prompt, self._fleet, self._ranked) as session:
             yield session
 
 
@@ -81,45 +80,60 @@ _TRIES = 2
 
 
 class _MovingScoring:
-    """A `ScoringSession` that goes on elsewhere; everybody is asked twice at most."""
+    """A `ScoringSession` that goes on elsewhere, with the same rewards; everybody is asked twice at
+    most."""
 
     def __init__(
         self,
-        stack: AsyncExitStack,
         name: str,
         prompt: Prompt,
         fleet: Fleet[RemoteRewards],
         ranked: Callable[[Prompt], list[_Backend]],
     ) -> None:
-        self._stack = stack
         self._name = name
         self._prompt = prompt
         self._fleet = fleet
         self._ranked = ranked
+        self._stack = AsyncExitStack()  # of the place where it is
         self._tries: Counter[_Backend] = Counter()
-        # Set by `place`.
+        # Set on entering.
         self._backend: _Backend
         self._session: ScoringSession
+        self._version: Hashable
 
-    async def place(self) -> None:
+    async def __aenter__(self) -> Self:
         """Raises Unavailable, Overloaded: there is nowhere to go."""
-        left = [each for each in self._ranked(self._prompt) if self._tries[each] < _TRIES]
-        ranked = sorted(left, key=self._tries.__getitem__)
-        self._session = await self._fleet.first(ranked, self._enter)
+        await self._place(self._ranked(self._prompt))
+        self._version = self._backend.version
+        return self
+
+    async def __aexit__(self, *error: object) -> bool | None:
+        return await self._stack.__aexit__(*error)  # type: ignore[arg-type]
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
         while True:
-            backend = self._backend
             try:
-                async with backend.answering():
+                async with self._backend.answering():
                     return await self._session.score(candidates)
             except (Unavailable, Overloaded) as failure:
-                if isinstance(failure, Unavailable):
-                    backend.suspect(failure)
+                # Without a goodbye.
+                await self._stack.__aexit__(type(failure), failure, failure.__traceback__)
                 try:
-                    await self.place()
+                    await self._place(self._left())
                 except SpecrejError:
                     raise failure from None
+
+    def _left(self) -> list[_Backend]:
+        """Where it may go on."""
+        ranked = [
+            each
+            for each in self._ranked(self._prompt)
+            if each.version == self._version and self._tries[each] < _TRIES
+        ]
+        return sorted(ranked, key=self._tries.__getitem__)
+
+    async def _place(self, ranked: Sequence[_Backend]) -> None:
+        self._session = await self._fleet.first(ranked, self._enter)
 
     async def _enter(self, backend: _Backend) -> ScoringSession:
         self._tries[backend] += 1

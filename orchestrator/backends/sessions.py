@@ -61,6 +61,7 @@ class PlacedSession:
     def __init__(self, session: Session, backend: GeneratorBackend) -> None:
         self._session = session
         self.backend = backend
+        self.version = backend.version  # as of now: whoever comes back may be another one
         self.n = session.n
         self.prompt_tokens = session.prompt_tokens
 
@@ -80,18 +81,18 @@ async def placed(opening: Opening, backend: GeneratorBackend) -> AsyncIterator[P
         yield PlacedSession(session, backend)
 
 
-Place = Callable[[Opening, GeneratorBackend | None], AbstractAsyncContextManager[PlacedSession]]
+Place = Callable[[Opening, PlacedSession | None], AbstractAsyncContextManager[PlacedSession]]
 
 
 class MovingSession:
     """A `Session` that survives the loss of one generator."""
 
     def __init__(self, opening: Opening, place: Place) -> None:
-        """`place`: a session at the best backend but the one that is named."""
+        """`place`: a session at the best backend, to take the place of the one that is named."""
         self._opening = opening
         self._place = place
         self._stack = AsyncExitStack()
-        self._lost: GeneratorBackend | None = None  # where it was, until it has moved
+        self._lost: PlacedSession | None = None  # until it has moved
         self._may_move = True
         self._num_tokens = 0  # of every live candidate
         # Set on entering.
@@ -144,8 +145,7 @@ class MovingSession:
         if not self._may_move:
             raise error
         self._may_move = False
-        self._lost = self._session.backend
-        self._lost.suspect(error)
+        self._lost = self._session
         await self._stack.__aexit__(type(error), error, error.__traceback__)
 
     async def _move(self, until_tokens: int) -> Round:

@@ -7,20 +7,21 @@ say what one session would have said. A part that is lost takes its candidates w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from orchestrator.backends.sessions import Opening, PlacedSession
+from orchestrator.backends.sessions import PlacedSession
 from specrej.contracts import GeneratorDescription, Pruned, Round, RoundEnd, Session, SlotGauge
 from specrej.errors import InternalError, InvalidRequest, Unavailable, Violation
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-_TOO_LARGE = "SLOTS_EXCEEDED"
+SLOTS_EXCEEDED = "SLOTS_EXCEEDED"
 
 
-def sizes(n: int, room: Mapping[str, int]) -> dict[str, int]:
+def sizes(n: int, room: Mapping[K, int]) -> dict[K, int]:
     """How many of `n` candidates go where; few places, each in proportion to its room.
 
     `room`: the most that each place takes, in the order of preference.
@@ -28,7 +29,7 @@ def sizes(n: int, room: Mapping[str, int]) -> dict[str, int]:
     Raises:
         InvalidRequest: all of them together have not the room.
     """
-    chosen: dict[str, int] = {}
+    chosen: dict[K, int] = {}
     for place, most in room.items():
         if sum(chosen.values()) < n and most > 0:
             chosen[place] = most
@@ -36,7 +37,7 @@ def sizes(n: int, room: Mapping[str, int]) -> dict[str, int]:
     if total < n:
         raise InvalidRequest(
             [Violation("n", f"at most {total} candidates fit into all generators, n is {n}")],
-            reason=_TOO_LARGE,
+            reason=SLOTS_EXCEEDED,
             metadata={"candidates": str(total)},
         )
     shares = {place: n * most // total for place, most in chosen.items()}
@@ -45,24 +46,31 @@ def sizes(n: int, room: Mapping[str, int]) -> dict[str, int]:
     return {place: share for place, share in shares.items() if share}
 
 
-def room_of(
-    description: GeneratorDescription, refused: InvalidRequest, refused_by: GeneratorDescription,
-    first_round_tokens: int,
-) -> int:  # fmt: skip
-    """The most candidates that a generator takes, from what another one said when it refused."""
-    most = description.max_candidates
-    if refused.reason == _TOO_LARGE:
-        told = int(refused.metadata.get("candidates", 0))
-        more_slots = description.slots.capacity - refused_by.slots.capacity
-        most = min(most, told + more_slots // max(1, first_round_tokens))
-    return max(0, most)
+class Rooms:
+    """The most candidates of a request that generators take, as far as is known.
 
+    Learned from what they refuse: exact for who has refused, for others of more slots never too
+    little.
+    """
 
-def may_split(opening: Opening, refused: InvalidRequest, refused_by: GeneratorDescription) -> bool:
-    """Whether a request was refused for the number of its candidates alone."""
-    if refused.reason == _TOO_LARGE:
-        return int(refused.metadata.get("candidates", 0)) > 0
-    return opening.n > refused_by.max_candidates
+    def __init__(self, first_round_tokens: int) -> None:
+        # A candidate holds at least so many slots: its newest token is not stored yet.
+        self._least_slots = max(1, first_round_tokens - 1)
+        self._refusals: list[tuple[int, int]] = []  # candidates, and the slots they were told for
+
+    def learn(self, refused: InvalidRequest) -> None:
+        """What somebody has refused to take."""
+        if refused.reason == SLOTS_EXCEEDED:
+            told = refused.metadata
+            self._refusals.append((int(told.get("candidates", 0)), int(told.get("capacity", 0))))
+
+    def of(self, description: GeneratorDescription) -> int:
+        """The most that a generator takes."""
+        most, slots = description.max_candidates, description.slots.capacity
+        for candidates, capacity in self._refusals:
+            more = max(0, slots - capacity)
+            most = min(most, candidates + -(-more // self._least_slots))
+        return most
 
 
 @dataclass(slots=True)
@@ -114,6 +122,8 @@ class SplitSession:
             for index, part in enumerate(self._parts)
             if not part.is_lost and (part.live or also_empty)
         ]
+        if not asked:
+            raise Unavailable("the generators that had the rest of the candidates were lost")
         answers = await asyncio.gather(*(ask(part) for _, part in asked), return_exceptions=True)
         answered: dict[int, T] = {}
         for (index, part), answer in zip(asked, answers, strict=True):

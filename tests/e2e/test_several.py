@@ -30,6 +30,8 @@ async def _asked(generators: int, slots: int) -> Generation:
     environment = {
         "SPECREJ_GENERATOR_KV_SLOTS": str(slots),
         "SPECREJ_GENERATOR_THREADS": "1",
+        # Nobody is taken for silent, however busy the machine is.
+        "SPECREJ_ORCHESTRATOR_BACKEND_LOST_S": "60",
     }
     async with (
         Stack(environment=environment, generators=generators) as stack,

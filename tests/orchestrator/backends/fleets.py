@@ -30,6 +30,8 @@ from tests.serving import until
 QUICK = Pulse(poll_s=0.02, resolve_s=0.02, lost_s=0.4)
 # For tests in which nobody may be taken for silent, however busy the machine is.
 PATIENT = Pulse(poll_s=0.02, resolve_s=0.02, lost_s=60)
+# Everybody is asked how it is once: what is found out later, somebody else has found out.
+ONCE = Pulse(poll_s=60, resolve_s=60, lost_s=60)
 PROMPT = Prompt.from_user("four words of prompt")
 
 

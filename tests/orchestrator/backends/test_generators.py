@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,18 +14,26 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.generators import FleetGenerator
-from orchestrator.backends.split import sizes
+from orchestrator.backends.split import SplitSession, sizes
 from orchestrator.scoring import LikelihoodScorer
 from specrej.contracts import (
+    Candidate,
     Degradation,
     Generation,
     GenerationRequest,
     GeneratorDescription,
+    Prompt,
+    Pruned,
+    Round,
+    RoundEnd,
     Sampling,
     Schedule,
+    Session,
+    SlotGauge,
 )
 from specrej.errors import InvalidRequest, Overloaded, Unavailable
 from tests.orchestrator.backends.fleets import (
+    ONCE,
     PROMPT,
     QUICK,
     Known,
@@ -32,7 +42,7 @@ from tests.orchestrator.backends.fleets import (
     generators,
     request,
 )
-from tests.orchestrator.services import Gate, HeldGenerator
+from tests.orchestrator.services import Backend, Gate, HeldGenerator, generator_backend
 from tests.serving import until
 
 SAMPLING = Sampling(max_tokens=32, seed=7)
@@ -228,6 +238,101 @@ async def _with_a_part_lost(asked: GenerationRequest, verb: str) -> Generation:
             await until(lambda: two.is_idle)
 
 
+async def test_all_who_went_on_are_lost() -> None:
+    """Guards against a request that fails as if by a bug when those who are left have nobody."""
+    here, there = _Part(range(4)), _Part(range(4, 8))
+    session = SplitSession([(0, here), (4, there)])  # type: ignore[list-item]
+    await session.extend(4)
+    there.is_lost = True
+    assert (await session.prune({4, 5})).freed_slots == 16
+    with pytest.raises(Unavailable):
+        await session.extend(8)
+
+
+async def test_with_all_that_are_away_there_might_be_room() -> None:
+    """Of three that it takes, one is away: that is no bad request either."""
+    three = [HeldGenerator(100) for _ in range(3)]
+    async with backends(*three) as servers, generators(Known(servers), ONCE) as fleet:
+        await servers[2].kill()
+        await fleet.refreshed()
+        with pytest.raises(Unavailable):
+            await answered(request(8, Schedule(first=32)), FleetGenerator(fleet), SCORER)
+        # Not even all of them have the room for these.
+        with pytest.raises(InvalidRequest):
+            await answered(request(10, Schedule(first=32)), FleetGenerator(fleet), SCORER)
+
+
+@pytest.mark.parametrize("num_slow", [1, 2])
+async def test_whoever_was_only_slow_is_asked_again(num_slow: int) -> None:
+    """Guards against requests refused because somebody did not answer for a moment."""
+    one, two = HeldGenerator(100), HeldGenerator(100)
+    async with backends(one, two) as servers, generators(Known(servers), ONCE) as fleet:
+        for slow in fleet.members()[:num_slow]:
+            slow.suspect(Unavailable("a backend does not answer"))
+        asked = request(6, Schedule(first=32))
+        assert (await answered(asked, FleetGenerator(fleet), SCORER)).n == 6
+
+
+@pytest.mark.parametrize("small_first", [False, True])
+async def test_parts_that_have_not_the_room_are_given_up_before_others_are_asked_for(
+    small_first: bool,
+) -> None:
+    """Guards against slots that a request waits for while it holds them itself."""
+    small, large = _Few(4 + 3 * 32), _Few(4 + 8 * 32)
+    behind = (small, large) if small_first else (large, small)
+    asked = request(10, Schedule("tokens", (32,)))
+    async with _in_order(*behind) as servers, generators(Known(servers)) as fleet:
+        assert (await answered(asked, FleetGenerator(fleet), SCORER)).n == 10
+        await until(lambda: small.is_idle and large.is_idle)
+
+
+async def test_a_part_finds_another_place_before_it_begins() -> None:
+    """Guards against requests that fail without a token, although others have the room."""
+    failed: list[int] = []
+    three = [_RefusesAPart(4 + 12 * 16, failed) for _ in range(3)]
+    asked = request(24, Schedule("tokens", (16,)))
+    async with backends(*three) as servers, generators(Known(servers), ONCE) as fleet:
+        assert (await answered(asked, FleetGenerator(fleet), SCORER)).n == 24
+        assert failed
+        await until(lambda: all(each.is_idle for each in three))
+
+
+@pytest.mark.parametrize(("small_slots", "n"), [(30, 6), (4 + 3 * 32, 12), (4 + 3 * 32, 9)])
+async def test_a_small_one_does_not_speak_for_a_large_one(small_slots: int, n: int) -> None:
+    """Whoever of two is asked first, and says what of its own room."""
+    small, large = HeldGenerator(small_slots), HeldGenerator(4 + 9 * 32)
+    asked = request(n, Schedule("tokens", (32,)))
+    async with backends(small, large) as servers, generators(Known(servers)) as fleet:
+        for number in range(6):  # all meet at the same first one with a chance of 1 in 32
+            prompt = Prompt.from_user(f"{number} of four words")
+            each = replace(asked, prompt=prompt)
+            assert (await answered(each, FleetGenerator(fleet), SCORER)).n == n
+            await until(lambda: small.is_idle and large.is_idle)
+
+
+async def test_a_busy_large_one_is_no_bad_request() -> None:
+    """Guards against a request that nobody retries, since a small one refused it meanwhile."""
+    small, large = HeldGenerator(4 + 3 * 32), HeldGenerator(4 + 9 * 32)
+    async with backends(small, large) as servers, generators(Known(servers)) as fleet:
+        generator = FleetGenerator(fleet)
+        async with generator.open(PROMPT, 9, SAMPLING, 32):
+            for number in range(4):
+                with pytest.raises(Overloaded):
+                    async with generator.open(Prompt.from_user(f"{number} a b c"), 9, SAMPLING, 32):
+                        pass
+
+
+async def test_an_idle_generator_gets_what_a_busy_one_has_read_before() -> None:
+    """Guards against replicas that have nothing to do, for all prompts begin in the same way."""
+    one, two = HeldGenerator(), HeldGenerator()
+    async with backends(one, two) as servers, generators(Known(servers)) as fleet:
+        generator = FleetGenerator(fleet)
+        async with generator.open(PROMPT, 2, SAMPLING, 4):
+            await until(lambda: not any(each.placed for each in fleet.members()))
+            async with generator.open(PROMPT, 2, SAMPLING, 4):
+                assert one.toy.ledger.num_sessions == two.toy.ledger.num_sessions == 1
+
+
 @given(
     st.integers(1, 500),
     st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 200), min_size=1, max_size=6),
@@ -250,6 +355,58 @@ class _Few(HeldGenerator):
 
     async def describe(self) -> GeneratorDescription:
         return replace(await super().describe(), max_candidates=8)
+
+
+class _RefusesAPart(HeldGenerator):
+    """Of several of them, the first that is asked for a part is not there."""
+
+    def __init__(self, capacity_slots: int, failed: list[int]) -> None:
+        super().__init__(capacity_slots)
+        self.failed = failed
+
+    @asynccontextmanager
+    async def open(self, *opening: Any, **more: Any) -> AsyncIterator[Session]:
+        n = opening[1]
+        if n < 24 and not self.failed:
+            self.failed.append(n)
+            raise Unavailable("it drains")
+        async with super().open(*opening, **more) as session:
+            yield session
+
+
+@asynccontextmanager
+async def _in_order(*behind: HeldGenerator) -> AsyncIterator[list[Backend]]:
+    """Servers whose addresses have the order of those behind them."""
+    async with AsyncExitStack() as stack:
+        servers: list[Backend] = []
+        for generator in behind:
+            while True:
+                server = await stack.enter_async_context(generator_backend(generator))
+                if not servers or str(servers[-1].port) < str(server.port):
+                    break
+            servers.append(server)
+        yield servers
+
+
+class _Part:
+    """A session of a part, of four slots a candidate; can be lost."""
+
+    prompt_tokens = 4
+
+    def __init__(self, ids: range) -> None:
+        self.n = len(ids)
+        self.live = list(ids)
+        self.is_lost = False
+
+    async def extend(self, until_tokens: int) -> Round:
+        candidates = tuple(Candidate(number, "", until_tokens, -1.0) for number in self.live)
+        return Round(candidates, RoundEnd.DECISION_TOKEN, until_tokens, SlotGauge(100, 0, 0))
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        if self.is_lost:
+            raise Unavailable("it is lost")
+        before, self.live = len(self.live), [each for each in self.live if each in keep]
+        return Pruned(4 * (before - len(self.live)), SlotGauge(100, 0, 0))
 
 
 class _Mute(HeldGenerator):

@@ -61,3 +61,8 @@ async def test_who_was_known_stays_while_the_name_is_not(monkeypatch: pytest.Mon
     assert await resolver.resolve() == {Target("10.0.0.1:1", "generators")}
     names.known["generators"] = ["10.0.0.2"]
     assert await resolver.resolve() == {Target("10.0.0.2:1", "generators")}
+
+
+async def test_a_name_that_cannot_be_one_is_nobody() -> None:
+    """Guards against one bad name that ends the search for all others."""
+    assert await Resolver(["a..b:1", "10.0.0.9:1"]).resolve() == {Target("10.0.0.9:1", "10.0.0.9")}

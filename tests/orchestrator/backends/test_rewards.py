@@ -12,7 +12,17 @@ from orchestrator.backends.rewards import FleetRewards
 from reward_service.toy import ToyReward
 from specrej.contracts import Candidate, Degradation, Prompt, Scores
 from specrej.errors import NotFound, Overloaded, Unavailable
-from tests.orchestrator.backends.fleets import PROMPT, Known, answered, request, reward_services
+from tests.orchestrator.backends.fleets import (
+    ONCE,
+    PROMPT,
+    QUICK,
+    Known,
+    answered,
+    num_serving,
+    request,
+    reward_services,
+    target_of,
+)
 from tests.orchestrator.services import HeldReward, reward_backend
 from tests.serving import until
 
@@ -104,3 +114,59 @@ async def test_the_only_one_is_asked_again() -> None:
         scorer = FleetRewards(fleet).scorer("toy")
         generation = await answered(request(12), ToyGenerator(), scorer)
     assert one.num_batches == len(generation.rounds) + 1
+
+
+class _Version(HeldReward):
+    """One of several of the same name."""
+
+    def __init__(self, fingerprint: str) -> None:
+        super().__init__()
+        self.fingerprint = fingerprint
+
+
+async def test_no_session_goes_on_with_another_reward() -> None:
+    """Guards against scores of two versions in one ranking."""
+    old, new = _Version("old"), _Version("new")
+    candidates = (Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0))
+    async with reward_backend(old) as first, reward_backend(new) as second:
+        known = Known([first])
+        async with (
+            reward_services(known, QUICK) as fleet,
+            FleetRewards(fleet).scorer("toy").open(PROMPT) as session,
+        ):
+            await session.score(candidates)
+            known.targets |= {target_of(second)}
+            await until(lambda: num_serving(fleet) == 2)
+            await first.kill()
+            await until(lambda: fleet.counts()["away"] == 1)
+            with pytest.raises(Unavailable):
+                await session.score(candidates)
+    assert new.num_batches == 0
+
+
+async def test_a_place_that_is_left_is_left_at_once() -> None:
+    """Guards against what a lost service keeps, and is counted for, until the request is over."""
+    one, two = _RefusesOnce(), _RefusesOnce()
+    candidates = (Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0))
+    async with (
+        reward_backend(one) as first,
+        reward_backend(two) as second,
+        reward_services(Known([first, second])) as fleet,
+    ):
+        async with FleetRewards(fleet).scorer("toy").open(PROMPT) as session:
+            for _ in range(2):
+                await session.score(candidates)
+            assert one.num_batches and two.num_batches  # it has moved
+            assert sum(each.running for each in fleet.members()) == 1
+            await until(lambda: first.is_idle != second.is_idle)
+        assert sum(each.running for each in fleet.members()) == 0
+
+
+async def test_rewards_are_described_as_of_now() -> None:
+    """Guards against an answer kept under the name of a reward that did not judge it."""
+    one = _Version("old")
+    async with reward_backend(one) as only, reward_services(Known([only]), ONCE) as fleet:
+        rewards = FleetRewards(fleet)
+        assert [each.fingerprint for each in await rewards.describe()] == ["old"]
+        one.fingerprint = "new"
+        assert [each.fingerprint for each in await rewards.describe()] == ["new"]
