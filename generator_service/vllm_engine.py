@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,9 @@ class VLLMEngine:
         llm = AsyncLLMEngine.from_engine_args(
             arguments, stat_loggers=[lambda config, index: _Stats(watch)]
         )
+        if "max_model_len" in settings.vllm_options:  # else few slots may have made it less
+            longest = llm.vllm_config.model_config.max_model_len
+            shape = replace(shape, context_tokens=longest)
         return cls(llm, shape, watch)
 
     def writer(

@@ -483,10 +483,9 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
     directory = settings.model_directory
     engine = VLLMEngine.load(settings, on_step)
     shape = engine.shape
-    told = {"dtype": shape.dtype, "engine": f"vllm {VERSION}"}
     card = ModelCard(
         name=directory.resolve().name,
-        fingerprint=fingerprint.of_directory(directory, told),
+        fingerprint=fingerprint_of(settings, shape.dtype, VERSION),
         context_tokens=shape.context_tokens,
         max_candidates=engine.max_rows,
         vocabulary=shape.vocabulary,
@@ -500,6 +499,14 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
         max_waiting=settings.max_waiting,
         auto_candidates=min(settings.auto_candidates, settings.max_candidates),
     )
+
+
+def fingerprint_of(settings: GeneratorSettings, dtype: str, version: str) -> str:
+    """Of the weights and whatever else changes a token, such as how options have them quantised."""
+    told: dict[str, object] = {"dtype": dtype, "engine": f"vllm {version}"}
+    if settings.vllm_options:
+        told["options"] = settings.vllm_options
+    return fingerprint.of_directory(settings.model_directory, told)
 
 
 def _prepare_environment(settings: GeneratorSettings) -> None:

@@ -97,11 +97,14 @@ class VLLMClassifier:
         *,
         label_weights: Sequence[float],
         transform: Transform,
+        vllm_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """`vllm_options`: what `llm` was told beside the usual; some of it changes scores."""
         self.name = options.name
         self.token_budget = options.token_budget
+        told = {"options": sorted(vllm_options.items())} if vllm_options else {}
         self.fingerprint = options.fingerprint(
-            kind="vllm-classifier", labels=tuple(label_weights), transform=transform
+            kind="vllm-classifier", labels=tuple(label_weights), transform=transform, **told
         )
         self._conversation = conversation
         self._closes_unfinished = options.unfinished == "closed"
@@ -178,6 +181,8 @@ def load_vllm_classifier(
             f"label_weights has {len(label_weights)} of them"
         )
     conversation = options.conversation(config)
+    if longest := (vllm_options or {}).get("max_model_len"):
+        conversation.max_tokens = min(conversation.max_tokens, int(longest))
     told = _arguments(options, config.get_text_config(), conversation.max_tokens)
     _prepare_environment(options.threads)
     # Here, as it has an environment of its own, and reads the variables when it is imported.
@@ -191,6 +196,7 @@ def load_vllm_classifier(
         conversation,
         label_weights=label_weights,
         transform=transform or Transform(),
+        vllm_options=vllm_options,
     )
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
+from generator_service.settings import GeneratorSettings
 from generator_service.vllm_engine import VLLMEngine
 from generator_service.vllm_generator import Blocks, VLLMGenerator
 from specrej.contracts import Sampling
@@ -13,6 +18,32 @@ from tests.conformance.conftest import Started
 from tests.conformance.subjects import PROMPT
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def test_a_shorter_context_is_a_limit(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against an internal error for a text that vLLM was told not to take."""
+
+    def started(arguments: Any, **_: Any) -> Any:
+        return SimpleNamespace(
+            vllm_config=SimpleNamespace(
+                model_config=SimpleNamespace(max_model_len=arguments.max_model_len),
+                cache_config=SimpleNamespace(block_size=32, num_gpu_blocks=64),
+                scheduler_config=SimpleNamespace(max_num_seqs=8),
+            )
+        )
+
+    monkeypatch.setattr("vllm.AsyncLLMEngine.from_engine_args", started)
+
+    def context_tokens(**options: object) -> int:
+        settings = GeneratorSettings(
+            engine="vllm", model=str(model_directory), kv_slots=96, vllm_options=options
+        )
+        return VLLMEngine.load(settings).shape.context_tokens
+
+    assert context_tokens() > 96  # what has not the slots is refused for want of slots
+    assert context_tokens(max_model_len=64) == 64
 
 
 async def test_pausing_and_cutting_compute_nothing_again(started: Started) -> None:

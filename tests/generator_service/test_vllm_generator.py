@@ -9,13 +9,15 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generator_service.local import ModelCard
-from generator_service.vllm_generator import Blocks, VLLMGenerator, VLLMSession
+from generator_service.settings import GeneratorSettings
+from generator_service.vllm_generator import Blocks, VLLMGenerator, VLLMSession, fingerprint_of
 from specrej.contracts import FinishReason, Prompt, RoundEnd, Sampling
 from specrej.errors import (
     InternalError,
@@ -29,6 +31,18 @@ EOS = 0
 ENDLESS = Sampling(max_tokens=40, ignore_eos=True)
 PROMPT = Prompt(text="a b c d e")
 BLOCK = 4
+
+
+def test_what_vllm_is_told_is_in_the_fingerprint(tmp_path: Path) -> None:
+    """Guards against two that speak differently, and take each other's place."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def of(**options: object) -> str:
+        settings = GeneratorSettings(engine="vllm", model=str(tmp_path), vllm_options=options)
+        return fingerprint_of(settings, "bfloat16", "1")
+
+    assert of(quantization="fp8") == of(quantization="fp8")
+    assert len({of(), of(quantization="fp8"), of(kv_cache_dtype="fp8")}) == 3
 
 
 class Words:

@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from transformers import AutoConfig
 
 from reward_service.catalog import load_reward
+from reward_service.causal_reward import Options
+from reward_service.classifier import Transform
 from reward_service.reward import score
 from reward_service.settings import RewardSettings, RewardSpec
+from reward_service.vllm_classifier import VLLMClassifier
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.errors import InvalidRequest
@@ -50,6 +54,35 @@ def by_vllm(directory: Path) -> Iterator[Any]:
         reward = loaded("vllm-classifier", directory, vllm_options={"enforce_eager": True})
     yield reward
     reward.close()
+
+
+def test_what_vllm_is_told_is_in_the_fingerprint(directory: Path) -> None:
+    """Guards against scores of different arithmetic in one ranking, or one for the other's."""
+    options = Options("r", directory)
+    conversation = options.conversation(AutoConfig.from_pretrained(directory))
+
+    def of(**told: object) -> str:
+        reward = VLLMClassifier(
+            options,
+            _Nobody(),
+            None,
+            conversation,
+            label_weights=[1.0, -0.5],
+            transform=Transform(),
+            vllm_options=told,
+        )
+        reward.close()
+        return reward.fingerprint
+
+    assert of(quantization="fp8") == of(quantization="fp8")
+    assert of() != of(quantization="fp8")
+
+
+class _Nobody:
+    """Stands for a vLLM."""
+
+    def shutdown(self) -> None:
+        """There is nothing to end."""
 
 
 def test_its_options_are_checked() -> None:
