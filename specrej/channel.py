@@ -110,11 +110,11 @@ def options(
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A restarted backend is found again within a second; the second of these is how long a
-        # connection may take to come about.
+        # A backend that is back is found again before the retries of a call are over; the second of
+        # these is how long a connection may take to come about.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 5_000),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 400),
         ("grpc.enable_retries", int(retries)),
         ("grpc.service_config", json.dumps(SERVICE_CONFIG if retries else {})),
     ]

@@ -19,6 +19,8 @@ from opentelemetry import trace
 
 Fact = str | int | float | bool
 
+# Whose lines the level is about. Libraries speak up from warnings on: some tell of every call.
+_OURS = ("specrej", "orchestrator", "generator_service", "reward_service", "inference", "__main__")
 _MAX_CHAIN = 8  # of exceptions that led to each other
 
 # Of the request that is served in this context; nobody notes anything outside of one.
@@ -26,10 +28,13 @@ _noted: ContextVar[dict[str, Fact] | None] = ContextVar("noted", default=None)
 
 
 def configure(service: str, level: str, *, as_json: bool, error_text: bool) -> None:
-    """Log to stderr from now on."""
+    """Log to stderr from now on: what is ours from `level` on, libraries' warnings at least."""
     handler = logging.StreamHandler()
     handler.setFormatter(log_formatter(service, as_json=as_json, error_text=error_text))
-    logging.basicConfig(level=level, handlers=[handler])
+    libraries = max(logging.WARNING, logging.getLevelNamesMapping()[level])
+    logging.basicConfig(level=libraries, handlers=[handler])
+    for name in _OURS:
+        logging.getLogger(name).setLevel(level)
 
 
 def log_formatter(

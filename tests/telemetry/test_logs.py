@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +44,23 @@ def heard(logger: logging.Logger, **options: bool) -> io.StringIO:
     handler.setFormatter(telemetry.log_formatter("service", **options))
     logger.addHandler(handler)
     return text
+
+
+def test_libraries_are_heard_from_warnings_on() -> None:
+    # A library that logged every call at INFO wrote a line per batch into a reward service's log.
+    program = """
+import logging
+from specrej.telemetry import logs
+logs.configure("service", "INFO", as_json=False, error_text=False)
+for name in ("httpx2", "reward_service.worker"):
+    logging.getLogger(name).info("told by %s", name)
+    logging.getLogger(name).warning("warned by %s", name)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    told = [line.rpartition(" by ")[0].split()[-1] for line in done.stderr.splitlines()]
+    assert told == ["warned", "told", "warned"]
 
 
 @pytest.mark.usefixtures("recorded")
