@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,6 +36,18 @@ class Slope:
         grows by at a time, if it grows.
         """
         return (self.low <= 0 or self.rise <= step) and self.high <= bound
+
+    def without(self, growth: float, measured_s: float) -> Slope:
+        """What is left once growth of a known cause, so much in all that was measured, is taken
+        away; the interval is no narrower for it."""
+        known = growth * _HOUR_S / measured_s
+        return replace(
+            self,
+            per_hour=self.per_hour - known,
+            low=self.low - known,
+            high=self.high - known,
+            rise=self.rise - growth,
+        )
 
 
 def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from tests.faults.slopes import slope
+from tests.faults.soak import BOUNDS, KNOWN_LEAK_BYTES, STEPS
 
 SECONDS = [2.0 * number for number in range(300)]  # ten minutes
 MIB_PER_HOUR = 4.0
@@ -34,6 +35,21 @@ def test_a_small_leak_without_noise_grows_and_shrinking_is_none() -> None:
     assert not slope(SECONDS, noisy(1, noise=0)).is_flat(MIB_PER_HOUR)
     assert slope(SECONDS, noisy(1, noise=0)).is_flat(MIB_PER_HOUR, step=0.2)
     assert slope(SECONDS, noisy(-500)).is_flat(0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_slow_leak_of_ours_is_seen_beside_the_known_one(seed: int) -> None:
+    """Guards against calling a leak grpc's: 64 bytes of each of 50 requests a second still grow."""
+    requests, known_mib = 50 * SECONDS[-1], KNOWN_LEAK_BYTES * 0.07 * 50 * SECONDS[-1] / (1 << 20)
+    ours = 64 * requests * 3600 / SECONDS[-1] / (1 << 20)
+    grpcs = known_mib * 3600 / SECONDS[-1]
+    bound, step = BOUNDS["MiB"], STEPS["MiB"]
+    both = slope(SECONDS, noisy(ours + grpcs, seed=seed))
+    assert not both.is_flat(bound, step)
+    assert not both.without(known_mib, SECONDS[-1]).is_flat(bound, step)
+    alone = slope(SECONDS, noisy(grpcs, noise=0.01, seed=seed))
+    assert not alone.is_flat(bound, step)
+    assert alone.without(known_mib, SECONDS[-1]).is_flat(bound, step)
 
 
 def test_too_much_noise_shows_nothing() -> None:
