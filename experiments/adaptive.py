@@ -4,19 +4,24 @@ The policy learns from all prompts but the one it is tried on. What it is held a
 hull of all fixed settings' means: the least regret that any of them, or two of them by turns, gives
 for as many tokens. That hull is chosen on the very prompts it is measured on, so the comparison
 leans towards the fixed ones.
+
+There are several kinds, schedules and numbers to try, and the best of many is partly luck. So
+intervals are of all comparisons at once, and those of points of all points. (To choose on all
+prompts but one and measure on that one is no way out: choices hardly differ between prompts, and
+what was lucky is lucky on the last one too.)
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from experiments.policy import Forecast, PricePolicy, RiskPolicy, fit
-from experiments.recommend import Estimate, drawn, estimate
+from experiments.recommend import Estimate, drawn
 from experiments.replay import Policy, Setting
 from experiments.sweep import Swept, sweep
 from experiments.trajectories import FloatArray, IntArray, Trajectories
@@ -27,6 +32,11 @@ DEFAULT_ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 DEFAULT_RISKS = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 DEFAULT_PRICES = (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 _RESAMPLES = 2000
+_CONFIDENCE = 0.95
+_LEAST_ERROR = 0.1  # of a draw, in parts of the sample's: few prompts may be drawn all alike
+
+# By kind, schedule and number.
+Tried = Mapping[tuple[str, Schedule, float], Swept]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,8 @@ PRICE = Kind("price", PricePolicy, DEFAULT_PRICES)
 class Point:
     """A policy with one number against fixed settings at as many tokens.
 
-    gain: by how much its regret is lower, above 0: it is better.
+    gain: by how much its regret is lower, above 0: it is better. Intervals hold for all points of
+    all comparisons at once.
     """
 
     knob: float
@@ -59,7 +70,8 @@ class Point:
 class Comparison:
     """One kind of policy under one schedule against all fixed settings.
 
-    gain: the mean over all numbers at which fixed settings make as few tokens.
+    gain: the mean over all numbers at which fixed settings make as few tokens. Intervals hold for
+    all comparisons at once: in 95 of 100 cases, none of them is off.
     """
 
     kind: str
@@ -69,7 +81,7 @@ class Comparison:
 
     @property
     def wins(self) -> bool:
-        """Whether the policy is better beyond chance."""
+        """Whether the policy is better beyond chance, and beyond that of having tried several."""
         return self.gain.low > 0
 
 
@@ -97,15 +109,14 @@ def compare(
     hull = lower_hull(_joined([sweep(of_one, asked) for of_one in blocks]))
     draws = drawn(len(kept), _RESAMPLES, seed)
     forecasts = [fit([*kept[:out], *kept[out + 1 :]], reward) for out in range(len(kept))]
-    found = []
-    for kind, schedule in itertools.product(kinds, schedules):
-        setting = Setting(0, 0.5, schedule, reward)
-        tried = [
-            (knob, _tried(blocks, setting, [kind.make(each, knob) for each in forecasts]))
-            for knob in kind.knobs
-        ]
-        found.append(Comparison(kind.name, schedule, *_against(hull, tried, draws)))
-    return tuple(found)
+    tried = {
+        (kind.name, schedule, knob): _tried(
+            blocks, Setting(0, 0.5, schedule, reward), [kind.make(each, knob) for each in forecasts]
+        )
+        for kind, schedule in itertools.product(kinds, schedules)
+        for knob in kind.knobs
+    }
+    return against(hull, tried, draws)
 
 
 def _blocks(kept: Trajectories, n: int) -> list[Trajectories]:
@@ -133,16 +144,16 @@ def _joined(by_prompt: Sequence[Sequence[Swept]]) -> list[Swept]:
 
 
 def _mean(column: Sequence[Swept]) -> Swept:
-    def means(name: str) -> FloatArray:
-        return np.array([getattr(each, name).mean() for each in column])
+    def means(of: Callable[[Swept], FloatArray]) -> FloatArray:
+        return np.array([of(each).mean() for each in column])
 
-    return replace(
-        column[0],
-        scores=means("scores"),
-        tokens=means("tokens"),
-        regrets=means("regrets"),
-        costs=means("costs"),
-        complete=means("complete"),
+    return Swept(
+        column[0].setting,
+        scores=means(lambda each: each.scores),
+        tokens=means(lambda each: each.tokens),
+        regrets=means(lambda each: each.regrets),
+        costs=means(lambda each: each.costs),
+        complete=means(lambda each: each.complete),
     )
 
 
@@ -199,24 +210,48 @@ def _interval(gain: Estimate) -> dict[str, float]:
     return {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
 
 
-def _against(
-    hull: Sequence[Swept], tried: Sequence[tuple[float, Swept]], draws: IntArray
-) -> tuple[tuple[Point, ...], Estimate]:
-    """Each number's point and the gain over all of them.
+def against(hull: Sequence[Swept], tried: Tried, draws: IntArray) -> tuple[Comparison, ...]:
+    """A comparison per kind and schedule that was tried.
 
     Raises:
-        ValueError: no fixed setting makes as few tokens as any of them.
+        ValueError: no fixed setting makes as few tokens as any number of one.
     """
-    points, gains = [], []
-    for knob, adaptive in tried:
-        fixed = at_cost(hull, float(adaptive.costs.mean()))
-        if fixed is None:
-            continue
-        gains.append(fixed - adaptive.regrets)
-        points.append(Point(knob, adaptive, float(fixed.mean()), estimate(gains[-1], draws)))
-    if not gains:
+    fixed = {key: at_cost(hull, float(each.costs.mean())) for key, each in tried.items()}
+    known = {key: regrets for key, regrets in fixed.items() if regrets is not None}
+    if {key[:2] for key in known} != {key[:2] for key in tried}:
         raise ValueError("no fixed setting makes as few tokens as the policy")
-    return tuple(points), estimate(np.mean(gains, axis=0), draws)
+    gains = np.array([regrets - tried[key].regrets for key, regrets in known.items()])
+    points = {
+        key: Point(key[2], tried[key], float(known[key].mean()), gain)
+        for key, gain in zip(known, together(gains, draws), strict=True)
+    }
+    kinds = list(dict.fromkeys(key[:2] for key in known))
+    rows = [[i for i, key in enumerate(known) if key[:2] == kind] for kind in kinds]
+    whole = together(np.array([gains[of_kind].mean(axis=0) for of_kind in rows]), draws)
+    return tuple(
+        Comparison(*kind, tuple(each for key, each in points.items() if key[:2] == kind), gain)
+        for kind, gain in zip(kinds, whole, strict=True)
+    )
+
+
+def together(values: FloatArray, draws: IntArray) -> tuple[Estimate, ...]:
+    """Means of each row of [rows, prompts], with 95 % intervals that hold for all rows at once.
+
+    Of each draw of prompts, the largest deviation of any row counts, in the draw's own standard
+    errors: rows that go together cost less than a share of Bonferroni's each (Westfall and Young,
+    1993), and few prompts make it wider, as Student's t does.
+    """
+    means, root = values.mean(axis=1), np.sqrt(values.shape[1])
+    errors = values.std(axis=1, ddof=1) / root
+    again = values[:, draws]  # [rows, draws, prompts]
+    least = np.where(errors > 0, _LEAST_ERROR * errors, 1.0)
+    of_draws = np.maximum(again.std(axis=2, ddof=1) / root, least[:, None])
+    away = np.abs(again.mean(axis=2) - means[:, None]) / of_draws
+    reach = float(np.quantile(away.max(axis=0), _CONFIDENCE)) * errors
+    return tuple(
+        Estimate(float(mean), float(mean - each), float(mean + each))
+        for mean, each in zip(means, reach, strict=True)
+    )
 
 
 def _is_above(left: Swept, middle: Swept, right: Swept) -> bool:

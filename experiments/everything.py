@@ -6,6 +6,7 @@ Under one directory: trajectories/, sweep-REWARD.jsonl and .csv, policy-REWARD.j
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from experiments import collecting
 from experiments.commands import run_policy, run_sweep
 from experiments.studies.shortened import shortened
+from experiments.sweep import read
 from experiments.trajectories import Store, Trajectories, load
 from orchestrator.composition import LIKELIHOOD
 from specrej.contracts import Schedule
@@ -45,19 +47,28 @@ async def run(arguments: argparse.Namespace) -> None:
     """Everything."""
     # Here, as figures need matplotlib, which collecting does not.
     from experiments.report import write
+    from experiments.report.choices import choices
 
     root = arguments.out
     arguments.out = root / "trajectories"
     await collecting.run(arguments)
     rewards = collecting.settings_of(arguments).rewards
     kept = load(arguments.out)
+    sweeps, policies = {}, {}
     for reward in (*rewards, LIKELIHOOD):
-        run_sweep(arguments.out, reward, out=root / f"sweep-{reward}.jsonl")
+        sweeps[reward] = read(run_sweep(arguments.out, reward, out=root / f"sweep-{reward}.jsonl"))
         if len(kept) >= _LEAST_PROMPTS:
             path = root / f"policy-{reward}.json"
             run_policy(arguments.out, reward, _SCHEDULES, min(64, kept[0].n), path)
-    sets = list(by_length(kept, arguments.lengths))
-    page = write(sets, root / "report", arguments.live, notes=notes(arguments.out), say=_say)
+            policies[reward] = json.loads(path.read_text("utf-8"))["rows"]
+    page = write(
+        list(by_length(kept, arguments.lengths)),
+        root / "report",
+        arguments.live,
+        notes=notes(arguments.out),
+        choices=choices(sweeps, policies),
+        say=_say,
+    )
     _say(f"report: {page}")
 
 

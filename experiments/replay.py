@@ -114,6 +114,8 @@ class Replayed:
     tokens: what it computes if it keeps nothing between rounds. One that does computes about
     `generated_tokens`. scored_squares: of the same tokens, squared by text.
     best_of_n_*: of the same candidates, all of them to their ends.
+    highest: score among all that were written to their ends, their own or the limit. The answer's,
+    unless the service prefers a complete one to it.
     """
 
     answer: int
@@ -129,12 +131,18 @@ class Replayed:
     best_of_n_answer: int
     best_of_n_score: float
     best_of_n_tokens: int
+    highest: float
+    best_of_n_highest: float
 
     @property
     def regret(self) -> float:
-        """How much less the answer's score is than Best-of-N's; below 0 if that one is truncated
-        and this one is not, or the reverse."""
-        return self.best_of_n_score - self.score
+        """How much lower the highest score is than Best-of-N's of the same candidates; never
+        below 0.
+
+        As in the paper, the limit ends an answer as well as an end token. Where most are stopped by
+        it, the few complete ones would else be the best whatever they score.
+        """
+        return self.best_of_n_highest - self.highest
 
     @property
     def compute_ratio(self) -> float:
@@ -193,6 +201,11 @@ class Replayer:
         return _Request(self, setting, policy or AskedAlpha(), rows).run()
 
 
+def highest_answer(trajectories: Trajectories, reward: str) -> int:
+    """The candidate with the highest score of all, the first of equals; see `Replayed.regret`."""
+    return int(np.argmax(trajectories.scores(reward).final))
+
+
 def replay(
     trajectories: Trajectories,
     setting: Setting,
@@ -236,7 +249,8 @@ class _Request:
         while len(self._live):
             self._rounds.append(self._round())
         everyone = np.arange(len(self._ids))
-        answer, best = self._best(np.flatnonzero(self._ended)), self._best(everyone)
+        ended = np.flatnonzero(self._ended)
+        answer, best = self._best(ended), self._best(everyone)
         complete = bool(self._is_complete[answer])
         return Replayed(
             answer=int(self._ids[answer]),
@@ -252,6 +266,8 @@ class _Request:
             best_of_n_answer=int(self._ids[best]),
             best_of_n_score=float(self._final[best]),
             best_of_n_tokens=int(self._num_tokens.sum()),
+            highest=float(self._final[ended].max()),
+            best_of_n_highest=float(self._final.max()),
         )
 
     def _round(self) -> ReplayedRound:
@@ -378,7 +394,6 @@ class _Request:
         return float(scores.max())
 
     def _best(self, rows: IntArray) -> int:
-        """The best answer of some: complete ones first, then by score, then the first."""
-        scores = self._final[rows]
-        order = np.lexsort((rows, -scores, ~self._is_complete[rows]))
+        """The service's answer, of some: complete ones first, then by score, then the first."""
+        order = np.lexsort((rows, -self._final[rows], ~self._is_complete[rows]))
         return int(rows[order[0]])

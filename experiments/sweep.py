@@ -120,20 +120,20 @@ def _prompt(
 class Scale:
     """What one prompt's rewards and tokens are measured in."""
 
-    best: float  # Best-of-N's answer, of all candidates
+    best: float  # Best-of-N's reward, of all candidates
     gain: float  # how much better it is than a candidate on average; 0 if it is not
     tokens: int  # of all candidates
 
     @classmethod
     def of(cls, kept: Trajectories, final: FloatArray) -> Scale:
-        """Best-of-N answers with complete candidates if it can, so only those are compared."""
-        answers = final[kept.finished] if kept.finished.any() else final
-        best = float(answers.max())
-        return cls(best, max(0.0, best - float(answers.mean())), int(kept.num_tokens.sum()))
+        """Complete answers and stopped ones alike; see `Replayed.regret`."""
+        best = float(final.max())
+        return cls(best, max(0.0, best - float(final.mean())), int(kept.num_tokens.sum()))
 
     def measure(self, done: Replayed) -> tuple[float, float]:
         """Regret and cost of a request."""
-        regret = (self.best - done.score) / self.gain if self.gain else 0.0
+        # As `Replayed.regret`, but against all candidates that were written.
+        regret = (self.best - done.highest) / self.gain if self.gain else 0.0
         return regret, done.generated_tokens / self.tokens
 
 

@@ -15,7 +15,9 @@ def draw(result: Anatomy, name: str) -> tuple[Picture, ...]:
 
     def slots(axes: Axes) -> None:
         axes.plot(lengths, [m.full_slots for m in result.moments], color=ORANGE, label="Best-of-N")
-        axes.plot(lengths, [m.slots for m in result.moments], color=BLUE, label="ours")
+        axes.plot(
+            lengths, [m.slots for m in result.moments], color=BLUE, label="Speculative Rejection"
+        )
         axes.axhline(result.slots, color=GREY, linestyle=":", label="capacity")
         plotting.log_axis_up(axes, "slots held")
         axes.set_xlabel("tokens written of each answer")
@@ -23,7 +25,9 @@ def draw(result: Anatomy, name: str) -> tuple[Picture, ...]:
     def live(axes: Axes) -> None:
         full = [moment.full_live for moment in result.moments]
         axes.plot(lengths, full, color=ORANGE, label="Best-of-N")
-        axes.plot(lengths, [m.live for m in result.moments], color=BLUE, label="ours")
+        axes.plot(
+            lengths, [m.live for m in result.moments], color=BLUE, label="Speculative Rejection"
+        )
         axes.set_ylabel("answers growing")
         axes.set_xlabel("tokens written of each answer")
         axes.set_ylim(bottom=0)

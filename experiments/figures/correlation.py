@@ -58,7 +58,7 @@ def _survival(axes: Axes, result: Correlation, positions: Sequence[int]) -> None
         alpha = first.survivals[i].alpha
         estimates = [each.survivals[i].share for each in result.decision_tokens]
         plotting.band(axes, positions, estimates, f"alpha {alpha:g}", color)
-        axes.axhline(1 - alpha, color=color, linestyle=":", label=f"by chance, {alpha:g}")
+        axes.axhline(1 - alpha, color=color, linestyle=":", label=f"alpha {alpha:g}, by chance")
     plotting.log2_axis(axes, "decision token", positions)
     axes.set_ylabel("share of prompts")
     axes.set_ylim(0, 1.03)

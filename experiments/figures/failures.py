@@ -17,13 +17,13 @@ def draw(result: Failures, name: str) -> tuple[Picture, ...]:
         x, y = ([getattr(s, field) for s in result.similar] for field in ("spread", "regret"))
         axes.plot(x, y, "o", color=BLUE, alpha=0.75, label="a prompt each")
         axes.set_xlabel(f"spread of scores at token {result.first}, over the final one")
-        axes.set_ylabel("regret, in final spreads")
+        axes.set_ylabel("regret, over the final spread")
 
     def early(axes: Axes) -> None:
         ended = [each.ended_share for each in result.early]
         plotting.band(axes, positions, ended, "answers over by then", ORANGE)
         best = [each.best_share for each in result.early]
-        axes.plot(positions, best, "o-", color=GREEN, label="best one over")
+        axes.plot(positions, best, "o-", color=GREEN, label="best one over by then")
         misled = [share for _, share in result.misled_share]
         plotting.band(axes, positions, misled, "best one in lower half", BLUE)
         plotting.log2_axis(axes, "decision token", positions)

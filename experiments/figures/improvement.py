@@ -39,7 +39,7 @@ def _picture(
         for n, color in zip(ns, _COLORS, strict=False):
             cloud = [point for point in points if point.method == FAST and point.n == n]
             x, y = [compute(each) for each in cloud], [each.score.value for each in cloud]
-            axes.plot(x, y, "o", color=color, markersize=3, alpha=0.75, label=f"ours, N = {n}")
+            axes.plot(x, y, "o", color=color, markersize=3, alpha=0.75, label=f"Rejection, N = {n}")
         full = [point for point in points if point.method == FULL]
         x, y = [compute(each) for each in full], [each.score.value for each in full]
         axes.plot(x, y, "o-", color=ORANGE, label=FULL)

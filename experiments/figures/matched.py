@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from experiments.figures import plotting
-from experiments.figures.plotting import PALETTE, Picture
+from experiments.figures.plotting import GREY, PALETTE, Picture
 from experiments.studies.matched import Match, Matched
 
 
@@ -21,10 +21,14 @@ def draw(result: Matched, name: str) -> tuple[Picture, ...]:
         schedules = dict.fromkeys(each.schedule for each in matches)
         for i, schedule in enumerate(schedules):
             _line(axes, [m for m in matches if m.schedule == schedule], i, schedule)
-        plotting.log_axis_up(axes, "Best-of-N's tokens over ours")
+        plotting.log_axis_up(axes, "times fewer tokens")
         axes.set_xlabel("alpha (dotted: bound for these lengths)")
+        axes.axhline(1, color=GREY, linewidth=0.8)
 
-    title = f"Tokens that Best-of-N needs for equal {result.reward}, over those of ours, by alpha"
+    title = (
+        f"Tokens that Best-of-N needs for equal {result.reward}, over those of Speculative "
+        f"Rejection with N = {n}, by alpha; answers of at most {result.max_tokens:,} tokens"
+    )
     heading = f"Equal {result.reward}, fewer tokens: N = {n}"
     return (plotting.picture(f"{name}-matched", heading, title, chart),)
 

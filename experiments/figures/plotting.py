@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ _SIZE = (4.3, 3.1)  # inches
 _TICKS = 8
 _FEW_DOUBLINGS = 8  # highest over lowest
 _DPI = 100
+_TITLE_LETTERS = 56  # of a line
+_TITLE_LINE = 0.17  # inches
 
 Drawing = Callable[[Axes], None]
 
@@ -76,7 +79,12 @@ def picture(
         for axes in cells[len(drawings) :]:
             axes.set_axis_off()
         _legend(figure, cells[0])
-        return Picture(name, heading, title, _svg(figure, title), _png(figure, title))
+        svg = _svg(figure, title)
+        # A file of its own has no caption around it, and needs room for one.
+        lines = textwrap.wrap(title, _TITLE_LETTERS)
+        figure.set_figheight(height + _TITLE_LINE * len(lines))
+        figure.suptitle("\n".join(lines), fontsize=9)
+        return Picture(name, heading, title, svg, _png(figure, title))
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from experiments.figures import gallery
 from experiments.figures.gallery import Gallery
+from experiments.report.choices import Choices
 from experiments.report.page import page
 from experiments.report.summary import summary
 from experiments.studies import live as live_runs
@@ -37,13 +38,14 @@ def write(
     notes: Mapping[str, str] | None = None,
     compute: Callable[[str], ComputeModel] | None = None,
     alphas: Sequence[float] = ALPHAS,
+    choices: Choices | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Study every collection under every reward it has; returns the page's path.
 
     live: timed runs, or their file (`experiments.studies.live`). notes: facts for the page's end,
     such as machine, model and command. compute: costs by reward; the embedded pair's otherwise.
-    alphas: those that are swept.
+    alphas: those that are swept. choices: of settings and policies, if they were compared.
 
     Raises:
         ValueError: a collection is empty, or `live` is no such file.
@@ -64,7 +66,9 @@ def write(
     shown = dict(notes or {})
     if timed:
         shown["machine of the timed runs"] = timed.machine
-    return _files(analyses, galleries, shown, out)
+    report = _files(analyses, galleries, out, choices)
+    report.write_text(page(analyses, galleries, shown, choices), "utf-8")
+    return report
 
 
 def _rewards(name: str, prompts: Sequence[Trajectories]) -> tuple[str, ...]:
@@ -78,9 +82,10 @@ def _rewards(name: str, prompts: Sequence[Trajectories]) -> tuple[str, ...]:
 def _files(
     analyses: Sequence[Analysis],
     galleries: Sequence[Gallery],
-    notes: Mapping[str, str],
     out: Path,
+    choices: Choices | None,
 ) -> Path:
+    """All but the page itself; returns where that belongs."""
     for folder in ("figures", "tables", "results"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     for analysis, drawn in zip(analyses, galleries, strict=True):
@@ -91,11 +96,10 @@ def _files(
             _table(table, out / "tables" / f"{analysis.slug}-{table.name}")
         results = json.dumps(to_json(analysis), ensure_ascii=False)
         (out / "results" / f"{analysis.slug}.json").write_text(results + "\n", "utf-8")
-    for table in summary(analyses):
+    chosen = (*choices.recommended, *choices.policies) if choices else ()
+    for table in (*summary(analyses), *chosen):
         _table(table, out / table.name)
-    report = out / "report.html"
-    report.write_text(page(analyses, galleries, notes), "utf-8")
-    return report
+    return out / "report.html"
 
 
 def _table(table: Table, stem: Path) -> None:

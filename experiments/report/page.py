@@ -11,6 +11,7 @@ from pathlib import Path
 from experiments.figures.gallery import Gallery
 from experiments.figures.plotting import Picture
 from experiments.report import words
+from experiments.report.choices import Choices
 from experiments.report.summary import summary
 from experiments.studies.analysis import Analysis
 from experiments.studies.tables import Result, Table, shown
@@ -32,7 +33,10 @@ class _Study:
 
 
 def page(
-    analyses: Sequence[Analysis], galleries: Sequence[Gallery], notes: Mapping[str, str]
+    analyses: Sequence[Analysis],
+    galleries: Sequence[Gallery],
+    notes: Mapping[str, str],
+    choices: Choices | None = None,
 ) -> str:
     """The whole document."""
     each = list(zip(analyses, galleries, strict=True))
@@ -40,6 +44,7 @@ def page(
         [
             _head(analyses),
             *(_section(study, each) for study in _studies(analyses[0])),
+            *(_choices(choices) if choices else ()),
             _heading("How it was measured", "method"),
             _paragraphs(words.method()),
             _facts(notes),
@@ -54,6 +59,19 @@ def page(
         f"<title>{_TITLE}</title>\n<style>\n{_STYLE.read_text('utf-8')}</style>\n"
         f"</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def _choices(choices: Choices) -> list[str]:
+    """What to take, and whether to let alpha be found."""
+    return [
+        _heading("Which setting to take", "which-setting-to-take"),
+        _paragraphs(words.recommended()),
+        *(_table(table, "") for table in choices.recommended),
+        _heading("An alpha of its own for every round", "adaptive"),
+        _paragraphs(words.adaptive()),
+        _list(choices.verdicts),
+        *(_table(table, "") for table in choices.policies),
+    ]
 
 
 def _head(analyses: Sequence[Analysis]) -> str:
@@ -75,12 +93,24 @@ def _head(analyses: Sequence[Analysis]) -> str:
 
 def _studies(first: Analysis) -> tuple[_Study, ...]:
     """In the order of the page. Some texts name a figure that all collections share."""
+    return (*_gains(), *_reasons(first))
+
+
+def _gains() -> tuple[_Study, ...]:
+    """What is saved, and what is lost."""
     return (
         _Study(
             "Equal reward, fewer tokens",
             words.matched(),
             lambda gallery: gallery.matched,
             lambda analysis: analysis.matched,
+        ),
+        _Study(
+            "Which answers end early",
+            words.lengths(),
+            lambda gallery: (),
+            lambda analysis: analysis.lengths,
+            words.lengths_found,
         ),
         _Study(
             "What more answers buy",
@@ -96,6 +126,12 @@ def _studies(first: Analysis) -> tuple[_Study, ...]:
             lambda analysis: analysis.sweep,
             words.sweep_found,
         ),
+    )
+
+
+def _reasons(first: Analysis) -> tuple[_Study, ...]:
+    """Why, and where not."""
+    return (
         _Study(
             "What a beginning tells",
             words.correlation(),

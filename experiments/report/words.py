@@ -115,6 +115,59 @@ def matched() -> list[str]:
     ]
 
 
+def lengths() -> list[str]:
+    """On the table of lengths."""
+    return [
+        "An answer that ends by itself costs Best-of-N nothing more, so there is less to save. It "
+        "matters twice: lengths bound what can be saved, and a reward may prefer answers of some "
+        "length. Each table has a row per prompt.",
+    ]
+
+
+def lengths_found(analysis: Analysis) -> str:
+    """How long answers are, and the best of them."""
+    found = analysis.lengths
+    ended = [each.ended_share for each in found.prompts]
+    best = sum(each.best_ended for each in found.prompts)
+    tendency = (
+        f" Length and reward correlate by {shown(found.tendency)}."
+        if math.isfinite(found.tendency.value)
+        else ""
+    )
+    return (
+        f"Between {min(ended):.0%} and {max(ended):.0%} of a prompt's answers end before the limit "
+        f"of {found.max_tokens:,} tokens, and Best-of-N's answer itself in {best} of "
+        f"{len(found.prompts)} prompts. Answers have {found.mean_tokens:,.0f} tokens on average, "
+        f"Best-of-N's {shown(found.best_tokens)}.{tendency}"
+    )
+
+
+def recommended() -> list[str]:
+    """On the tables of recommended settings."""
+    return [
+        "Of all settings that were replayed at the whole limit: the cheapest that loses little, "
+        "and the best within a budget. <i>Regret</i> is 0 for Best-of-N's answer with all "
+        "candidates, and 1 for what one answer gives on average; <i>cost</i> is tokens in parts "
+        "of that Best-of-N's. The best of hundreds looks better than it is: the column on prompts "
+        "left out says what settings that were chosen on resampled prompts lose on those that "
+        "were not among them, and the last one how often the same setting would be chosen.",
+    ]
+
+
+def adaptive() -> list[str]:
+    """On policies."""
+    return [
+        "The paper rejects the same share in every round, and asks whether one should. Two "
+        "policies choose alpha by what is known at a decision token: how far scores are apart, "
+        "and how well prefixes of that length foretold answers on other prompts. <i>risk</i> "
+        "rejects as many as it can while the chance that the best is among them stays small; "
+        "<i>price</i> rejects whoever's chance is not worth the tokens. <i>Gain</i> is by how "
+        "much less regret they have than fixed alphas (the best of them, or two by turns) with as "
+        "many tokens; above 0 they are better. Intervals hold for all rows of a table at once, as "
+        "the best of several is partly luck.",
+    ]
+
+
 def best_of_n() -> list[str]:
     """On the charts of Best-of-N."""
     return [
@@ -281,14 +334,18 @@ def method() -> list[str]:
         "would have stopped it earlier, and a setting can be replayed without a model. Where full "
         "memory would cut between two lengths at which prefixes were judged, the cut is at the one "
         "before.",
-        "<b>Rewards.</b> As in the paper, the best answer is the one with the highest reward among "
+        "<b>Best.</b> As in the paper, the best answer is the one with the highest reward among "
         "all that were written to their ends, be that their own or the limit. (The service itself "
-        "prefers complete answers to stopped ones.) A reward measures what it measures: a higher "
-        "one is not a promise of a better answer.",
+        "prefers complete answers to stopped ones; where the limit stops nearly all, that would "
+        "compare lengths, not rewards.) A reward measures what it measures: a higher one is not a "
+        "promise of a better answer.",
         "<b>Pairs.</b> Both algorithms are compared on the same answers. Where there are more "
         "answers than N, a setting is replayed on up to four groups of N.",
         "<b>Intervals</b> are 95 % bootstraps over prompts: prompts are drawn anew 1,000 times, "
-        "and everything is computed from those. Few prompts give wide intervals, and an interval "
+        "each with all its answers, and everything is computed from those. Answers are not drawn "
+        "anew within a prompt: a third of them would be missing from each draw, often the best "
+        "one. Where the N that was looked for lies outside of those that were measured, in all or "
+        "in some of the draws, the tables say so. Few prompts give wide intervals, and an interval "
         "without width says that no prompt of these differed, not that none could. A setting that "
         "was chosen for being best of many looks better than it is; the last column of the first "
         "table chooses on one half of the prompts and measures on the other.",

@@ -15,6 +15,7 @@ from experiments.studies import (
     correlation,
     failures,
     improvement,
+    lengths,
     matched,
     perplexity,
     sweep,
@@ -50,6 +51,7 @@ class Analysis:
     collection: str
     reward: str
     facts: Facts
+    lengths: lengths.Lengths
     best_of_n: best_of_n.BestOfN
     sweep: sweep.Sweep
     correlation: correlation.Correlation
@@ -68,8 +70,8 @@ class Analysis:
     def tables(self) -> tuple[Table, ...]:
         """Of all studies."""
         results = (
-            *(self.matched, self.best_of_n, self.sweep, self.correlation, self.perplexity),
-            *(self.improvement, self.anatomy, self.failures),
+            *(self.matched, self.lengths, self.best_of_n, self.sweep, self.correlation),
+            *(self.perplexity, self.improvement, self.anatomy, self.failures),
         )
         return tuple(table for each in results if each is not None for table in each.tables())
 
@@ -103,6 +105,7 @@ def analyse(
         collection,
         reward,
         _facts(prompts, len(measured)),
+        lengths.study(prompts, reward),
         best_of_n.study(prompts, reward),
         sweep.study(prompts, reward, measured, base),
         correlation.study(prompts, reward),
@@ -136,9 +139,9 @@ def _regrets(measured: Sequence[Measured]) -> np.typing.NDArray[np.float64]:
 
 
 def _anatomy(replayer: Replayer) -> anatomy.Anatomy | None:
-    """Of the first prompt, with memory for a sixteenth of what Best-of-N would fill."""
+    """Of the first prompt, with memory for a sixteenth of what its answers would fill."""
     kept = replayer.trajectories
-    memory_tokens = max(16, kept.max_tokens // 16)
+    memory_tokens = max(16, int(kept.num_tokens.mean()) // 16)
     if int(kept.positions[0]) > memory_tokens or kept.max_tokens <= memory_tokens:
         return None
     return anatomy.study(replayer, Plan(numbers([kept])[0], 0.5, MEMORY, memory_tokens))

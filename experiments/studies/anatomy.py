@@ -86,7 +86,7 @@ def study(replayer: Replayer, plan: Plan) -> Anatomy:
         OffGrid: a round ends before the grid begins.
     """
     kept, rows = replayer.trajectories, np.arange(plan.n)
-    found = run(replayer, plan, rows).replayed
+    found = run(replayer, plan, rows)
     rounds, live = [], rows
     for each in found.rounds:
         after = np.array(each.survivors, dtype=np.int64)

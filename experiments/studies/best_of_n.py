@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.studies.statistics import Estimate, FloatArray, expected_best, mean
+from experiments.studies.statistics import Estimate, FloatArray, expected_first, mean
 from experiments.studies.tables import Table
 from experiments.trajectories import Trajectories
 
@@ -51,20 +51,20 @@ class BestOfN:
 
 
 def doublings(n: int) -> tuple[int, ...]:
-    """1, 2, 4, ... up to `n`."""
-    return tuple(2**i for i in range(n.bit_length()))
+    """1, 2, 4, ... and `n`."""
+    return tuple(sorted({*(2**i for i in range(n.bit_length())), n}))
 
 
 def curve(prompts: Sequence[Trajectories], reward: str, ns: Sequence[int]) -> Curve:
     """Best-of-N of every prompt, at every N."""
-    finals = [each.scores(reward).final for each in prompts]
-    rewards = [[expected_best(final, n) for n in ns] for final in finals]
+    falling = [np.sort(each.scores(reward).final)[::-1] for each in prompts]
+    rewards = [[expected_first(finals, n) for n in ns] for finals in falling]
     lengths = np.array([each.num_tokens.mean() for each in prompts])
     return Curve(tuple(ns), np.array(rewards), lengths[:, None] * np.array(ns, dtype=np.float64))
 
 
 def study(prompts: Sequence[Trajectories], reward: str) -> BestOfN:
-    """At N = 1, 2, 4, ... up to what every prompt has."""
+    """At N = 1, 2, 4, ... and what every prompt has."""
     ns = doublings(min(each.n for each in prompts))
     found = curve(prompts, reward, ns)
     single = found.rewards[:, 0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from experiments.replay import highest_answer
 from experiments.studies.statistics import Estimate, FloatArray, kendall, mean, pearson
 from experiments.studies.tables import Cell, Table
 from experiments.trajectories import Trajectories
@@ -93,7 +94,7 @@ def scores_at(prompt: Trajectories, reward: str, position: int) -> FloatArray:
 
 def survives(prompt: Trajectories, reward: str, position: int, alpha: float) -> bool:
     """Whether the best answer is still there after one cut; one that is whole cannot be lost."""
-    best = int(np.argmax(prompt.scores(reward).final))
+    best = highest_answer(prompt, reward)
     if not live(prompt, position)[best]:
         return True
     ranking = np.argsort(-scores_at(prompt, reward, position), kind="stable")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from experiments.replay import highest_answer
 from experiments.studies.correlation import decision_tokens, live, scores_at
 from experiments.studies.statistics import Estimate, FloatArray, mean, pearson
 from experiments.studies.tables import Table
@@ -125,7 +126,7 @@ def study(
 def rank_of_best(prompt: Trajectories, reward: str, position: int) -> float:
     """Of the answer that is best in the end, among all at `position`: 0 is first, 1 is last."""
     scores = scores_at(prompt, reward, position)
-    best = int(np.argmax(prompt.scores(reward).final))
+    best = highest_answer(prompt, reward)
     before = int((scores > scores[best]).sum()) + int((scores[:best] == scores[best]).sum())
     return before / max(1, prompt.n - 1)
 
@@ -140,16 +141,13 @@ def _similar(prompt: Trajectories, reward: str, position: int, regret: float) ->
 
 def _early(prompts: Sequence[Trajectories], reward: str, position: int) -> EarlyEnds:
     ended = [~live(each, position) for each in prompts]
-    best = [
-        over[int(np.argmax(each.scores(reward).final))]
-        for each, over in zip(prompts, ended, strict=True)
-    ]
+    best = [over[highest_answer(each, reward)] for each, over in zip(prompts, ended, strict=True)]
     shares = np.array([over.mean() for over in ended])
     return EarlyEnds(position, mean(shares), float(np.mean(best)))
 
 
 def _is_misled(prompt: Trajectories, reward: str, position: int) -> bool:
-    best = int(np.argmax(prompt.scores(reward).final))
+    best = highest_answer(prompt, reward)
     return bool(live(prompt, position)[best]) and rank_of_best(prompt, reward, position) > 0.5
 
 
@@ -171,7 +169,7 @@ def _examples(
 
 
 def _example(prompt: Trajectories, reward: str, position: int) -> Misleading:
-    best = int(np.argmax(prompt.scores(reward).final))
+    best = highest_answer(prompt, reward)
     begins = " ".join(prompt.texts[best].split())
     excerpt = begins if len(begins) <= _EXCERPT else begins[:_EXCERPT].rstrip() + " ..."
     return Misleading(

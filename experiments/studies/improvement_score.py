@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.studies.statistics import Estimate, FloatArray, expected_best, mean
+from experiments.studies.best_of_n import curve
+from experiments.studies.statistics import Estimate, FloatArray, expected_first, mean
 from experiments.trajectories import Trajectories
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Best and worst of `n` answers, expected over all draws of so many: [prompts]."""
+    """Best-of-N's answer, and the lowest reward, expected over all draws of `n`: [prompts]."""
 
     n: int
     best: FloatArray
@@ -26,10 +27,9 @@ class Base:
 
 def base_of(prompts: Sequence[Trajectories], reward: str, n: int) -> Base:
     """What is compared with."""
-    finals = [each.scores(reward).final for each in prompts]
-    best = np.array([expected_best(final, n) for final in finals])
-    worst = np.array([-expected_best(-final, n) for final in finals])
-    return Base(n, best, worst)
+    rising = [np.sort(each.scores(reward).final) for each in prompts]
+    worst = np.array([expected_first(finals, n) for finals in rising])
+    return Base(n, curve(prompts, reward, [n]).rewards[:, 0], worst)
 
 
 def improvement_score(rewards: FloatArray, base: Base) -> Estimate:

@@ -35,8 +35,11 @@ class Match:
     """A setting against the Best-of-N that is as good.
 
     matched_n, ratio and flops_ratio are infinite ("beyond") where no Best-of-N that was measured is
-    as good. bound: the same saving in expectation, of answers as long as these; bound_full: if all
-    were written to the limit. NaN for schedules whose decision tokens are not known beforehand.
+    as good; where even a single answer is, matched_n is 1 and the ratio less than that. censored:
+    the share of resampled prompts of which either holds: the interval ends where measuring did.
+    bound: the same saving in expectation, of answers as long as these; bound_full: if all were
+    written to the limit. NaN for schedules whose decision tokens are not known beforehand.
+    complete, full_complete: the share of answers that are, of ours and of Best-of-N's, same N.
     """
 
     n: int
@@ -49,6 +52,18 @@ class Match:
     flops_ratio: Estimate
     bound: float
     bound_full: float
+    censored: float
+    complete: float
+    full_complete: float
+
+    @property
+    def range_note(self) -> str:
+        """Whether the N that was looked for lies outside of those that were measured."""
+        if math.isinf(self.matched_n.value):
+            return "beyond"
+        if self.matched_n.value <= 1:
+            return "below 1"
+        return f"{self.censored:.0%} of draws" if self.censored > 0 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +104,13 @@ class Matched:
             *("N", "alpha", "schedule", "as good as Best-of-N with N = (95 %)"),
             *("tokens saved at equal N", "part of N kept", "tokens, ratio (95 %)"),
             *("FLOPs, ratio (95 %)", "bound, these lengths", "bound, all to the limit"),
+            *("outside what was measured", "complete answers", "Best-of-N's, same N"),
         )
         rows = tuple(
             (
                 *(m.n, m.alpha, m.schedule, m.matched_n, m.saving, m.kept),
                 *(m.ratio, m.flops_ratio, m.bound, m.bound_full),
+                *(m.range_note, m.complete, m.full_complete),
             )
             for m in self.matches
         )
@@ -134,10 +151,15 @@ def matched_n(ns: Sequence[int], rewards: FloatArray, targets: FloatArray) -> Fl
     for i, (row, target) in enumerate(zip(rewards, targets, strict=True)):
         # Equal but for the last bits, which sums in another order can differ in.
         slack = 1e-9 * abs(row[-1] - row[0])
-        beyond = target > row[-1] + slack
-        # Where rewards stay the same, the least N is as good as the others.
-        rising = np.concatenate([[True], np.diff(row) > slack])
-        found[i] = math.inf if beyond else 2 ** np.interp(target, row[rising], logs[rising])
+        is_as_good = row >= target - slack
+        first = int(np.argmax(is_as_good))
+        if not is_as_good[first]:
+            found[i] = math.inf
+        elif first == 0:
+            found[i] = ns[0]
+        else:
+            part = (target - row[first - 1]) / (row[first] - row[first - 1])
+            found[i] = 2 ** (logs[first - 1] + min(part, 1.0) * (logs[first] - logs[first - 1]))
     return found
 
 
@@ -163,6 +185,7 @@ def _match(costs: _Costs, prompts: Sequence[Trajectories], lengths: IntArray) ->
     draws = _Draws(costs.ratios(everybody[None]), costs.ratios(drawn(len(prompts))))
     limit = np.full(1, max(each.max_tokens for each in prompts))
     n = draws.estimate(0, len(prompts))
+    outside = (draws.again[0] <= 1) | np.isinf(draws.again[0])
     return Match(
         plan.n,
         plan.alpha,
@@ -174,6 +197,9 @@ def _match(costs: _Costs, prompts: Sequence[Trajectories], lengths: IntArray) ->
         draws.estimate(2, len(prompts)),
         _bound(lengths, plan, int(limit[0])),
         _bound(limit, plan, int(limit[0])),
+        float(outside.mean()),
+        float(measured.complete.mean()),
+        float(measured.full_complete.mean()),
     )
 
 

@@ -1,20 +1,14 @@
-"""A replayed request as the studies see it: how long each candidate got, and which came to its end.
-
-As in the paper, the best answer is the one with the highest reward among all that were written to
-their ends, complete or stopped by the limit. The service prefers complete ones, whatever their
-rewards; studies say how many are complete.
-"""
+"""What the studies replay: plans, and the groups of candidates that they are replayed on."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from experiments.replay import Replayed, Replayer, Setting
-from experiments.trajectories import BoolArray, IntArray
+from experiments.trajectories import IntArray
 from orchestrator.schedule import next_decision_token
 from specrej.contracts import Schedule
 
@@ -62,20 +56,7 @@ class Plan:
         return Setting(self.n, self.alpha, self.schedule, reward, slots, snap=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One request on one group of candidates; arrays are [n], in the group's order.
-
-    lengths: tokens written of each. ended: whether that is all of it.
-    """
-
-    rows: IntArray
-    lengths: IntArray
-    ended: BoolArray
-    replayed: Replayed
-
-
-def run(replayer: Replayer, plan: Plan, rows: IntArray) -> Run:
+def run(replayer: Replayer, plan: Plan, rows: IntArray) -> Replayed:
     """Replay a plan on these candidates of a prompt.
 
     Raises:
@@ -83,10 +64,7 @@ def run(replayer: Replayer, plan: Plan, rows: IntArray) -> Run:
     """
     kept = replayer.trajectories
     setting = plan.setting(replayer.reward, kept.prompt_tokens, kept.max_tokens)
-    replayed = replayer.run(setting, candidates=rows)
-    reached = _reached(replayed, rows, kept.n)
-    num_tokens = kept.num_tokens[rows]
-    return Run(rows, np.minimum(num_tokens, reached), num_tokens <= reached, replayed)
+    return replayer.run(setting, candidates=rows)
 
 
 def groups(num_candidates: int, n: int, most: int) -> list[IntArray]:
@@ -99,13 +77,3 @@ def groups(num_candidates: int, n: int, most: int) -> list[IntArray]:
         raise ValueError(f"{n} candidates of {num_candidates} that were written")
     starts = itertools.islice(range(0, num_candidates - n + 1, n), most)
     return [np.arange(start, start + n) for start in starts]
-
-
-def _reached(replayed: Replayed, rows: IntArray, num_candidates: int) -> IntArray:
-    """The position at which each was last live, or ended."""
-    reached = np.zeros(num_candidates, dtype=np.int64)
-    started: Sequence[int] | IntArray = rows
-    for each in replayed.rounds:
-        reached[np.asarray(started, dtype=np.int64)] = each.decision_token
-        started = each.survivors
-    return reached[rows]

@@ -1,9 +1,12 @@
-"""Correlations, expected maxima and bootstrap intervals, on plain arrays. Knows no study.
+"""Correlations, expected answers and bootstrap intervals, on plain arrays. Knows no study.
 
 Intervals are 95 % percentile bootstraps (Efron, 1979) over prompts: a figure is computed anew from
 prompts that are drawn with replacement, as many as there are, and the middle 95 % of these are its
-interval. Candidates of one prompt resemble each other, so they are never drawn on their own. Fewer
-than four prompts have none: draws from one are all the same, and would look certain.
+interval. A prompt is drawn with all its candidates: prompts that differ by the luck of their
+candidates too make the interval wider by just that. Candidates are not drawn anew within prompts:
+of 512 drawn with replacement a third is missing, mostly the best one too, so that the best of them
+is always worse than the best there was (the bootstrap of a maximum fails: Bickel and Freedman,
+1981). Fewer than four prompts have none: draws from one are all the same, and would look certain.
 """
 
 from __future__ import annotations
@@ -101,18 +104,18 @@ def kendall(x: FloatArray, y: FloatArray) -> float:
     return float((signs_x * signs_y).sum()) / untied if untied > 0 else math.nan
 
 
-def expected_best(values: FloatArray, n: int) -> float:
-    """The mean, over all subsets of `n`, of a subset's largest value.
+def expected_first(ranked: FloatArray, n: int) -> float:
+    """The mean, over all subsets of `n`, of the value that comes first in a subset.
 
-    The r-th largest (from 0) of N is a subset's largest with probability C(N-1-r, n-1) / C(N, n):
-    it is in, and the rest is below (Dodge et al., arXiv 1909.03004, without replacement as in Chen
-    et al., arXiv 2107.03374).
+    `ranked` has the values in their order, the best first. The r-th (from 0) of N is a subset's
+    first with probability C(N-1-r, n-1) / C(N, n): it is in, and the rest come later (Dodge et al.,
+    arXiv 1909.03004, without replacement as in Chen et al., arXiv 2107.03374).
     """
-    size = len(values)
+    size = len(ranked)
     if not 1 <= n <= size:
         raise ValueError(f"no subsets of {n} among {size}")
     ranks = np.arange(size - n)
     # Each weight from the one before: binomials themselves are too large.
     steps = (size - ranks - n) / (size - 1 - ranks)
     weights = n / size * np.concatenate([[1.0], np.cumprod(steps)])
-    return float(np.sort(values)[::-1][: size - n + 1] @ weights)
+    return float(ranked[: size - n + 1] @ weights)

@@ -1,7 +1,7 @@
 """Speculative Rejection over alpha, N and schedule: what it saves, and what it loses.
 
-Regret is the reward of the best of all N answers less that of the best which was written to its
-end: never negative. Both are of the same answers, so that luck cancels. Where a prompt has more
+Regret is the reward of Best-of-N less that of Speculative Rejection, as in `experiments.replay`.
+Both are of the same answers, so that luck cancels. Where a prompt has more
 answers than N, several groups of N are replayed and averaged.
 """
 
@@ -20,6 +20,7 @@ from experiments.studies.runs import Plan, groups, run
 from experiments.studies.statistics import Estimate, FloatArray, mean, quotient
 from experiments.studies.tables import Table
 from experiments.trajectories import IntArray, Trajectories
+from specrej.contracts import FinishReason
 
 _GROUPS = 4
 
@@ -28,7 +29,8 @@ _GROUPS = 4
 class Measured:
     """A plan, replayed: arrays are [prompts], means over groups.
 
-    rewards: of the best answer: Best-of-N's less the regret. full_*: of Best-of-N, the same N.
+    rewards: Best-of-N's less the regret. full_*: of Best-of-N, the same N. complete: the share of
+    answers that are.
     """
 
     plan: Plan
@@ -38,6 +40,7 @@ class Measured:
     full_tokens: FloatArray
     flops: FloatArray
     complete: FloatArray
+    full_complete: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +118,13 @@ def _group(
     replayer: Replayer, plan: Plan, rows: IntArray, compute: ComputeModel
 ) -> tuple[float, ...]:
     found = run(replayer, plan, rows)
-    kept, final = replayer.trajectories, replayer.final[rows]
-    whole = kept.num_tokens[rows]
-    best = rows[found.ended][int(np.argmax(final[found.ended]))]
     return (
-        float(final.max() - replayer.final[best]),
-        float(found.lengths.sum()),
-        float(whole.sum()),
-        compute.flops(kept.prompt_tokens, found.replayed),
-        float(kept.finished[best]),
+        found.regret,
+        float(found.generated_tokens),
+        float(found.best_of_n_tokens),
+        compute.flops(replayer.trajectories.prompt_tokens, found),
+        float(found.finish is FinishReason.STOP),
+        float(replayer.trajectories.finished[found.best_of_n_answer]),
     )
 
 

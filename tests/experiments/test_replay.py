@@ -12,7 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.replay import NeverFits, Replayed, Replayer, Seen, Setting, replay
+from experiments.replay import (
+    NeverFits,
+    Replayed,
+    Replayer,
+    Seen,
+    Setting,
+    highest_answer,
+    replay,
+)
 from experiments.settings import Settings
 from experiments.trajectories import OffGrid, Trajectories
 from generator_service.local import LocalGenerator
@@ -32,6 +40,7 @@ from specrej.contracts import (
     Selection,
 )
 from tests.experiments.doubles import ITEM, PROMPT, LetterScorer, lived, tiny_engine, written
+from tests.experiments.synthetic import made_of
 
 N, MAX_TOKENS = 24, 28
 TEXT_PROMPT = Prompt(text="a prompt of several words that all candidates share")
@@ -227,7 +236,7 @@ def test_best_of_n_is_known_of_the_same_candidates(models_own: dict[int, Traject
     assert found.best_of_n_answer == full.answer
     assert found.best_of_n_score == full.score
     assert found.best_of_n_tokens == full.generated_tokens
-    assert found.regret == full.score - found.score
+    assert found.regret == full.highest - found.highest >= 0
     assert found.compute_ratio > 1
     assert full.num_scored == 16
     assert full.scored_tokens == full.generated_tokens
@@ -265,6 +274,89 @@ def test_full_slots_between_two_positions_snap_only_where_that_is_wanted(
     assert full
     assert all(each.decision_token % 4 == 0 for each in full)
     assert all(each.session_slots <= 160 for each in found.rounds)
+
+
+def _first_full(made: Trajectories, setting: Setting) -> int | None:
+    """Where full slots end the first round, if they do."""
+    first = replay(made, setting).rounds[0]
+    return first.decision_token if first.ended_by is RoundEnd.SLOTS_FULL else None
+
+
+def test_snapping_is_to_the_position_before_and_never_for_the_likelihood(
+    models_own: dict[int, Trajectories],
+) -> None:
+    """A position of the grid is its own. Guards against a snap past what the slots can hold."""
+    made, thin = models_own[3], _thinned(models_own[3], 4)
+    ends = set()
+    for slots in range(140, 400, 6):
+        setting = Setting(N, 0.3, Schedule("memory", first=4), "letters", slots)
+        exact = _first_full(made, setting)
+        snapped = _first_full(thin, replace(setting, snap=True))
+        assert snapped == (None if exact is None else exact - exact % 4)
+        ends.add(exact)
+        own = replace(setting, reward=LIKELIHOOD)
+        assert replay(thin, replace(own, snap=True)) == replay(made, own)
+    assert {each % 4 for each in ends if each is not None} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("slots", [0, 160])
+def test_what_is_counted_follows_from_who_was_there(
+    models_own: dict[int, Trajectories], slots: int
+) -> None:
+    """Texts and tokens that were scored, and tokens attended to, one by one."""
+    made = models_own[3]
+    setting = Setting(N, 0.4, Schedule("memory" if slots else "geometric", first=4), slots=slots)
+    found = replay(made, setting)
+    texts: list[int] = []
+    attended = start = 0
+    live: tuple[int, ...] = tuple(range(N))
+    for each in found.rounds:
+        lengths = [min(int(made.num_tokens[row]), each.decision_token) for row in live]
+        texts += lengths
+        attended += sum(before for length in lengths for before in range(start, length))
+        live, start = each.survivors, each.decision_token
+    assert len(found.rounds) > 2
+    assert found.num_scored == len(texts)
+    assert found.scored_tokens == sum(texts)
+    assert found.scored_squares == sum(length**2 for length in texts)
+    assert found.attended_tokens == attended
+
+
+def test_a_policy_is_told_where_it_is_and_what_there_is_to_beat(
+    models_own: dict[int, Trajectories],
+) -> None:
+    made = models_own[3]
+    seen: list[Seen] = []
+
+    class Nobody:
+        def alpha(self, now: Seen) -> float:
+            seen.append(now)
+            return 0.0
+
+    replay(made, Setting(N, 0.5, Schedule(first=4), "letters"), Nobody())
+    assert [(each.number, each.decision_token, each.next_token) for each in seen] == [
+        *((1, 4, 8), (2, 8, 16), (3, 16, MAX_TOKENS))
+    ]
+    for each in seen:
+        ended = made.num_tokens <= each.decision_token
+        finals = made.scores("letters").final[ended]
+        assert each.max_tokens == MAX_TOKENS
+        assert each.best_finished == max(finals.tolist(), default=-np.inf)
+        assert len(each.ranked) == N
+        assert len(each.live) == N - ended.sum()
+    assert seen[-1].best_finished > -np.inf
+
+
+def test_regret_is_about_rewards_not_about_who_is_complete() -> None:
+    """The service answers with the complete one, if it is there; both found the highest score."""
+    scores = np.zeros((4, 16))
+    scores[:] = np.array([0.0, 5.0, 4.0, 3.0])[:, None]
+    made = made_of(scores, np.array([16, 16, 16, 12]), positions=(8, 16))
+    found = replay(made, Setting(4, 0.5, Schedule("tokens", tokens=(8,)), "walk"))
+    assert (found.best_of_n_answer, found.best_of_n_score) == (3, 3)
+    assert (found.answer, found.score) == (1, 5)
+    assert (found.highest, found.best_of_n_highest, found.regret) == (5, 5, 0)
+    assert highest_answer(made, "walk") == 1
 
 
 def test_a_policy_sees_the_ranking_and_is_obeyed(models_own: dict[int, Trajectories]) -> None:

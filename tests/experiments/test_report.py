@@ -12,11 +12,16 @@ from typing import Any
 import pytest
 
 from experiments import report
+from experiments.adaptive import as_table, compare
+from experiments.replay import Setting
 from experiments.report import words
+from experiments.report.choices import choices
 from experiments.studies.analysis import Analysis, analyse
 from experiments.studies.live import Live, LiveRun
 from experiments.studies.shortened import shortened
+from experiments.sweep import sweep
 from experiments.trajectories import Trajectories
+from specrej.contracts import Schedule
 from tests.experiments.synthetic import WALK, collection
 from tests.loadtest.browser import CHROMIUM, DRIVER, Page, browser
 
@@ -99,6 +104,22 @@ def test_nothing_to_study_is_refused(tmp_path: Path) -> None:
         report.write([("none", [])], tmp_path)
 
 
+def test_choices_are_told_when_they_are_known(tmp_path: Path) -> None:
+    settings = [Setting(64, alpha, Schedule(first=8), WALK) for alpha in (0.0, 0.3, 0.6)]
+    rows = as_table(compare(PROMPTS, WALK, [Schedule(first=8)], 32))
+    made = choices({WALK: sweep(PROMPTS, settings)}, {WALK: rows})
+    (table,) = made.recommended
+    assert str(table.rows[0][1]).startswith("N=64, alpha 0")
+    assert table.rows[-1][1] in {"none", "N=64, alpha 0.6, geometric:8,2"}
+    assert [row[0] for row in made.policies[0].rows] == ["risk", "price"]
+    page = report.write([("few", PROMPTS[:4])], tmp_path, alphas=(0.5,), choices=made)
+    text = page.read_text("utf-8")
+    assert f"<b>By {WALK}.</b>" in text
+    assert 'id="recommended-walk"' in text
+    assert (tmp_path / "policies-walk.csv").exists()
+    assert not re.search(r"\b(nan|inf|None)\b", _read(text))
+
+
 @pytest.mark.parametrize("num_prompts", [1, 3])
 def test_few_prompts_make_a_page_too(tmp_path: Path, num_prompts: int) -> None:
     """Guards against intervals that are not there: NaN must never be read by anybody."""
@@ -137,7 +158,7 @@ async def test_the_report_reads_well(out: Path, tmp_path: Path) -> None:
             assert await page.log() == []
             assert await page.evaluate(_REQUESTED) == []
         await _tables_are_those_of_the_results(page, out)
-        assert await page.evaluate("return document.querySelectorAll('h2').length") == 10
+        assert await page.evaluate("return document.querySelectorAll('h2').length") == 11
         # Names that look like markup are shown, not obeyed.
         assert NAME in await page.evaluate("return document.querySelector('.claim').textContent")
 

@@ -14,7 +14,7 @@ def misled() -> Trajectories:
     """Eight answers: the last is worst at token 16 and best in the end, the first ends early."""
     scores = np.ones((8, 64)) * np.arange(8.0)[::-1, None]
     scores[7, 17:] = 20.0
-    return made_of(scores, np.array([5, *[64] * 7]))
+    return made_of(scores, np.array([5, *[64] * 7]), finished=np.ones(8, dtype=np.bool_))
 
 
 def test_a_misleading_prefix_is_found_and_shown_shortly() -> None:

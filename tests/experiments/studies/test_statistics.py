@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.studies import statistics
-from experiments.studies.statistics import FloatArray, expected_best, kendall, pearson
+from experiments.studies.statistics import FloatArray, expected_first, kendall, pearson
 
 values = st.lists(st.integers(min_value=-20, max_value=20).map(float), min_size=2, max_size=8).map(
     np.array
@@ -47,13 +47,21 @@ def test_kendall_is_one_with_itself_and_minus_one_reversed(x: FloatArray) -> Non
 def test_the_expected_best_is_that_of_all_subsets(x: FloatArray, n: int) -> None:
     n = min(n, len(x))
     counted = [max(subset) for subset in itertools.combinations(x.tolist(), n)]
-    assert expected_best(x, n) == pytest.approx(sum(counted) / len(counted))
+    assert expected_first(np.sort(x)[::-1], n) == pytest.approx(sum(counted) / len(counted))
+
+
+@given(values, st.integers(min_value=1, max_value=8))
+def test_what_comes_first_need_not_be_the_largest(x: FloatArray, n: int) -> None:
+    """Complete answers come before stopped ones, whatever their rewards."""
+    n = min(n, len(x))
+    counted = [x[min(subset)] for subset in itertools.combinations(range(len(x)), n)]
+    assert expected_first(x, n) == pytest.approx(sum(counted) / len(counted))
 
 
 @pytest.mark.parametrize("n", [0, 5])
 def test_there_are_no_such_subsets(n: int) -> None:
     with pytest.raises(ValueError, match="no subsets"):
-        expected_best(np.arange(4.0), n)
+        expected_first(np.arange(4.0), n)
 
 
 def test_an_interval_covers_as_often_as_it_says() -> None:

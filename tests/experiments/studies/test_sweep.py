@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -43,8 +44,9 @@ def by_hand() -> Trajectories:
 def test_a_run_by_hand() -> None:
     """Half of four are stopped at token 8, among them the one that would have been best."""
     found = run(Replayer(by_hand(), WALK), Plan(4, 0.5, EIGHTS), np.arange(4))
-    assert found.lengths.tolist() == [8, 8, 16, 16]
-    assert found.ended.tolist() == [False, False, True, True]
+    assert [each.survivors for each in found.rounds] == [(2, 3), ()]
+    assert [each.generated_tokens for each in found.rounds] == [4 * 8, 2 * 8]
+    assert (found.answer, found.best_of_n_answer) == (3, 1)
     measured = measure([by_hand()], Plan(4, 0.5, EIGHTS))
     assert measured.regrets.tolist() == [7]
     assert measured.rewards.tolist() == [2]
@@ -176,6 +178,56 @@ def test_the_ratio_is_the_product_of_its_factors() -> None:
     assert result.best.ratio.value == max(
         each.ratio.value for each in result.matches if each.matched_n.value >= 16
     )
+
+
+def _half_by_chance(seed: int) -> tuple[list[Trajectories], sweep.Measured]:
+    """20 prompts of 32 answers of one length, on scales that differ; a run that gives the best of
+    the first 16 for a quarter of the tokens: Best-of-16 is as good, for twice the run's tokens."""
+    chance = np.random.default_rng(seed)
+    finals = np.exp(0.5 * chance.standard_normal((20, 1))) * chance.standard_exponential((20, 32))
+    prompts = [
+        made_of(row[:, None] * np.ones(8), np.full(32, 8), positions=(8,), prompt_id=str(i))
+        for i, row in enumerate(finals)
+    ]
+    rewards, ones = finals[:, :16].max(axis=1), np.ones(20)
+    regrets = finals.max(axis=1) - rewards
+    plan = Plan(32, 0.5, DOUBLING)
+    arrays = (regrets, 64 * ones, 256 * ones, 64 * ones, 0 * ones, 0 * ones)
+    return prompts, sweep.Measured(plan, rewards, *arrays)
+
+
+def test_the_interval_of_a_ratio_covers_what_is_true() -> None:
+    """2, whatever luck 20 prompts and their 32 answers had; 60 times. 95 % of that is 57 +- 1.7;
+    prompts alone are drawn anew, and the luck of their answers is among what differs."""
+    flops = np.ones((20, 2))
+    covered, values = 0, []
+    for seed in range(60):
+        prompts, measured = _half_by_chance(seed)
+        (match,) = matched.study(prompts, WALK, [measured], flops).matches
+        covered += match.ratio.low <= 2 <= match.ratio.high
+        values.append(match.ratio.value)
+    assert covered >= 51
+    assert np.median(values) == pytest.approx(2, rel=0.1)
+
+
+def test_what_lies_outside_of_what_was_measured_is_said() -> None:
+    """As good as less than one answer, better than all, and in some of the draws only."""
+    prompts, measured = _half_by_chance(1)
+    flops = np.ones((20, 2))
+    notes = []
+    for rewards in (measured.rewards * 0, measured.rewards + 100, measured.rewards):
+        changed = dataclasses.replace(measured, rewards=rewards)
+        (match,) = matched.study(prompts, WALK, [changed], flops).matches
+        notes.append((match.range_note, match.censored))
+    assert notes[:2] == [("below 1", 1), ("beyond", 1)]
+    assert notes[2][1] < 0.5
+
+
+def test_between_two_ns_of_which_the_first_is_flat() -> None:
+    """A line to the next N begins where the reward does: at 4, not at the first N that has it."""
+    rewards = np.array([[0.0, 2.0, 2.0, 3.0]])
+    assert matched_n((1, 2, 4, 8), rewards, np.array([2.0]))[0] == 2
+    assert matched_n((1, 2, 4, 8), rewards, np.array([2.5]))[0] == pytest.approx(2**2.5)
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(128, 3.2), (512, 512 / 56), (2048, 28.44)])
