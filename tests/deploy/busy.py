@@ -20,12 +20,13 @@ from specrej.client import Client, Options
 from specrej.contracts import Algorithm, CacheControl
 from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
 from specrej.processes import Processes, Program
-from specrej.prometheus import Look, look
+from specrej.prometheus import Look, look, prometheus_name
 from specrej.stack import HOST, Ports, Stack
 from specrej.telemetry import names
 from specrej.v1 import common_pb2, generator_pb2, generator_pb2_grpc
 
 _BOUND_S = 60.0
+_ATTEMPTS = 10
 _ENVIRONMENT = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=2",
     "SPECREJ_GENERATOR_LEASE_S": "1",
@@ -66,8 +67,7 @@ async def busy_look() -> Look:
         await client.generate("without a cache", n=2, max_tokens=8)
         os.kill(stack.processes["reward"], signal.SIGSTOP)
         try:
-            with suppress(DeadlineExceeded):
-                await client.generate("late", n=2, max_tokens=8, timeout_s=0.5)
+            await _failed(client, urls[0])
         finally:
             os.kill(stack.processes["reward"], signal.SIGCONT)
         return await _until(urls, lambda now: bool(now.value(names.LEASES_EXPIRED)))
@@ -115,6 +115,24 @@ async def _hurried(client: Client) -> None:
         if not missing:
             return
         assert time.monotonic() - began < _BOUND_S, f"no answer was {missing}"
+
+
+async def _failed(client: Client, url: str) -> None:
+    """Until the orchestrator itself ended a request for its deadline.
+
+    Where it is late, its client has hung up before: that counts as cancelled.
+    """
+    name = f"{prometheus_name(names.RPC_DURATION)}_count"
+    failed = {
+        names.RPC_METHOD: "specrej.v1.OrchestratorService/Generate",
+        names.RPC_CODE: grpc.StatusCode.DEADLINE_EXCEEDED.name,
+    }
+    for attempt in count(1):
+        with suppress(DeadlineExceeded):
+            await client.generate(f"late {attempt}", n=2, max_tokens=8, timeout_s=0.5 * attempt)
+        if list((await look([url], 5.0)).matching(name, failed)):
+            return
+        assert attempt < _ATTEMPTS, "no request failed for its deadline"
 
 
 async def _silent(address: str) -> None:
