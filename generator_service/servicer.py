@@ -105,8 +105,13 @@ class _Commands:
         )
         session = await self._resources.enter_async_context(opening)
         self._session, self._max_tokens = session, sampling.max_tokens
-        slots = wire.gauge_to_wire((await self._generator.describe()).slots)
-        opened = pb.SessionOpened(n=session.n, prompt_tokens=session.prompt_tokens, slots=slots)
+        description = await self._generator.describe()
+        opened = pb.SessionOpened(
+            n=session.n,
+            prompt_tokens=session.prompt_tokens,
+            slots=wire.gauge_to_wire(description.slots),
+            fingerprint=description.fingerprint,
+        )
         return pb.SessionResponse(opened=opened)
 
     async def _extend(self, command: pb.ExtendSession) -> pb.SessionResponse:

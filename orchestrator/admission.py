@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from specrej.errors import Overloaded
+from specrej.errors import Overloaded, TooLate
 
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
@@ -116,12 +116,10 @@ class Admission:
             finally:
                 asking.held -= tokens
         finally:
-            if not asking.held and not asking.line:
-                # What it was served is forgotten: who comes again begins where the others are.
-                self._tenants.pop(tenant, None)
+            self._forget()
 
     def _check(self, asking: _Tenant, tokens: int, time_left_s: float | None) -> None:
-        """Raises Overloaded unless this may run or wait."""
+        """Raises Overloaded unless this may run or wait; TooLate: with more time it might."""
         limits, queued, waiting_tokens = self._limits, self.queued, self.queued_tokens
         beyond = asking.held + tokens - limits.tenant_tokens
         if limits.tenant_tokens and asking.held and beyond > 0:
@@ -131,15 +129,17 @@ class Admission:
             return
         wait_s = self._wait_s(waiting_tokens + tokens, queued + 1)
         room = limits.max_queued_tokens - waiting_tokens
+        kind = Overloaded
         if queued >= limits.max_queued:
             text = f"{self.running} requests run and {queued} wait"
         elif limits.max_queued_tokens and queued and tokens > room:
             text = f"{waiting_tokens} candidate-tokens wait"
         elif time_left_s is not None and self._drain.is_known and wait_s > time_left_s:
             text = f"the wait is about {wait_s:.1f} s, the deadline is in {time_left_s:.1f} s"
+            kind = TooLate
         else:
             return
-        raise Overloaded(text, retry_after_s=_bounded(wait_s))
+        raise kind(text, retry_after_s=_bounded(wait_s))
 
     def _wait_s(self, tokens: int, requests: int) -> float:
         """Seconds until so many candidate-tokens, of so many requests, have left."""
@@ -179,6 +179,18 @@ class Admission:
         """Start-time fair queueing: who was away does not catch up at the others' expense."""
         self._served = max(self._served, tenant.served)
         tenant.served = max(tenant.served, self._served) + tokens
+
+    def _forget(self) -> None:
+        """Tenants with nothing here that would begin where the others are, if they came again.
+
+        One that was served more is remembered while others wait: else who asks again as soon as it
+        has an answer would always be the one that was served least.
+        """
+        is_contended = bool(self.queued)
+        for name, tenant in [*self._tenants.items()]:
+            is_ahead = is_contended and tenant.served > self._served
+            if not (tenant.held or tenant.line or is_ahead):
+                del self._tenants[name]
 
     def _leave(self, asking: _Tenant, place: _Place) -> None:
         if place in asking.line:  # a release may have passed over it already

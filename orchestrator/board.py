@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator import rejection
 from orchestrator.composition import LIKELIHOOD, Verdict
-from orchestrator.scoring import Ratings, judged
+from orchestrator.scoring import Ratings, fingerprint_of, judged
 from orchestrator.shadow import Notes
 from specrej.contracts import (
     Candidate,
@@ -59,6 +59,8 @@ class Board:
     num_started: int = 0
     repeated_tokens: int = 0
     reward_tokens: int = 0
+    made_by: set[str] = field(default_factory=set)  # fingerprints of generators
+    judged_by: set[tuple[str, ...]] = field(default_factory=set)  # of rewards, together
     first_round_ms: float = 0.0
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class Board:
             self._lose(ended.lost, may_degrade=may_degrade)
         if lost := self.live - {candidate.id for candidate in ended.candidates}:
             raise InternalError(f"the generator lost {len(lost)} candidates")
+        self.made_by |= ended.made_by
         self.repeated_tokens += ended.repeated_tokens
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
         self.latest.update((candidate.id, candidate) for candidate in ended.candidates)
@@ -103,6 +106,9 @@ class Board:
             self.degradations.append(Degradation.REWARD)
             self.rewards = (WeightedReward(LIKELIHOOD),)
             self.raw = dict(ratings.instead)
+            self.judged_by.clear()
+        if ratings.fingerprints:
+            self.judged_by.add(ratings.fingerprints)
         fresh = {c.id: values for c, values in zip(candidates, ratings.values, strict=True)}
         self.raw |= fresh
         self.ranked |= fresh.keys()
@@ -236,6 +242,11 @@ class Board:
                 first_round_ms=self.first_round_ms,
             ),
             n=self.n,
+            # One each, unless there was a change half-way.
+            generator_fingerprint="+".join(sorted(self.made_by)),
+            reward_fingerprint="+".join(
+                sorted(fingerprint_of(self.rewards, each) for each in self.judged_by)
+            ),
             degradations=tuple(self.degradations),
             hurried=self.hurried,
         )

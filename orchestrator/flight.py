@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from specrej.errors import Cancelled, DeadlineExceeded
+from specrej.errors import Cancelled, DeadlineExceeded, TooLate
 
 T = TypeVar("T")
 
 # How a leader ends for reasons of its own: the next in line can still succeed. Leaving by
 # CancelledError or GeneratorExit, which are no `Exception`s, counts as such too.
-OWN_REASONS = (TimeoutError, DeadlineExceeded, Cancelled)
+OWN_REASONS = (TimeoutError, DeadlineExceeded, TooLate, Cancelled)
 
 
 class Flight(Generic[T]):

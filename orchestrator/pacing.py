@@ -47,6 +47,7 @@ class Pace:
     clock: Callable[[], float] = time.perf_counter
     hurried: bool = False  # whether it has changed anything
     _deadline: float = field(init=False)
+    _reserve_s: float = field(init=False)
     _steps: dict[int, float] = field(default_factory=dict)  # seconds per step, by rows
     _latest_rows: int = 0
     _score_s: float = 0.0  # per candidate
@@ -55,8 +56,8 @@ class Pace:
 
     def __post_init__(self) -> None:
         left = math.inf if self.time_left_s is None else self.time_left_s
-        reserve = max(_RESERVE_S, _RESERVE_PART * left) if math.isfinite(left) else 0.0
-        self._deadline = self.clock() + left - reserve
+        self._reserve_s = max(_RESERVE_S, _RESERVE_PART * left) if math.isfinite(left) else 0.0
+        self._deadline = self.clock() + left - self._reserve_s
 
     @property
     def left_s(self) -> float:
@@ -66,12 +67,20 @@ class Pace:
     @property
     def patience_s(self) -> float | None:
         """Seconds to wait for a stride; None: for ever."""
-        return max(0.0, self.left_s) if self.time_left_s is not None else None
+        return self._patience_s(0.0)
+
+    @property
+    def score_patience_s(self) -> float | None:
+        """Seconds to wait for scores: what is kept back is for those of the last step too."""
+        return self._patience_s(self._reserve_s / 2)
 
     @property
     def is_over(self) -> bool:
         """Whether there is no time for one more step, and for scoring what comes of it."""
         return self.left_s < (self.step_s(1) + self._score_s if self._steps else 0.0)
+
+    def _patience_s(self, more_s: float) -> float | None:
+        return max(0.0, self.left_s + more_s) if self.time_left_s is not None else None
 
     def note_stride(self, rows: int, num_tokens: int, num_ended: int, seconds: float) -> None:
         """So many rows grew by so many tokens each, and some of them ended."""

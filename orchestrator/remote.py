@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
@@ -172,7 +173,7 @@ class RemoteGenerator:
                 first_candidate_id=first_candidate,
             )
             opened = (await stream.ask(open=command)).opened
-            yield RemoteSession(stream, opened.n, opened.prompt_tokens)
+            yield RemoteSession(stream, opened)
             # Answered once the slots are free, so that they are before our caller hears of it.
             # A peer that has gone by now has freed them too, and costs nobody the answer.
             if stream.can_finish:
@@ -194,18 +195,20 @@ class RemoteSession:
     def __init__(
         self,
         stream: _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse],
-        n: int,
-        prompt_tokens: int,
+        opened: generator_pb2.SessionOpened,
     ) -> None:
         self._stream = stream
-        self.n = n
-        self.prompt_tokens = prompt_tokens
+        # A generator that is older than the field tells nothing.
+        self._made_by = frozenset({opened.fingerprint} - {""})
+        self.n = opened.n
+        self.prompt_tokens = opened.prompt_tokens
 
     async def extend(self, until_tokens: int) -> Round:
         command = generator_pb2.ExtendSession(until_tokens=until_tokens)
         answer = await self._stream.ask(extend=command)
         # A batch of a thousand texts takes milliseconds to unpack: not on the event loop.
-        return await asyncio.to_thread(wire.round_from_wire, answer.prefix_batch)
+        ended = await asyncio.to_thread(wire.round_from_wire, answer.prefix_batch)
+        return replace(ended, made_by=self._made_by)
 
     async def prune(self, keep: Collection[int]) -> Pruned:
         answer = await self._stream.ask(prune=generator_pb2.PruneSession(keep=sorted(keep)))
@@ -244,8 +247,8 @@ class RemoteScorer:
         )
         try:
             command = reward_pb2.OpenScoring(reward=self._name, prompt=wire.prompt_to_wire(prompt))
-            await stream.ask(open=command)
-            yield RemoteScoringSession(stream)
+            opened = (await stream.ask(open=command)).opened
+            yield RemoteScoringSession(stream, opened.fingerprint)
             if stream.can_finish:
                 with suppress(SpecrejError):
                     await stream.finish()
@@ -259,8 +262,10 @@ class RemoteScoringSession:
     def __init__(
         self,
         stream: _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse],
+        fingerprint: str,
     ) -> None:
         self._stream = stream
+        self._fingerprint = fingerprint
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
         batch = reward_pb2.ScoreBatch(
@@ -272,4 +277,4 @@ class RemoteScoringSession:
             ]
         )
         scores = (await self._stream.ask(batch=batch)).scores
-        return Scores(tuple(scores.scores), scores.computed_tokens)
+        return Scores(tuple(scores.scores), scores.computed_tokens, self._fingerprint)

@@ -56,7 +56,7 @@ async def run(
     clock: Callable[[], float] = time.perf_counter,
     notes: Notes | None = None,
 ) -> AsyncGenerator[Event, None]:
-    """Events of one valid request, the last one `Finished`; ids and fingerprints are the caller's.
+    """Events of one valid request, the last one `Finished`; its id is the caller's business.
 
     `scorer` judges by the request's reward; for several it is a panel, with a scorer for each in
     the request's order. Names are the caller's business: none is looked up, no composite known.
@@ -70,6 +70,7 @@ async def run(
 
     Raises:
         DeadlineExceeded: no answer was complete in time, and the request allows nothing weaker.
+        TimeoutError: a reward did not answer in time, and the same.
     """
     began = time.perf_counter()
     sampling, selection = request.sampling, request.selection
@@ -148,7 +149,9 @@ async def _round(
         # What has just ended can be the answer only if it is scored, however late it is.
         if any(c.finish for c in ended.candidates) or (ended.candidates and not pace.is_over):
             with telemetry.span(names.SPAN_SCORE):
-                ratings = await jury.rate(ended.candidates, board.latest.values())
+                ratings = await jury.rate(
+                    ended.candidates, board.latest.values(), pace.score_patience_s
+                )
                 board.judge(ended.candidates, ratings)
         score_ms = laps.lap_ms()
         pace.note_scoring(len(ended.candidates), score_ms / 1e3)
@@ -203,6 +206,7 @@ def _joined(first: Round, second: Round) -> Round:
         candidates=tuple(candidates[number] for number in sorted(candidates)),
         repeated_tokens=first.repeated_tokens + second.repeated_tokens,
         lost=first.lost + second.lost,
+        made_by=first.made_by | second.made_by,
     )
 
 

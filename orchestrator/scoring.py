@@ -7,10 +7,11 @@ import logging
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from orchestrator.composition import Verdict, combine
+from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
 from specrej.errors import InternalError, Overloaded, RewardInvalid, SessionExpired, Unavailable
 
@@ -33,11 +34,13 @@ class Ratings:
     """Raw values per candidate, in the order asked, of every scorer; and the tokens computed.
 
     `instead`: where the likelihood stands in for them, that of all candidates, by id.
+    `fingerprints`: of the scorers, in their order; "" where one is not told.
     """
 
     values: tuple[tuple[float, ...], ...]
     computed_tokens: int
     instead: Mapping[int, tuple[float, ...]] | None = None
+    fingerprints: tuple[str, ...] = ()
 
 
 class Panel:
@@ -68,13 +71,24 @@ class PanelSession:
             RewardInvalid: one of them talks rubbish.
         """
         # Not a TaskGroup: it would hide which error a caller must be told in an ExceptionGroup.
-        parts = await asyncio.gather(*(checked(each, candidates) for each in self._sessions))
+        asked = [asyncio.ensure_future(checked(each, candidates)) for each in self._sessions]
+        try:
+            parts = await asyncio.gather(*asked)
+        finally:
+            # Where one fails the others would go on, and open sessions that nobody closes.
+            for each in asked:
+                each.cancel()
+            await asyncio.wait(asked)
         values = tuple(zip(*(part.values for part in parts), strict=True))
-        return Ratings(values, sum(part.computed_tokens for part in parts))
+        return Ratings(
+            values,
+            sum(part.computed_tokens for part in parts),
+            fingerprints=tuple(part.fingerprint for part in parts),
+        )
 
 
-# What a reward that cannot be had fails with.
-_REWARD_GONE = (Unavailable, Overloaded, InternalError, SessionExpired)
+# What a reward that cannot be had fails with; TimeoutError: not while there is time.
+_REWARD_GONE = (Unavailable, Overloaded, InternalError, SessionExpired, TimeoutError)
 
 
 class Jury:
@@ -106,11 +120,23 @@ class Jury:
         # With the error: a session that is given up half-way does not wait for a goodbye.
         await self._exit.__aexit__(kind, error, frames)
 
-    async def rate(self, candidates: Sequence[Candidate], everyone: Iterable[Candidate]) -> Ratings:
-        """What the panel says of the candidates; `everyone`: all known ones, as of now."""
+    async def rate(
+        self,
+        candidates: Sequence[Candidate],
+        everyone: Iterable[Candidate],
+        patience_s: float | None = None,
+    ) -> Ratings:
+        """What the panel says of the candidates; `everyone`: all known ones, as of now.
+
+        `patience_s`: how long the panel may take; None: for ever.
+
+        Raises:
+            TimeoutError: it took longer, and the likelihood may not stand in.
+        """
         if self._session:
             try:
-                return await self._session.rate(candidates)
+                async with asyncio.timeout(patience_s):
+                    return await self._session.rate(candidates)
             except _REWARD_GONE:
                 self._fall_back()
         return Ratings(
@@ -139,6 +165,12 @@ async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> S
     if not all(map(math.isfinite, scores.values)):
         raise RewardInvalid("a score is not finite")
     return scores
+
+
+def fingerprint_of(rewards: Sequence[WeightedReward], fingerprints: Sequence[str]) -> str:
+    """Of all rewards together, whatever their order: each with its weight and its own one."""
+    told = zip(rewards, fingerprints, strict=True)
+    return fingerprint.of_values(rewards={each.name: [asdict(each), own] for each, own in told})
 
 
 def judged(

@@ -18,7 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -31,10 +31,10 @@ from orchestrator.journal import Entry, Journal
 from orchestrator.keys import Keys, cache_keys, tenant_digest
 from orchestrator.refresh import Refreshes
 from orchestrator.run import run
-from orchestrator.scoring import LikelihoodScorer, Panel
+from orchestrator.scoring import LikelihoodScorer, Panel, fingerprint_of
 from orchestrator.shadowing import Shadows
 from orchestrator.shared_flight import SharedFlights, Turn
-from specrej import fingerprint, telemetry
+from specrej import telemetry
 from specrej.contracts import (
     Admitted,
     Algorithm,
@@ -100,6 +100,11 @@ class _Plan:
         if self.time_left_s is None:
             return None
         return self.time_left_s - (time.perf_counter() - self.arrived)
+
+    def fits(self, generation: Generation) -> bool:
+        """Whether an answer was made by whom the keys name: others may serve by now."""
+        planned = self.generator_fingerprint, self.reward_fingerprint
+        return planned == (generation.generator_fingerprint, generation.reward_fingerprint)
 
 
 class Orchestrator:
@@ -255,9 +260,11 @@ class Orchestrator:
         that is not to be looked for. One that landed since may have been ours.
         """
         key = plan.keys.answer
+        # What is an error to one caller is an answer to another, who would take a weaker one.
+        flown = f"{key}:{plan.request.allow_degraded}"
         async with AsyncExitStack() as stack:
-            instruments.count_wait(self._flights.is_led(key))
-            flight = await instruments.entered(stack, names.SPAN_FLIGHT, self._flights.join(key))
+            instruments.count_wait(self._flights.is_led(flown))
+            flight = await instruments.entered(stack, names.SPAN_FLIGHT, self._flights.join(flown))
             if flight.landed:
                 # Made once, for the leader: for this caller it comes from memory.
                 yield Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
@@ -307,7 +314,7 @@ class Orchestrator:
         left_s = plan.left_s()
         try:
             async with asyncio.timeout(None if left_s is None else left_s / 2):
-                stored = await self._cache.put(plan.keys, generation)
+                stored = plan.fits(generation) and await self._cache.put(plan.keys, generation)
                 if turn:
                     await turn.land(stored)
         except TimeoutError:
@@ -412,11 +419,8 @@ class Orchestrator:
             self._check_known(part.name, named[index].name, known)
         raise_if_any(list(_check_batches(parts, selection.n, known)))
         rewards = [part for _, part in parts]
-        prints = {
-            part.name: [asdict(part), known[part.name].fingerprint if part.name in known else ""]
-            for part in rewards
-        }
-        return rewards, fingerprint.of_values(rewards=prints)
+        own = [known[part.name].fingerprint if part.name in known else "" for part in rewards]
+        return rewards, fingerprint_of(rewards, own)
 
     async def _default_name(self) -> str:
         return self._default_reward or (await self._described_rewards.get())[0].name
@@ -501,8 +505,8 @@ def _completed(event: Event, plan: _Plan, queue_ms: float, before_run_ms: float)
     return Finished(
         replace(
             generation,
-            generator_fingerprint=plan.generator_fingerprint,
-            reward_fingerprint=plan.reward_fingerprint,
+            generator_fingerprint=generation.generator_fingerprint or plan.generator_fingerprint,
+            reward_fingerprint=generation.reward_fingerprint or plan.reward_fingerprint,
             timings=since_arrival,
         )
     )

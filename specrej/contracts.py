@@ -110,7 +110,7 @@ class Round:
 
     `num_tokens` is the token position reached by the live candidates. Where a generator was lost,
     others may have made `repeated_tokens` again that had been told of before, and the candidates
-    with the ids `lost` are gone.
+    with the ids `lost` are gone. `made_by`: fingerprints of who made it, where they are told.
     """
 
     candidates: tuple[Candidate, ...]
@@ -119,6 +119,7 @@ class Round:
     slots: SlotGauge
     repeated_tokens: int = 0
     lost: tuple[int, ...] = ()
+    made_by: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +148,14 @@ class GeneratorDescription:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """One score per candidate, in the order asked, and the tokens the reward model computed."""
+    """One score per candidate, in the order asked, and the tokens the reward model computed.
+
+    `fingerprint`: the reward's, where it is told.
+    """
 
     values: tuple[float, ...]
     computed_tokens: int = 0
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,10 @@ class Overloaded(RetryableError):
     reason = "OVERLOADED"
 
 
+class TooLate(Overloaded):
+    """The queue is too long for this caller's deadline; to the caller it is an Overloaded."""
+
+
 class Unavailable(RetryableError):
     """Loading, draining, or a backend is down."""
 

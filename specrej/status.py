@@ -27,6 +27,7 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.TooLate: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.SessionExpired: grpc.StatusCode.FAILED_PRECONDITION,
     errors.OutOfOrder: grpc.StatusCode.FAILED_PRECONDITION,

@@ -24,6 +24,9 @@ from orchestrator.remote import RemoteGenerator
 from specrej.contracts import GeneratorDescription, Prompt, Sampling, Session
 from specrej.errors import InvalidRequest, Unavailable
 
+# Sessions' worth of load: more than any generator has.
+_FULL = 1e6
+
 
 class FleetGenerator:
     """A `Generator` made of all that there are."""
@@ -116,7 +119,8 @@ class FleetGenerator:
         if not members:
             return self._fleet.others()
         by_address = {each.target.address: each for each in members}
-        loads = {address: _load(each) for address, each in by_address.items()}
+        needed = opening.n * _first_round_tokens(opening)
+        loads = {address: _load(each, needed) for address, each in by_address.items()}
         prefix = prefix_of(opening.prompt, opening.cache_salt)
         return [by_address[address] for address in order(prefix, loads, self._draw)]
 
@@ -223,11 +227,15 @@ def _limit(backend: GeneratorBackend) -> int:
     return told.max_candidates
 
 
-def _load(backend: GeneratorBackend) -> float:
-    """In sessions: those it has, those it was given since, and how full its slots are."""
+def _load(backend: GeneratorBackend, needed: int) -> float:
+    """In sessions: those it has, those it was given since, and how full its slots are.
+
+    Whoever has not the `needed` slots free comes after all who have: waiting is worse than sharing.
+    """
     told: GeneratorDescription = backend.description
     sessions = told.sessions + told.waiting + backend.placed
-    return sessions + told.slots.owned / max(1, told.slots.capacity)
+    is_full = told.slots.capacity - told.slots.owned < needed
+    return sessions + told.slots.owned / max(1, told.slots.capacity) + _FULL * is_full
 
 
 def _all_of(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescription:

@@ -25,12 +25,14 @@ from specrej.contracts import (
     Session,
     SlotGauge,
 )
-from specrej.errors import Unavailable
+from specrej.errors import InvalidRequest, Overloaded, Unavailable
 from specrej.telemetry import metrics, names
 
 log = logging.getLogger(__name__)
 
 GeneratorBackend = Backend[RemoteGenerator]
+
+_NO_ROOM = "a generator was lost, and no other has the room"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +156,26 @@ class MovingSession:
         log.warning("a generator was lost: %d candidates begin again", len(self._live))
         result = "failed"
         try:
-            moving = self._place(self._again(), lost)
-            self._session = await self._stack.enter_async_context(moving)
+            self._session = await self._stack.enter_async_context(self._elsewhere(lost))
             await self._session.prune(self._live)
             ended = await self._session.extend(until_tokens)
             if ended.num_tokens < before and any(not each.finish for each in ended.candidates):
-                raise Unavailable("a generator was lost, and no other has the room")
+                raise Unavailable(_NO_ROOM)
             result = "moved"
         finally:
             metrics.add(names.SESSIONS_MOVED, result=result)
         self._lost = None
         return _continued(ended, before)
+
+    @asynccontextmanager
+    async def _elsewhere(self, lost: PlacedSession | None) -> AsyncIterator[PlacedSession]:
+        """What one generator has taken is no bad request, and no too many, because it is lost."""
+        async with AsyncExitStack() as stack:
+            try:
+                session = await stack.enter_async_context(self._place(self._again(), lost))
+            except (InvalidRequest, Overloaded) as error:
+                raise Unavailable(_NO_ROOM) from error
+            yield session
 
     def _again(self) -> Opening:
         """Room for those that live: ids between the first and the last, none below its place."""

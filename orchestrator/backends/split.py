@@ -88,10 +88,13 @@ class SplitSession:
         self._parts = [_Part(each, set(range(first, first + each.n))) for first, each in sessions]
         self._lost: set[int] = set()  # ids, not told yet
         self._slots: dict[int, SlotGauge] = {}  # by part
+        self._num_tokens = 0  # of every live candidate
         self.n = sum(session.n for _, session in sessions)
         self.prompt_tokens = sessions[0][1].prompt_tokens
 
     async def extend(self, until_tokens: int) -> Round:
+        if not (self._lost or any(part.live for part in self._parts)):
+            return Round((), RoundEnd.ALL_FINISHED, self._num_tokens, self._gauge())
         rounds = await self._of_all(lambda part: part.session.extend(until_tokens))
         for index, ended in rounds.items():
             part = self._parts[index]
@@ -99,6 +102,7 @@ class SplitSession:
             self._slots[index] = ended.slots
         lost, self._lost = self._lost, set()
         joined = _joined(list(rounds.values()))
+        self._num_tokens = joined.num_tokens
         return replace(joined, slots=self._gauge(), lost=tuple(sorted(lost)))
 
     async def prune(self, keep: Collection[int]) -> Pruned:
@@ -172,4 +176,5 @@ def _joined(rounds: Sequence[Round]) -> Round:
         max(each.num_tokens for each in rounds),
         rounds[0].slots,
         sum(each.repeated_tokens for each in rounds),
+        made_by=frozenset().union(*(each.made_by for each in rounds)),
     )

@@ -274,10 +274,13 @@ class SessionOpened(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; their ids are first_candidate_id and those that follow."""
     prompt_tokens: _builtins.int
     """Tokens of the rendered prompt."""
+    fingerprint: _builtins.str
+    """Digest of what makes its tokens, as described; empty: not told."""
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots after admission."""
@@ -288,10 +291,11 @@ class SessionOpened(_message.Message):
         n: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         slots: _common_pb2.SlotGauge | None = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n", b"n", "prompt_tokens", b"prompt_tokens", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "n", b"n", "prompt_tokens", b"prompt_tokens", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -854,7 +854,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Fingerprints(_message.Message):
-    """Digests of what made an answer."""
+    """Digests of what made an answer; of all that did, joined by +, where others took over half-way."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -53,6 +53,8 @@ async def test_a_session_from_open_to_close(port: Port) -> None:
     call = port.stub.Session()
     opened = (await ask(call, 1, open=OPEN)).opened
     assert (opened.n, opened.prompt_tokens) == (4, 3)
+    described = await port.stub.Describe(pb.GeneratorServiceDescribeRequest())
+    assert opened.fingerprint == described.fingerprint != ""
     batch = (await ask(call, 2, extend=pb.ExtendSession(until_tokens=8))).prefix_batch
     assert [prefix.candidate_id for prefix in batch.prefixes] == [0, 1, 2, 3]
     assert all(len(prefix.new_token_ids) == 8 for prefix in batch.prefixes)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.admission import Admission, Limits
-from specrej.errors import Overloaded
+from specrej.errors import Overloaded, TooLate
 
 BOUND_S = 5.0
 
@@ -284,6 +284,36 @@ async def test_who_was_away_does_not_catch_up() -> None:
     assert visitors.entered == [0, 1, 2, 3, 5, 4, 6, 7]
 
 
+async def test_who_asks_again_at_once_is_not_served_first() -> None:
+    """Guards small requests that wait against large ones that come one after the other, each as
+    soon as the one before has left: they took every second turn, and nearly all the tokens."""
+    visitors = Visitors(Admission(Limits(1, 100)))
+    tenants = ["large", *["small"] * 6]
+    for tenant in tenants:
+        visitors.arrive(tenant, tokens=1000 if tenant == "large" else 10)
+    await settle()
+    for _ in range(7):
+        leaving = visitors.entered[-1]
+        visitors.doors[leaving].set()
+        await settle()
+        if tenants[leaving] == "large":
+            tenants.append("large")
+            visitors.arrive("large", tokens=1000)
+            await settle()
+    assert [tenants[number] for number in visitors.entered] == ["large", *["small"] * 6, "large"]
+    await visitors.all_leave()
+
+
+async def test_tenants_that_are_away_are_forgotten() -> None:
+    """Guards a process that always has something to do against remembering all it ever served."""
+    admission = Admission(Limits(2, 0))
+    async with admission.enter("always here"):
+        for number in range(50):
+            async with admission.enter(f"tenant {number}", 1000):
+                pass
+        assert list(admission._tenants) == ["always here"]
+
+
 async def test_candidate_tokens_that_wait_are_limited() -> None:
     """Guards the line against a few huge requests that would hold everybody up."""
     admission = Admission(Limits(1, 10, max_queued_tokens=100))
@@ -325,7 +355,7 @@ async def test_who_would_wait_longer_than_it_has_time_is_refused_at_once() -> No
     visitors = Visitors(admission)
     visitors.arrive(tokens=10)
     await settle()
-    with pytest.raises(Overloaded, match="the deadline is in 4") as refused:
+    with pytest.raises(TooLate, match="the deadline is in 4") as refused:
         async with admission.enter(tokens=5, time_left_s=4.0):
             pytest.fail("admitted to a line it cannot get through")
     assert refused.value.retry_after_s == pytest.approx(5.0)

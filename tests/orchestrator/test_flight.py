@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.flight import Flights
-from specrej.errors import Cancelled, DeadlineExceeded, InternalError
+from specrej.errors import Cancelled, DeadlineExceeded, InternalError, TooLate
 
 BOUND_S = 5.0
 
@@ -124,7 +124,10 @@ async def test_a_cancelled_leader_hands_over() -> None:
     assert (kitchen.started, kitchen.flights.num_flying) == (2, 0)
 
 
-@pytest.mark.parametrize("error", [TimeoutError(), DeadlineExceeded("late"), Cancelled("gone")])
+@pytest.mark.parametrize(
+    "error",
+    [TimeoutError(), DeadlineExceeded("late"), TooLate("the queue is long"), Cancelled("gone")],
+)
 async def test_a_leader_out_of_time_hands_over(error: Exception) -> None:
     """Guards against the shortest deadline counting for all."""
     kitchen = Kitchen()

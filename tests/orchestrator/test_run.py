@@ -8,6 +8,7 @@ import statistics
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -678,6 +679,100 @@ async def test_where_a_reward_cannot_be_had_the_likelihood_stands_in(
     if first < 2:
         plain = await answer(request(), ToyGenerator(), LikelihoodScorer())
         assert found.candidates == plain.candidates
+
+
+class ChangingSession(SlowSession):
+    """Of two generators, one after the other."""
+
+    async def extend(self, until_tokens: int) -> Round:
+        ended = await super().extend(until_tokens)
+        return replace(ended, made_by=frozenset({"old" if until_tokens <= 16 else "new"}))
+
+
+class ChangingGenerator(SlowGenerator):
+    @asynccontextmanager
+    async def open(self, *arguments: Any) -> AsyncIterator[Session]:
+        async with self.toy.open(*arguments) as session:
+            yield ChangingSession(self, session)
+
+
+class ChangingScorer(FixedScorer):
+    """Another one from each batch to the next."""
+
+    def __init__(self, *fingerprints: str) -> None:
+        super().__init__()
+        self._fingerprints = cycle(fingerprints)
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        return replace(await super().score(candidates), fingerprint=next(self._fingerprints))
+
+
+async def test_an_answer_says_who_made_it() -> None:
+    """Guards against the name of one version on an answer in which two had a part."""
+    asked, in_strides = request(), request(algorithm=Algorithm.BEST_OF_N)
+    assert (await answer(asked, ToyGenerator(), FixedScorer())).generator_fingerprint == ""
+    timed = await answer(in_strides, ChangingGenerator(), FixedScorer(), time_left_s=60.0)
+    assert len(timed.rounds) == 1
+    found = await answer(asked, ChangingGenerator(), ChangingScorer("old", "new"))
+    assert timed.generator_fingerprint == found.generator_fingerprint == "new+old"
+    parts = {
+        (await answer(asked, ToyGenerator(), ChangingScorer(name))).reward_fingerprint
+        for name in ("old", "new")
+    }
+    assert found.reward_fingerprint == "+".join(sorted(parts)) and len(parts) == 2
+
+
+class StallingScorer(FixedScorer):
+    """Does not answer its `batch`-th batch; knows whether anybody still waits for it."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.is_waiting = False
+        self._left = batch
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        self._left -= 1
+        if not self._left:
+            self.is_waiting = True
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.is_waiting = False
+        return await super().score(candidates)
+
+
+async def test_where_one_reward_fails_the_others_are_not_left_behind() -> None:
+    """Guards against scoring that goes on, and sessions that it opens, after the panel is closed:
+    a backend would count them as running for ever."""
+    stalling = StallingScorer(1)
+    waited: list[bool] = []
+
+    class Failing(FixedScorer):
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            waited.append(stalling.is_waiting)
+            raise Unavailable("gone")
+
+    async with Panel([stalling, Failing()]).open(PROMPT) as session:
+        with pytest.raises(Unavailable):
+            await session.rate([Candidate(0, "one", 1, -1.0)])
+        assert waited == [True], "the case did not occur"
+        assert not stalling.is_waiting
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+async def test_a_reward_that_stalls_is_not_waited_for_beyond_the_deadline(batch: int) -> None:
+    """Guards the answer against a reward that neither fails nor goes on: the likelihood ranks what
+    there is, and who does not allow that is told while there is time."""
+    async with asyncio.timeout(10):
+        found = await answer(
+            lenient(alpha=0.0), ToyGenerator(), StallingScorer(batch), time_left_s=0.5
+        )
+        with pytest.raises(TimeoutError):
+            await answer(request(), ToyGenerator(), StallingScorer(batch), time_left_s=0.3)
+    assert Degradation.REWARD in found.degradations
+    if batch > 1:  # enough to have whole answers
+        assert found.degradations == (Degradation.REWARD,)
+        assert found.best.finish is FinishReason.STOP
 
 
 async def test_where_the_generator_breaks_off_the_best_complete_answer_stands_in() -> None:

@@ -26,6 +26,7 @@ from orchestrator.admission import Admission, Limits
 from orchestrator.cache import Cache, Hit
 from orchestrator.composition import Composite
 from orchestrator.service import Orchestrator
+from reward_service.toy import ToyReward
 from specrej import wire
 from specrej.contracts import (
     FinishReason,
@@ -776,6 +777,51 @@ async def test_a_leaders_failure_is_everybodys(cached_service: Whole) -> None:
 
 
 # Bad requests
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_strict_leaders_failure_is_its_own(redis_url: str, is_shared: bool) -> None:
+    """Guards a caller who allows something weaker, and is owed it, against the error of an equal
+    request that does not."""
+    generator, url = HeldGenerator(end_every=next(_ENDS)), redis_url if is_shared else ""
+    async with whole(generator, redis_url=url) as service:
+        strict = await held(service, ask())
+        lenient = asyncio.create_task(answer(service, ask(allow_degraded=True)))
+        flights = service.orchestrator._flights
+        await until(lambda: flights.num_flying + flights.num_waiting == 2)
+        await service.reward_server.kill()
+        generator.gates["extend"].open()
+        assert (await failure_of(strict)).code() is Code.UNAVAILABLE
+        assert list((await lenient).degradations) == [pb.DEGRADATION_REWARD]
+
+
+@pytest.mark.parametrize("changed", ["generator", "reward"])
+async def test_an_answer_is_kept_by_the_name_of_who_made_it(redis_url: str, changed: str) -> None:
+    """Guards the cache against answers of a version that came while the request waited."""
+    old = HeldGenerator(end_every=next(_ENDS))
+    async with whole(old, redis_url=redis_url, max_running=1, describe_every_s=0) as service:
+        before, first = service.generator.toy, await held(service, seeded(0))
+        # The second leads a flight that the third joins.
+        waiting = [asyncio.create_task(answer(service, ask())) for _ in range(2)]
+        await until(lambda: service.admission.queued == 1)
+        await until(lambda: service.orchestrator._flights.num_waiting == 1)
+        if changed == "generator":
+            service.generator.toy = ToyGenerator(end_every=7)
+        else:
+            service.reward.fingerprint = "new"
+        service.generator.gates["extend"].open()
+        old_prints, new_prints = (await first).fingerprints, (await waiting[0]).fingerprints
+        assert (await waiting[1]).fingerprints == new_prints, "all are told the truth"
+        assert service.generator.num_opened == 2, "and none needs an answer of its own"
+        assert [
+            old_prints.generator != new_prints.generator,
+            old_prints.reward != new_prints.reward,
+        ] == [changed == "generator", changed == "reward"]
+        assert service.cache.counts.stored == 1
+        assert (await answer(service, ask())).fingerprints == new_prints
+        service.generator.toy, service.reward.fingerprint = before, ToyReward().fingerprint
+        again = await answer(service, ask())
+        assert not again.cached and again.fingerprints == old_prints
 
 
 def tokens(*decision_tokens: int) -> dict[str, Any]:

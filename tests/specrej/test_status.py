@@ -29,9 +29,11 @@ def example(kind: type[errors.SpecrejError]) -> errors.SpecrejError:
 
 
 def kinds(of: type[errors.SpecrejError] = errors.SpecrejError) -> list[type[errors.SpecrejError]]:
-    """Every exception that a caller can be told; not the two that only group others."""
+    """Every exception that a caller can be told; not the two that only group others, nor the one
+    that is another to its caller."""
     below = [kind for child in of.__subclasses__() for kind in kinds(child)]
-    return below if of in (errors.SpecrejError, errors.RetryableError) else [of, *below]
+    untold = (errors.SpecrejError, errors.RetryableError, errors.TooLate)
+    return below if of in untold else [of, *below]
 
 
 def returned(error: errors.SpecrejError) -> errors.SpecrejError:
@@ -47,6 +49,15 @@ def test_every_exception_comes_back_as_itself(kind: type[errors.SpecrejError]) -
     assert type(back) is kind
     assert (back.message, back.reason) == (error.message, error.reason)
     assert back.retry_after_s == error.retry_after_s
+
+
+def test_who_is_too_late_for_the_queue_is_told_that_it_is_full() -> None:
+    """Guards callers, who know the one, against a status that is a bug."""
+    error = errors.TooLate("not now", retry_after_s=0.25)
+    back = returned(error)
+    assert type(back) is errors.Overloaded
+    assert (back.message, back.reason) == ("not now", "OVERLOADED")
+    assert back.retry_after_s == 0.25
 
 
 def test_details_survive() -> None:

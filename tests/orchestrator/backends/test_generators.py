@@ -124,6 +124,54 @@ async def test_nowhere_to_go() -> None:
             await running
 
 
+@pytest.mark.parametrize("is_full", [False, True], ids=["too small", "full"])
+async def test_nowhere_with_room_to_go(is_full: bool) -> None:
+    """Guards against a bad request, or too many of them, made of a generator that was lost."""
+    slots = (100_000, 1000 if is_full else 100)
+    large, other = (HeldGenerator(each, end_every=10**6) for each in slots)
+    asked = request(20, Schedule(first=32))
+    async with AsyncExitStack() as stack:
+        if is_full:
+            held = await stack.enter_async_context(other.toy.open(PROMPT, 25, SAMPLING, 32))
+            await held.extend(31)
+        servers = await stack.enter_async_context(backends(large, other))
+        fleet = await stack.enter_async_context(generators(Known(servers), QUICK))
+        large.gates["extend"].shut()
+        running = asyncio.ensure_future(answered(asked, FleetGenerator(fleet), SCORER))
+        await until(lambda: large.gates["extend"].held == 1)
+        await servers[0].kill()
+        with pytest.raises(Unavailable, match="no other has the room"):
+            await running
+
+
+async def test_nobody_left_is_an_empty_round() -> None:
+    """Guards against a generator that is said to be lost, where a veto has left nobody."""
+    one, two = _Few(), _Few()
+    async with (
+        backends(one, two) as servers,
+        generators(Known(servers)) as fleet,
+        FleetGenerator(fleet).open(PROMPT, 12, SAMPLING, 4) as session,
+    ):
+        await session.extend(4)
+        await session.prune([])
+        ended = await session.extend(8)
+    assert (ended.candidates, ended.ended_by, ended.num_tokens) == ((), RoundEnd.ALL_FINISHED, 4)
+
+
+async def test_whoever_has_room_comes_before_the_less_busy() -> None:
+    """Guards against waiting behind one large session where three small ones leave the room."""
+    full, roomy = (HeldGenerator(1000, end_every=10**6) for _ in range(2))
+    async with AsyncExitStack() as stack:
+        held = await stack.enter_async_context(full.toy.open(PROMPT, 30, SAMPLING, 32))
+        await held.extend(31)
+        for _ in range(3):
+            await stack.enter_async_context(roomy.toy.open(PROMPT, 1, SAMPLING, 4))
+        servers = await stack.enter_async_context(backends(full, roomy))
+        fleet = await stack.enter_async_context(generators(Known(servers)))
+        async with FleetGenerator(fleet).open(PROMPT, 4, SAMPLING, 32):
+            assert (full.num_opened, roomy.num_opened) == (0, 1)
+
+
 async def test_a_session_moves_once() -> None:
     """Guards against a prompt that kills whoever reads it and is then handed to all of them."""
     all_three = [HeldGenerator() for _ in range(3)]
@@ -175,6 +223,7 @@ async def test_too_many_for_one_are_split() -> None:
         assert split.n == 24
         assert said(split) == said(alone)
         assert split.usage.generated_tokens == alone.usage.generated_tokens
+        assert split.generator_fingerprint == "toy-40"
         await until(lambda: one.is_idle and two.is_idle)
         # The whole was refused by one of them before it came in two parts.
         assert one.num_opened + two.num_opened == 3
