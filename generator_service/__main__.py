@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING
 
 from generator_service import instruments
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.toy import is_toy, load_toy
-from specrej import telemetry
+from specrej import telemetry, threads
 from specrej.contracts import Generator
 from specrej.serving import Heartbeat, Server
 from specrej.settings import load
+
+if TYPE_CHECKING:
+    from generator_service.local import LocalGenerator
 
 
 def main() -> None:
@@ -24,11 +29,12 @@ def main() -> None:
             asyncio.run(_serve(settings))
     except (OSError, RuntimeError) as error:
         raise SystemExit(f"generator: {error}") from error
+    threads.leave()
 
 
 async def _serve(settings: GeneratorSettings) -> None:
     servicer = GeneratorServicer(settings.lease_s)
-    server = Server(settings, [servicer.service()])
+    server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
 
     async def warm_up() -> None:
         generator, heartbeat = await _load(settings, resources)
@@ -50,7 +56,7 @@ async def _load(
     _check_model(settings)
     if settings.engine == "vllm":
         return await _load_vllm(settings, resources)
-    return await asyncio.to_thread(_load_own, settings)
+    return await _load_own(settings, resources)
 
 
 async def _load_vllm(
@@ -59,7 +65,7 @@ async def _load_vllm(
     # Here, as it has an environment of its own.
     from generator_service.vllm_generator import load_vllm
 
-    generator = await asyncio.to_thread(load_vllm, settings, instruments.count_step)
+    generator = await threads.load(partial(load_vllm, settings, instruments.count_step))
     resources.callback(generator.close)
     await generator.warm_up()
     instruments.observe(generator.load)
@@ -74,12 +80,19 @@ def _check_model(settings: GeneratorSettings) -> None:
         )
 
 
-def _load_own(settings: GeneratorSettings) -> tuple[Generator, Heartbeat]:
+async def _load_own(
+    settings: GeneratorSettings, resources: AsyncExitStack
+) -> tuple[Generator, Heartbeat]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Here, so that --help and a bad setting answer at once.
-    from generator_service.loading import load_generator
 
-    generator = load_generator(settings, instruments.count_step)
+    def load_own() -> LocalGenerator:
+        # Here, so that --help and a bad setting answer at once.
+        from generator_service.loading import load_generator
+
+        return load_generator(settings, instruments.count_step)
+
+    generator = await threads.load(load_own)
+    resources.callback(generator.close)
     instruments.observe(generator.load)
     return generator, generator.heartbeat_s
 

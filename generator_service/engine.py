@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -40,6 +39,7 @@ from specrej.errors import (
     Unavailable,
     Violation,
 )
+from specrej.threads import ComputeThread
 
 log = logging.getLogger(__name__)
 
@@ -192,17 +192,20 @@ class Engine:
         self._stopping = False
         self._dead = False
         self._step_began: float | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = ComputeThread("engine", self._run)
 
     # From any thread
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; what is open, waits or comes later fails with Unavailable."""
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread; what is open, waits or comes later fails with Unavailable.
+
+        Waits `timeout_s` seconds for the step under way, which may never end.
+        """
         self._commands.put(self._stop)
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def open(self, command: OpenCommand) -> tuple[int, Future[Opened]]:
         """A session's id at once; the future waits for its slots.

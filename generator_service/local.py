@@ -160,5 +160,9 @@ class LocalGenerator:
         """As `Engine.heartbeat_s`."""
         return self._engine.heartbeat_s()
 
+    def close(self) -> None:
+        """End the engine's thread."""
+        self._engine.stop()
+
     async def describe(self) -> GeneratorDescription:
         return self._card.description(self.load())

@@ -60,6 +60,9 @@ class GeneratorSettings(ServiceSettings):
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens read in one step")
     # Scoring lies between two commands; a dead peer is found sooner, by keepalive.
     lease_s: Seconds = Field(300, description="seconds a silent peer keeps its session")
+    deadline_s: Seconds = Field(
+        3600, description="seconds a call may take whose client set no deadline"
+    )
 
     @property
     def model_directory(self) -> Path:

@@ -10,7 +10,7 @@ from reward_service.servicer import RewardServicer
 from reward_service.settings import RewardSettings
 from reward_service.worker import Worker
 from specrej import settings as settings_loader
-from specrej import telemetry
+from specrej import telemetry, threads
 from specrej.serving import Server
 
 
@@ -22,6 +22,7 @@ def main() -> None:
             asyncio.run(serve(settings))
     except (OSError, ValueError, RuntimeError) as error:
         raise SystemExit(f"reward service: {error}") from error
+    threads.leave()
 
 
 async def serve(settings: RewardSettings) -> None:

@@ -25,6 +25,7 @@ from reward_service.reward import Reward, RewardSession, ScoringTask, whole_answ
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
+from specrej.threads import ComputeThread, settle
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,7 @@ class Worker:
         self._pass_began: float | None = None
         self._reward: Reward
         self._loaded: Future[None] = Future()
-        # A daemon: whoever forgets to close it, or cannot wait for a pass, can still end.
-        self._thread = threading.Thread(target=self._serve, args=[load], name="reward", daemon=True)
+        self._thread = ComputeThread("reward", self._serve, load)
         self._thread.start()
 
     @classmethod
@@ -214,15 +214,13 @@ class Worker:
 
     def _serve(self, load: Callable[[], Reward]) -> None:
         """Load, then pass after pass until closed."""
-        if not self._loaded.set_running_or_notify_cancel():
-            return
-        try:
-            # Loaded where it is used: torch's thread count belongs to the thread that sets it.
+
+        def loading() -> None:
+            # Where it is used: torch's thread count belongs to the thread that sets it.
             self._reward = load()
-        except BaseException as error:
-            self._loaded.set_exception(error)
+
+        if not settle(self._loaded, loading):
             return
-        self._loaded.set_result(None)
         under_way: list[_Batch] = []
         try:
             self._work(under_way)

@@ -8,12 +8,14 @@ write would not run its `finally` in time.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import signal
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from sys import intern
@@ -70,6 +72,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._access = access or Access()
+        self._num_running = 0
+        self.idle = asyncio.Event()  # no call of our services runs
+        self.idle.set()
 
     async def intercept_service(
         self,
@@ -82,23 +87,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         except Exception as error:
             # What a stranger calls that nobody serves is no name for a span.
             return self._refuse(details.method if handler else "unknown", error)
-        if handler is None or not details.method.startswith(OURS):
-            return handler
-        return self._guarded(handler, details.method, caller)
-
-    def _guarded(self, handler: Any, method: str, caller: Caller) -> Any:
-        kind = _kind(handler)
-        behavior, decode = getattr(handler, kind), _decoder(handler)
-        if handler.request_streaming:
-            guarded = self._guard(method, behavior, caller)
-            return handler._replace(**{kind: guarded}, request_deserializer=decode)
-
-        # grpc would answer a message that it cannot decode with UNKNOWN and a class name.
-        async def decoding(data: bytes, context: Context) -> Any:
-            return await behavior(decode(data), context)
-
-        guarded = self._guard(method, decoding, caller)
-        return handler._replace(**{kind: guarded}, request_deserializer=None)
+        if handler is None:
+            return None
+        if details.method.startswith(OURS):
+            return _wrapped(handler, lambda behavior: self._guard(details.method, behavior, caller))
+        return _wrapped(handler, lambda behavior: _told(details.method, behavior))
 
     def _refuse(self, method: str, error: Exception) -> RpcHandler:
         """A handler of any method that looks at no message."""
@@ -112,7 +105,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         name = method.lstrip("/")
 
         async def guarded(request: Any, context: Context) -> Any:
-            with telemetry.served(name, context.invocation_metadata() or ()) as call:
+            metadata = context.invocation_metadata() or ()
+            with self._counted(), telemetry.served(name, metadata) as call:
                 try:
                     set_caller(caller)
                     left_s = self._deadline_s(context)
@@ -130,6 +124,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     await _abort(context, method, error, call)
 
         return guarded
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self.idle.set()
 
     def _deadline_s(self, context: Context) -> float | None:
         remaining = context.time_remaining()
@@ -175,6 +180,38 @@ def _kind(handler: RpcHandler) -> str:
     """
     requests = "stream" if handler.request_streaming else "unary"
     return intern(f"{requests}_{'stream' if handler.response_streaming else 'unary'}")
+
+
+def _wrapped(handler: Any, wrap: Callable[[Handler], Handler]) -> Any:
+    """Its behaviour, wrapped, also decodes what is sent: grpc would answer a message that cannot be
+    decoded with UNKNOWN and a class name."""
+    kind = _kind(handler)
+    behavior, decode = getattr(handler, kind), _decoder(handler)
+    if handler.request_streaming:  # whatever reads the stream sees it fail
+        return handler._replace(**{kind: wrap(behavior)}, request_deserializer=decode)
+
+    def decoding(data: bytes, context: Context) -> Any:
+        return behavior(decode(data), context)
+
+    return handler._replace(**{kind: wrap(decoding)}, request_deserializer=None)
+
+
+def _told(method: str, behavior: Handler) -> Handler:
+    """Health's or reflection's, which have no deadline and no span, but our statuses."""
+
+    async def told(request: Any, context: Context) -> Any:
+        try:
+            answer = behavior(request, context)
+            if not inspect.isasyncgen(answer):
+                return await answer
+            async for message in answer:
+                await context.write(message)
+        except grpc.aio.AbortError:
+            raise  # a status of its own
+        except Exception as error:
+            await context.abort(*to_status(_presentable(method, error)))
+
+    return told
 
 
 def _decoder(handler: RpcHandler) -> Callable[[bytes], Any]:
@@ -265,6 +302,15 @@ Heartbeat = Callable[[], float]
 # while models are loading or calls are drained.
 LIVENESS = "liveness"
 
+# Connections end at this age, give or take a tenth, so that clients look up who there is.
+_CONNECTION_AGE_MS = 450_000
+
+# Within which what was sent to a server that stops has arrived, and what it answers has left.
+_SETTLING_S = 0.5
+
+# Within which a call that is cancelled has freed what it held.
+_ENDING_S = 3.0
+
 
 class Server:
     """A gRPC server with health, reflection and a drain; port 0 picks a free one.
@@ -285,8 +331,9 @@ class Server:
         self._heartbeats: list[Heartbeat] = []
         self._is_warm = False
         self._health = health_aio.HealthServicer()
+        self._calls = StatusInterceptor(default_deadline_s, Access(settings.tokens_path))
         self._server = grpc.aio.server(
-            interceptors=[StatusInterceptor(default_deadline_s, Access(settings.tokens_path))],
+            interceptors=[self._calls],
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", settings.max_message_bytes),
@@ -298,6 +345,9 @@ class Server:
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.max_connection_age_ms", _CONNECTION_AGE_MS),
+                # For ever: a call has the deadline that its client sets, however late.
+                ("grpc.max_connection_age_grace_ms", 2**31 - 1),
                 # Two servers must never share a port unnoticed.
                 ("grpc.so_reuseport", 0),
             ],
@@ -345,9 +395,18 @@ class Server:
             await self._health.set(name, _state(serving))
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """NOT_SERVING, refuse new calls, let running ones finish for `grace_s` seconds."""
+        """NOT_SERVING, refuse new calls, let running ones finish for `grace_s` seconds.
+
+        Only those of our services: a stranger's health check that watches never ends by itself. One
+        that does not end when it is cancelled, as its step hangs, is left behind.
+        """
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(self._settings.grace_s if grace_s is None else grace_s)
+        grace_s = self._settings.grace_s if grace_s is None else grace_s
+        settling_s = min(grace_s, _SETTLING_S)
+        # One after the other: grpc crashes where one stop ends beside another.
+        await _within(settling_s, self._server.stop(grace_s))
+        await _within(grace_s - settling_s, self._calls.idle.wait())
+        await _within(settling_s + _ENDING_S, self._server.stop(settling_s))
 
     async def _drain(self) -> None:
         """NOT_SERVING to health checks first, so that balancers look elsewhere; then `stop`."""
@@ -414,7 +473,14 @@ class Server:
             second.cancel()
             if not draining.done():
                 draining.cancel()
+                await asyncio.wait({draining})
                 await self.stop(0)
+
+
+async def _within(seconds: float, end: Awaitable[object]) -> None:
+    """Until then at most."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(end, seconds)
 
 
 def _state(serving: bool) -> Any:

@@ -24,3 +24,9 @@ def test_a_scoring_session_outlives_the_longest_request() -> None:
 def test_a_reward_takes_as_many_candidates_as_a_generator_makes() -> None:
     """Otherwise the default limits refuse each other's largest request."""
     assert RewardSettings().max_batch >= GeneratorSettings().max_candidates
+
+
+def test_backends_have_longer_deadlines_than_requests() -> None:
+    """Otherwise the one that a backend sets by itself ends what its orchestrator still wants."""
+    longest = OrchestratorSettings().deadline_s
+    assert min(GeneratorSettings().deadline_s, RewardSettings().deadline_s) > longest

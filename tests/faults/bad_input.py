@@ -27,7 +27,7 @@ from specrej.v1 import (
     reward_pb2_grpc,
 )
 from tests.faults.case import Case, here
-from tests.faults.world import World, request
+from tests.faults.world import SERVICES, World, request
 from tests.serving import violations_of
 
 _INT32_MAX = 2**31 - 1
@@ -217,13 +217,14 @@ async def raw(data: bytes, method: str, world: World, *, metadata_bytes: int = 0
 
 
 async def raw_stream(name: str, method: str, data: bytes, world: World) -> list[str]:
-    """Bytes that no client would make, on a stream of a backend's."""
+    """Bytes that no client would make, on a stream, or what a server takes for its request."""
     async with open_channel(world.addresses[name], retries=False) as channel:
         call = channel.stream_stream(
             method, request_serializer=bytes, response_deserializer=lambda answer: answer
         )(timeout=10)
         try:
             await call.write(data)
+            await call.done_writing()
             await call.read()
         except grpc.aio.AioRpcError as error:
             return [error.code().name]
@@ -332,6 +333,13 @@ _RAW: dict[str, tuple[Callable[[World], Any], str]] = {
         partial(raw_stream, "reward", "/specrej.v1.RewardService/ScoreSession", b"\xff" * 9),
         _INVALID,
     ),
+    **{
+        f"malformed/health-of-{name}": (
+            partial(raw_stream, name, "/grpc.health.v1.Health/Check", b"\xff" * 16),
+            _INVALID,
+        )
+        for name in SERVICES
+    },
     "message-size/over": (over_the_limit, "RESOURCE_EXHAUSTED"),
     "metadata-size/at-limit": (
         partial(raw, _valid(), _GENERATE, metadata_bytes=_METADATA_AT),

@@ -1,13 +1,13 @@
-"""A reward whose module takes its time to load."""
+"""A reward whose module is never loaded."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from specrej.contracts import Prompt
+from tests.faults.slow_load import load
 
-time.sleep(3)
+load()
 
 
 def score(prompt: Prompt, texts: Sequence[str]) -> list[float]:

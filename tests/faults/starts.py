@@ -6,10 +6,12 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -41,11 +43,17 @@ _SHORT, _ENDLESS = {"max_tokens": 400}, {"max_tokens": 4000}
 class Trio:
     """The three services as bare processes on fixed ports; no cache, nobody who restarts them."""
 
-    def __init__(self, undo: AsyncExitStack, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        undo: AsyncExitStack,
+        environment: Mapping[str, str],
+        modules: Mapping[str, str] = _MODULES,
+    ) -> None:
         self.ports = Ports.free()
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self._undo = undo
         self._environment = environment
+        self._modules = modules
 
     def address(self, name: str) -> str:
         """Where a service listens."""
@@ -55,7 +63,7 @@ class Trio:
         """Start services, one after the other, each once the one before it listens."""
         for name in names:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULES[name]),
+                *(sys.executable, "-m", self._modules[name]),
                 env={**os.environ, **self._settings(), **self._environment},
                 stderr=asyncio.subprocess.DEVNULL,
             )
@@ -194,11 +202,20 @@ async def sigterm_twice(_: World) -> list[str]:
         return [(await running.outcome()).label, f"exit {code}"]
 
 
-async def sigterm_during_load(_: World) -> list[str]:
-    """A service that is told to stop before it could serve ends well."""
-    async with trio("reward", SPECREJ_REWARD_REWARDS=_SLOW_TO_LOAD) as three:
-        assert await three.health("reward") == "NOT_SERVING"
-        code, _seconds = await three.terminate("reward")
+async def sigterm_during_load(name: str, _: World) -> list[str]:
+    """A service that is told to stop before it could serve ends well, and at once."""
+    async with AsyncExitStack() as undo:
+        directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="specrej-"))
+        await asyncio.to_thread(Path(directory, "config.json").touch)
+        told = {
+            "SPECREJ_REWARD_REWARDS": _SLOW_TO_LOAD,
+            "SPECREJ_GENERATOR_MODEL": directory,
+        }
+        three = Trio(undo, told, {**_MODULES, "generator": "tests.faults.slow_load"})
+        await three.start(name)
+        assert await three.health(name) == "NOT_SERVING"
+        code, seconds = await three.terminate(name)
+        assert seconds < _STOP_S, f"took {seconds:.1f} s"
         return [f"exit {code}"]
 
 
@@ -280,7 +297,15 @@ CASES: tuple[Case, ...] = (
         for name in ("orchestrator", "generator")
     ),
     here("starts/sigterm-twice", sigterm_twice, *_ENDED, limit_s=60),
-    here("starts/sigterm-during-load", sigterm_during_load, "exit 0", limit_s=60),
+    *(
+        here(
+            f"starts/sigterm-during-load/{name}",
+            partial(sigterm_during_load, name),
+            "exit 0",
+            limit_s=60,
+        )
+        for name in ("reward", "generator")
+    ),
     here("starts/no-child-left", no_child_left, "gone", limit_s=60),
     here("faults/model-fails-to-load", model_fails_to_load, "exit 1", "OK", limit_s=60),
     here("faults/collector-down", partial(collector, False), "OK", "exit 0", limit_s=90),

@@ -1024,6 +1024,19 @@ def test_a_bug_in_closing_does_not_end_the_thread(
     engine.close(again).result(30)
 
 
+def test_a_step_that_hangs_does_not_hold_up_the_stop(make_engine: MakeEngine) -> None:
+    """Guards against a service that its platform has to kill."""
+    engine, hanging = make_engine(), threading.Event()
+
+    def hang() -> None:
+        hanging.wait()
+
+    engine._commands.put(hang)
+    engine.stop(timeout_s=0.01)
+    assert engine._thread.is_alive()
+    hanging.set()
+
+
 def test_memory_that_cannot_be_had_ends_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocation that failed for one session ended all of them."""
     engine = Engine(_MODEL, 5000)

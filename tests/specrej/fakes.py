@@ -106,7 +106,8 @@ RECORD = c.RequestRecord(
 
 
 class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """Raises `failures` first, one per call; hangs after the first event if told to."""
+    """Raises `failures` first, one per call; hangs after the first event, if told to, until it is
+    released."""
 
     def __init__(self) -> None:
         self.requests: list[orchestrator_pb2.GenerateRequest] = []
@@ -115,7 +116,9 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self.events = EVENTS
         self.hangs = False
         self.asked = asyncio.Event()
+        self.released = asyncio.Event()
         self.cancelled = asyncio.Event()
+        self.peers: set[str] = set()  # connections that it was described over
 
     async def Generate(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.GenerateRequest, context: Context
@@ -135,6 +138,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.OrchestratorServiceDescribeRequest, context: Context
     ) -> orchestrator_pb2.OrchestratorServiceDescribeResponse:
+        self.peers.add(context.peer())
         return wire.service_to_wire(SERVICE)
 
     async def GetRecord(  # noqa: N802 - the name of the rpc
@@ -152,9 +156,10 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             raise self.failures.pop(0)
         if self.hangs:
             try:
-                await asyncio.Event().wait()
-            finally:
+                await self.released.wait()
+            except asyncio.CancelledError:
                 self.cancelled.set()
+                raise
 
 
 class FakeReward(reward_pb2_grpc.RewardServiceServicer):

@@ -7,7 +7,8 @@ import math
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,9 +16,16 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specrej import serving, wire
 from specrej.channel import open_channel
-from specrej.serving import LIVENESS, Server, _kind
+from specrej.serving import LIVENESS, Context, Server, Service, _kind
 from specrej.settings import ServiceSettings
+from specrej.v1 import orchestrator_pb2
+from specrej.v1.orchestrator_pb2_grpc import (
+    OrchestratorServiceStub,
+    add_OrchestratorServiceServicer_to_server,
+)
+from tests.specrej.fakes import GENERATION, FakeOrchestrator
 
 BOUND_S = 20.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -157,6 +165,79 @@ async def test_a_drain_tells_balancers_first_and_a_second_signal_ends_it() -> No
         assert not task.done()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(task, BOUND_S)
+
+
+async def _is_away(port: int) -> bool:
+    async with open_channel(f"127.0.0.1:{port}", retries=False) as channel:
+        return await health(channel) is None
+
+
+@pytest.mark.parametrize("method", ["Watch", "Check"])
+async def test_a_strangers_health_check_holds_up_no_drain(method: str) -> None:
+    """Guards restarts against calls that never end: one that watches, one that sends no message."""
+    server = Server(ServiceSettings(grace_s=300), [])
+    async with running(server) as (task, channel):
+        call: Any = channel.stream_stream(f"/grpc.health.v1.Health/{method}")()
+        if method == "Watch":
+            await call.write(b"")
+            await call.read()
+        else:
+            await call.wait_for_connection()
+            assert await health(channel) is not None  # came later, on the same connection
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(task, BOUND_S)
+
+
+async def test_a_drain_waits_for_what_runs(
+    orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards requests against a drain that ends with the settling of what else there is."""
+    monkeypatch.setattr(serving, "_SETTLING_S", 0.001)
+    register = partial(add_OrchestratorServiceServicer_to_server, orchestrator)
+    service = Service("specrej.v1.OrchestratorService", register)
+    server = Server(ServiceSettings(grace_s=300), [service])
+    orchestrator.hangs = True
+    async with running(server) as (_, channel):
+        stub: Any = OrchestratorServiceStub(channel)
+        call = asyncio.ensure_future(stub.Generate(orchestrator_pb2.GenerateRequest()))
+        await asyncio.wait_for(orchestrator.asked.wait(), BOUND_S)
+        stopping = asyncio.ensure_future(server.stop())
+        await until(partial(_is_away, server.port))
+        for _ in range(20):  # long after whatever was on its way has settled
+            assert await _is_away(server.port)
+        orchestrator.released.set()
+        assert await call == wire.generation_to_wire(GENERATION)
+        await asyncio.wait_for(stopping, BOUND_S)
+
+
+class Deaf(FakeOrchestrator):
+    """Does not end when it is cancelled, as who waits for a step that hangs."""
+
+    async def Generate(self, request: Any, context: Context) -> Any:  # noqa: N802
+        self.asked.set()
+        while not self.released.is_set():
+            with suppress(asyncio.CancelledError):
+                await self.released.wait()
+        return wire.generation_to_wire(GENERATION)
+
+
+async def test_a_call_that_cannot_end_holds_up_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards restarts against a step that hangs: the platform had to kill the process."""
+    monkeypatch.setattr(serving, "_ENDING_S", 0.01)
+    deaf = Deaf()
+    register = partial(add_OrchestratorServiceServicer_to_server, deaf)
+    server = Server(ServiceSettings(grace_s=0.01), [Service("deaf", register)])
+    async with running(server) as (task, channel):
+        stub: Any = OrchestratorServiceStub(channel)
+        call = stub.Generate(orchestrator_pb2.GenerateRequest())
+        try:
+            await asyncio.wait_for(deaf.asked.wait(), BOUND_S)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(task, BOUND_S)
+        finally:
+            deaf.released.set()
+            call.cancel()
+        await server.stop()
 
 
 def test_handlers_are_looked_up_by_names_that_are_always_the_same_objects() -> None:
