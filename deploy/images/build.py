@@ -3,7 +3,7 @@
 `python -m deploy.images.build [--base IMAGE] [--write FILE] [TARGET ...]`, with buildah or docker,
 whichever is there; buildah wants BUILDAH_ISOLATION=chroot where it may not make containers.
 The build's pip is told what pip is told here: indexes, links and authorities, local ones too, which
-buildah mounts (docker cannot).
+buildah mounts (docker cannot). Where it is told of none, the Dockerfile knows where torch is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +25,14 @@ from deploy.images.sizes import Image, image_of
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("orchestrator", "generator", "reward", "models")
-PREFIX = "localhost/specrej/"
 # Of pip's settings, by its own rule: PIP_FIND_LINKS is find-links.
 PIP_VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
+
+
+def name_of(target: str) -> str:
+    """What an image is called, here and in overlays: nobody else's can be pulled by that name."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    return f"localhost/specrej/{target}:{version}"
 
 
 def main(arguments: list[str]) -> None:
@@ -58,7 +64,8 @@ def pip_settings() -> dict[str, str]:
         variable = f"PIP_{name.rpartition('.')[2]}".upper().replace("-", "_")
         if variable in PIP_VARIABLES:
             found[variable] = value.strip("'\"")
-    return found
+    # Whoever names places is asked for nothing from elsewhere.
+    return {"PIP_EXTRA_INDEX_URL": "", **found} if found.keys() - {"PIP_CERT"} else found
 
 
 def local_paths(settings: Mapping[str, str]) -> Iterator[Path]:
@@ -103,7 +110,7 @@ def _engine() -> str:
 
 def _build(engine: str, target: str, base: str, pip: Mapping[str, str]) -> Iterator[str]:
     yield from (engine, "build", "--file", str(ROOT / "deploy" / "images" / "Dockerfile"))
-    yield from ("--target", target, "--tag", f"{PREFIX}{target}:latest")
+    yield from ("--target", target, "--tag", name_of(target))
     for key, value in {**pip, **({"BASE": base} if base else {})}.items():
         yield from ("--build-arg", f"{key}={value}")
     local = sorted(set(local_paths(pip)))
@@ -118,7 +125,7 @@ def _build(engine: str, target: str, base: str, pip: Mapping[str, str]) -> Itera
 
 
 def _measured(engine: str, target: str) -> Image:
-    name = f"{PREFIX}{target}:latest"
+    name = name_of(target)
     with tempfile.TemporaryDirectory(prefix="specrej-image-", dir=ROOT / "build") as scratch:
         archive = Path(scratch) / "image.tar"
         if engine == "buildah":

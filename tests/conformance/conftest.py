@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from tests.conformance.subjects import HAS_VLLM, SUBJECTS, Subject, save_model
+from tests.conformance.subjects import HAS_VLLM, REMOTE, SUBJECTS, Subject, remote, save_model
 
 _BOUND_S = 60.0
 
@@ -48,7 +48,11 @@ class Started:
 
     async def get(self, name: str) -> Subject:
         if name not in self._subjects:
-            opening = SUBJECTS[name](self._directory)
+            opening: AbstractAsyncContextManager[Subject]
+            if name in REMOTE:
+                opening = remote(await self.get(REMOTE[name]))
+            else:
+                opening = SUBJECTS[name](self._directory)
             self._subjects[name] = await self._resources.enter_async_context(opening)
         return self._subjects[name]
 
@@ -61,7 +65,10 @@ async def started(model_directory: Path) -> AsyncIterator[Started]:
 
 @pytest_asyncio.fixture(
     loop_scope="session",
-    params=[pytest.param(name, marks=_NO_VLLM if name == "vllm" else ()) for name in SUBJECTS],
+    params=[
+        pytest.param(name, marks=_NO_VLLM if name.endswith("vllm") else ())
+        for name in (*SUBJECTS, *REMOTE)
+    ],
 )
 async def subject(request: pytest.FixtureRequest, started: Started) -> AsyncIterator[Subject]:
     """Afterwards no session is open and no slot is owned."""

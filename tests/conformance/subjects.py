@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc.aio
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -17,10 +18,14 @@ from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import Step
 from generator_service.toy import ToyGenerator
+from orchestrator.backends.fleet import Fleet, Pulse
+from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.remote import RemoteGenerator
-from specrej.contracts import Generator, Prompt
+from specrej.channel import open_channel
+from specrej.contracts import Generator, GeneratorDescription, Prompt
 from tests.reward_service.tiny import make_tokenizer
-from tests.serving import serving
+from tests.serving import listening, serving
 
 CAPACITY = 1024
 CONTEXT = 256
@@ -32,11 +37,15 @@ PROMPT = Prompt(text="Name three uses of a brick, and say why each of them matte
 class Subject:
     """A generator under test. A toy has no model: no stop texts, no context, nothing greedy.
 
+    A fleet has no slots of its own: sessions and refusals tell those of the members they were at.
+    `is_split`: sessions of more than three candidates are in parts.
     `steps`: what vLLM has said of each of its own.
     """
 
     generator: Generator
     is_toy: bool = False
+    is_fleet: bool = False
+    is_split: bool = False
     steps: list[Step] = field(default_factory=list)
 
 
@@ -106,27 +115,59 @@ async def vllm(directory: Path) -> AsyncIterator[Subject]:
         generator.close()
 
 
-def remote(
-    served: Callable[[Path], AbstractAsyncContextManager[Subject]],
-) -> Callable[[Path], AbstractAsyncContextManager[Subject]]:
+@asynccontextmanager
+async def remote(served: Subject) -> AsyncIterator[Subject]:
     """One behind a port, over real gRPC."""
+    servicer = GeneratorServicer(lease_s=60)
+    servicer.load(served.generator)
+    async with serving(servicer.service()) as channel:
+        yield Subject(RemoteGenerator(channel), served.is_toy)
+
+
+class Few(ToyGenerator):
+    """Takes three candidates at most."""
+
+    async def describe(self) -> GeneratorDescription:
+        return replace(await super().describe(), max_candidates=3)
+
+
+def fleet(
+    make: Callable[[], ToyGenerator], num: int, *, is_split: bool = False
+) -> Callable[[Path], AbstractAsyncContextManager[Subject]]:
+    """Several behind ports of their own, as one: as the orchestrator has them."""
+
+    def connect(target: Target) -> tuple[grpc.aio.Channel, RemoteGenerator]:
+        channel = open_channel(target.address, retries=False)
+        return channel, RemoteGenerator(channel)
 
     @asynccontextmanager
-    async def opened(directory: Path) -> AsyncIterator[Subject]:
-        servicer = GeneratorServicer(lease_s=60)
-        async with served(directory) as subject, serving(servicer.service()) as channel:
-            servicer.load(subject.generator)
-            yield Subject(RemoteGenerator(channel), subject.is_toy)
+    async def opened(_: Path) -> AsyncIterator[Subject]:
+        async with AsyncExitStack() as stack:
+            servicers = [GeneratorServicer(lease_s=60) for _ in range(num)]
+            ports = [listening(each.service()) for each in servicers]
+            for servicer in servicers:
+                servicer.load(make())
+            found = Resolver([await stack.enter_async_context(port) for port in ports])
+            all_of_them = Fleet("generator", found, connect, _fingerprint, Pulse(lost_s=60))
+            await stack.enter_async_context(all_of_them)
+            await all_of_them.surveyed()
+            generator = FleetGenerator(all_of_them)
+            yield Subject(generator, is_toy=True, is_fleet=True, is_split=is_split)
 
     return opened
+
+
+def _fingerprint(description: GeneratorDescription) -> str:
+    return description.fingerprint
 
 
 SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "toy": toy,
     "own": own,
-    "remote-toy": remote(toy),
-    "remote-own": remote(own),
+    "placed": fleet(lambda: ToyGenerator(CAPACITY, step_s=0.001), 2),
+    "split": fleet(lambda: Few(CAPACITY // 4, step_s=0.001), 4, is_split=True),
     "vllm": vllm,
 }
+REMOTE = {f"remote-{name}": name for name in ("toy", "own", "vllm")}
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

@@ -13,9 +13,9 @@ pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_engine import VLLMEngine
 from generator_service.vllm_generator import Blocks, VLLMGenerator
-from specrej.contracts import Sampling
+from specrej.contracts import Prompt, RoundEnd, Sampling
 from tests.conformance.conftest import Started
-from tests.conformance.subjects import PROMPT
+from tests.conformance.subjects import PROMPT, own, vllm
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -44,6 +44,29 @@ def test_a_shorter_context_is_a_limit(
 
     assert context_tokens() > 96  # what has not the slots is refused for want of slots
     assert context_tokens(max_model_len=64) == 64
+
+
+async def test_the_embedded_model_says_the_same_as_in_the_own_engine() -> None:
+    """Guards against what a tiny model has not: thirty layers, shared key heads, a chat template,
+    end tokens and a vocabulary of its own."""
+    prompt = Prompt.from_user("Name three uses of a brick.")
+    sampling = Sampling(max_tokens=24, seed=5, logprobs=True)
+    said = []
+    for subject in (own, vllm):
+        async with (
+            subject(Path(".models/SmolLM2-135M-Instruct")) as started,
+            started.generator.open(prompt, 6, sampling, 8) as session,
+        ):
+            first = await session.extend(8)
+            assert (first.ended_by, len(first.candidates)) == (RoundEnd.DECISION_TOKEN, 6)
+            assert (await session.prune([0, 3, 5])).freed_slots > 0
+            last = await session.extend(24)
+            said.append([*first.candidates, *last.candidates])
+    assert [(c.id, c.text, c.finish) for c in said[0]] == [
+        (c.id, c.text, c.finish) for c in said[1]
+    ]
+    for ours, theirs in zip(*said, strict=True):
+        assert ours.new_logprobs == pytest.approx(theirs.new_logprobs, abs=1e-3)
 
 
 async def test_pausing_and_cutting_compute_nothing_again(started: Started) -> None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deploy.images.build import name_of
 from tests.deploy import confine
 
-PREFIX = "localhost/specrej/"
 _PROGRAMS = ("buildah", "unshare", "nsenter")
 _NAMESPACES = ("--mount", "--pid", "--ipc", "--uts")
 
@@ -104,7 +104,7 @@ def container(asked: Asked) -> Iterator[Container]:
 @contextmanager
 def _root(asked: Asked) -> Iterator[Path]:
     """The image's files, and what is written over them: nothing."""
-    working = _buildah("from", "--pull-never", f"{PREFIX}{asked.target}:latest")
+    working = _buildah("from", "--pull-never", name_of(asked.target))
     try:
         yield Path(_buildah("mount", working))
     finally:
@@ -131,7 +131,7 @@ def _specification(asked: Asked, image: Mapping[str, Any], root: Path) -> dict[s
 
 
 def _inspect(target: str) -> list[str]:
-    return ["buildah", "inspect", "--type", "image", f"{PREFIX}{target}:latest"]
+    return ["buildah", "inspect", "--type", "image", name_of(target)]
 
 
 def _buildah(*arguments: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 from tests.deploy.manifests import Object, selects
@@ -13,17 +14,19 @@ NAMESPACE = "specrej"
 
 @dataclass(frozen=True)
 class Peer:
-    """A pod, or with no namespace an address outside the cluster."""
+    """A pod, or with no namespace an address that is no pod's."""
 
     name: str
     namespace: str
     labels: tuple[tuple[str, str], ...] = ()
+    address: str = ""
 
 
-Edge = tuple[str, str, int]
+Port = tuple[str, int]  # protocol and number
+Edge = tuple[str, str, Port]
 
 
-def edges(policies: Iterable[Object], peers: Iterable[Peer], ports: Iterable[int]) -> set[Edge]:
+def edges(policies: Iterable[Object], peers: Iterable[Peer], ports: Iterable[Port]) -> set[Edge]:
     """From whom to whom, at which port, with one of the two in our namespace."""
     policies, peers, ports = list(policies), list(peers), list(ports)
     return {
@@ -38,7 +41,7 @@ def edges(policies: Iterable[Object], peers: Iterable[Peer], ports: Iterable[int
     }
 
 
-def _lets(policies: list[Object], way: str, own: Peer, other: Peer, port: int) -> bool:
+def _lets(policies: list[Object], way: str, own: Peer, other: Peer, port: Port) -> bool:
     """Whoever no policy selects may do anything; else one of them must allow it."""
     if own.namespace != NAMESPACE:
         return True
@@ -52,18 +55,19 @@ def _lets(policies: list[Object], way: str, own: Peer, other: Peer, port: int) -
     return not of_own or any(_allows(rule, way, other, port) for rule in rules)
 
 
-def _allows(rule: Mapping[str, Any], way: str, other: Peer, port: int) -> bool:
+def _allows(rule: Mapping[str, Any], way: str, other: Peer, port: Port) -> bool:
     sides = rule["to" if way == "egress" else "from"]
     return any(_is(side, other) for side in sides) and port in _ports(rule)
 
 
-def _ports(rule: Mapping[str, Any]) -> Iterator[int]:
-    return (each["port"] for each in rule["ports"])
+def _ports(rule: Mapping[str, Any]) -> Iterator[Port]:
+    return ((each["protocol"], each["port"]) for each in rule["ports"])
 
 
 def _is(side: Mapping[str, Any], peer: Peer) -> bool:
     if "ipBlock" in side:
-        return not peer.namespace
+        cidr = ip_network(side["ipBlock"]["cidr"])
+        return bool(peer.address) and ip_address(peer.address) in cidr
     if not peer.namespace:
         return False
     if "namespaceSelector" in side:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -134,8 +135,62 @@ def test_what_pip_is_told_reaches_every_stage() -> None:
     """Guards against an index that the first stage alone knows: arguments end with their stage."""
     (first,) = re.findall(r"^FROM \$\{BASE\} AS build\n(.*?)(?=^FROM)", TEXT, re.M | re.S)
     for name in build.PIP_VARIABLES:
-        assert f"ARG {name}\n" in first
+        assert re.search(rf"^ARG {name}(=\S+)?$", first, re.MULTILINE)
         assert f"{name}=${name} " in first
+
+
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"
+# Of a machine on which nobody has told pip anything.
+_PLAIN = {name: value for name, value in os.environ.items() if name[:4] not in ("PIP_", "MAKE")}
+_PLAIN["PIP_CONFIG_FILE"] = os.devnull
+
+
+@pytest.mark.parametrize(
+    ("told", "asked"),
+    [
+        ({}, CPU_TORCH),
+        ({"PIP_CERT": "ca.pem"}, CPU_TORCH),
+        ({"PIP_EXTRA_INDEX_URL": "https://example.com"}, "https://example.com"),
+        ({"PIP_FIND_LINKS": "wheels"}, ""),
+    ],
+)
+def test_an_ordinary_machine_gets_the_cpu_build_of_torch(
+    told: dict[str, str], asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against gigabytes of CUDA, after which the build stops; and against an index that is
+    asked although pip was told of others."""
+    (default,) = re.findall(r"^ARG PIP_EXTRA_INDEX_URL=(\S+)$", TEXT, re.MULTILINE)
+    _environment(monkeypatch, told)
+    assert build.pip_settings().get("PIP_EXTRA_INDEX_URL", default) == asked
+    for service in yaml.safe_load(COMPOSE.read_text())["services"].values():
+        if arguments := service.get("build", {}).get("args"):
+            assert arguments == {"PIP_INDEX_URL": None, "PIP_EXTRA_INDEX_URL": None}
+
+
+@pytest.mark.parametrize("environment", [".venv", ".vllm"])
+@pytest.mark.parametrize("name", ["", "PIP_INDEX_URL", "PIP_FIND_LINKS"])
+def test_make_asks_for_the_cpu_build_of_torch(
+    name: str, environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against an environment that cannot be made: PyPI's torch wants another Triton."""
+    _environment(monkeypatch, {name: "wheels"} if name else {})
+    changed = ("--what-if=requirements.lock", "--what-if=requirements-vllm.txt")
+    make = ["make", "--dry-run", *changed, f"PYTHON={sys.executable}", f"{environment}/.installed"]
+    printed = subprocess.check_output(make, cwd=ROOT, text=True)
+    (index,) = re.findall(
+        r" install (\$\(.+?\)) .*?--requirement requirements.(?:lock|vllm)", printed, re.S
+    )
+    shell = ["sh", "-c", f"echo {index}".replace(f"{environment}/bin/python", sys.executable)]
+    expected = "" if name else f"--extra-index-url {CPU_TORCH}"
+    assert subprocess.check_output(shell, text=True).strip() == expected
+
+
+def _environment(monkeypatch: pytest.MonkeyPatch, told: dict[str, str]) -> None:
+    """A machine's, with what pip is told by variables alone."""
+    for name in os.environ.keys() - _PLAIN.keys():
+        monkeypatch.delenv(name)
+    for name, value in (_PLAIN | told).items():
+        monkeypatch.setenv(name, value)
 
 
 def test_local_indexes_are_found() -> None:
@@ -232,6 +287,13 @@ def test_the_sizes_that_are_told_are_of_these_targets() -> None:
         assert re.search(rf"^\| `{target}` .*{re.escape(figures)}$", page, re.MULTILINE), target
 
 
+@pytest.mark.parametrize("path", ["docs/deploy.md", "deploy/images/Dockerfile"])
+def test_images_are_told_by_the_names_they_get(path: str) -> None:
+    """Guards against a quick start of another version than the one that is built."""
+    told = re.findall(r"localhost/specrej/([\w-]+|\$each):(\d[\w.]*)", (ROOT / path).read_text())
+    assert told and all(build.name_of(name).endswith(f"/{name}:{tag}") for name, tag in told)
+
+
 # Compose
 
 
@@ -239,9 +301,9 @@ def test_compose_names_what_is_there() -> None:
     """Guards against a service, a target or a file that compose asks for in vain."""
     compose = yaml.safe_load(COMPOSE.read_text())
     for service in compose["services"].values():
-        if build := service.get("build"):
-            assert build["target"] in TARGETS
-            assert (COMPOSE.parent / build["context"]).resolve() == ROOT
+        if made := service.get("build"):
+            assert made["target"] in TARGETS
+            assert (COMPOSE.parent / made["context"]).resolve() == ROOT
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
             assert source in compose["volumes"] or (COMPOSE.parent / source).exists(), source
@@ -264,6 +326,10 @@ def test_compose_settings_are_accepted(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_compose_images_are_pinned() -> None:
+    """Guards against somebody else's image that is another one tomorrow, and against ours under a
+    name that `make images` does not give."""
     for service in yaml.safe_load(COMPOSE.read_text())["services"].values():
-        assert re.fullmatch(r"\S+/\S+:[\w.-]+(@sha256:[0-9a-f]{64})?", service["image"])
-        assert "latest" not in service["image"]
+        if made := service.get("build"):
+            assert service["image"] == build.name_of(made["target"])
+        else:
+            assert re.fullmatch(r"\S+/\S+:[\w.-]+@sha256:[0-9a-f]{64}", service["image"])

@@ -15,6 +15,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 from kubernetes_validate import utils as schemas
 
+from deploy.images.build import name_of
 from specrej.prometheus import prometheus_name
 from specrej.serving import LIVENESS
 from specrej.settings import load
@@ -371,27 +372,37 @@ def _peers(made: Manifests) -> Iterator[Peer]:
     yield Peer("stranger", "somewhere")
     yield Peer("monitoring", "monitoring")
     yield Peer("dns", "kube-system", (("k8s-app", "kube-dns"),))
-    yield Peer("outside", "")
+    yield Peer("node-dns", "kube-system", (("k8s-app", "node-local-dns"),))
+    yield Peer("node-dns address", "", address="169.254.20.10")
+    yield Peer("metadata address", "", address="169.254.169.254")
+    yield Peer("outside", "", address="10.1.2.3")
 
 
 def test_policies_let_the_codes_edges_through_and_no_others(made: Manifests) -> None:
     redis = "redis" if "redis" in made.workloads else "outside"
     expected = {
-        ("client", "orchestrator", 50050),
-        ("orchestrator", "generator", 50051),
-        ("orchestrator", "reward", 50052),
-        ("orchestrator", redis, 6379),
-        *(("monitoring", name, 9464) for name in SERVICES),
-        *((name, "monitoring", 4317) for name in SERVICES),
-        *((name, "dns", 53) for name in SERVICES),
+        ("client", "orchestrator", ("TCP", 50050)),
+        ("orchestrator", "generator", ("TCP", 50051)),
+        ("orchestrator", "reward", ("TCP", 50052)),
+        ("orchestrator", redis, ("TCP", 6379)),
+        *(("monitoring", name, ("TCP", 9464)) for name in SERVICES),
+        *((name, "monitoring", ("TCP", 4317)) for name in SERVICES),
+        *(
+            (name, dns, (protocol, 53))
+            for name in SERVICES
+            for dns in ("dns", "node-dns", "node-dns address")
+            for protocol in ("UDP", "TCP")
+        ),
     }
-    ports = (50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
+    numbers = (50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
+    ports = [(protocol, number) for protocol in ("UDP", "TCP") for number in numbers]
     assert edges(made.of("NetworkPolicy"), _peers(made), ports) == expected
 
 
 def test_policies_are_what_denies(made: Manifests) -> None:
     """Guards against a reckoning that denies by itself."""
-    assert ("stranger", "generator", 50051) in edges((), _peers(made), (50051,))
+    asked = ("TCP", 50051)
+    assert ("stranger", "generator", asked) in edges((), _peers(made), [asked])
 
 
 def test_collector_is_where_policies_let_traces_go(made: Manifests) -> None:
@@ -455,6 +466,20 @@ def test_images_are_pinned(made: Manifests) -> None:
     for _, container in made.containers():
         name, _, tag = container["image"].partition("@")[0].rpartition(":")
         assert "/" in name and tag and tag != "latest", container["image"]
+
+
+@pytest.mark.parametrize("overlay", ["cpu-embedded", "gpu"])
+def test_images_are_those_that_are_built(overlay: str) -> None:
+    """Guards against a quick start whose pods wait for images that nobody makes by these names."""
+    suffix = "-cuda" if overlay == "gpu" else ""
+    asked = {
+        container["name"]: container["image"]
+        for _, container in rendered(overlay).containers()
+        if container["name"] != "redis"
+    }
+    made = {"orchestrator": name_of("orchestrator")}
+    made |= {name: name_of(f"{name}{suffix}") for name in ("generator", "reward")}
+    assert asked == made | ({} if suffix else {"models": name_of("models")})
 
 
 def test_containers_have_resources(made: Manifests) -> None:

