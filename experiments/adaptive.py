@@ -6,9 +6,9 @@ for as many tokens. That hull is chosen on the very prompts it is measured on, s
 leans towards the fixed ones.
 
 There are several kinds, schedules and numbers to try, and the best of many is partly luck. So
-intervals are of all comparisons at once, and those of points of all points. (To choose on all
-prompts but one and measure on that one is no way out: choices hardly differ between prompts, and
-what was lucky is lucky on the last one too.)
+intervals are of all numbers of all comparisons at once. (To choose on all prompts but one and
+measure on that one is no way out: choices hardly differ between prompts, and what was lucky is
+lucky on the last one too.) A mean over numbers would say nothing: some are far off.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Point:
     """A policy with one number against fixed settings at as many tokens.
 
     gain: by how much its regret is lower, above 0: it is better. Intervals hold for all points of
-    all comparisons at once.
+    all comparisons at once: in 95 of 100 cases, none of them is off.
     """
 
     knob: float
@@ -65,24 +65,27 @@ class Point:
     fixed_regret: float
     gain: Estimate
 
+    @property
+    def wins(self) -> bool:
+        """Whether it is better beyond chance, and beyond that of having tried several."""
+        return self.gain.low > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One kind of policy under one schedule against all fixed settings.
 
-    gain: the mean over all numbers at which fixed settings make as few tokens. Intervals hold for
-    all comparisons at once: in 95 of 100 cases, none of them is off.
+    points: of all numbers at which fixed settings make as few tokens.
     """
 
     kind: str
     schedule: Schedule
     points: tuple[Point, ...]
-    gain: Estimate
 
     @property
-    def wins(self) -> bool:
-        """Whether the policy is better beyond chance, and beyond that of having tried several."""
-        return self.gain.low > 0
+    def best(self) -> Point:
+        """The number that gains most, of those that win if any does."""
+        return max(self.points, key=lambda point: (point.wins, point.gain.mean))
 
 
 def compare(
@@ -187,27 +190,24 @@ def at_cost(hull: Sequence[Swept], cost: float) -> FloatArray | None:
 
 
 def as_table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """A row per point, and one over all points of each comparison, which has no knob."""
-    rows: list[dict[str, Any]] = []
-    for each in comparisons:
-        name = {"policy": each.kind, "schedule": schedule_text(each.schedule)}
-        rows += [name | _row(point) for point in each.points]
-        rows.append(name | {"knob": None} | _interval(each.gain) | {"wins": each.wins})
-    return rows
-
-
-def _row(point: Point) -> dict[str, Any]:
-    return {
-        "knob": point.knob,
-        "cost": float(point.adaptive.costs.mean()),
-        "regret": float(point.adaptive.regrets.mean()),
-        "fixed_regret": point.fixed_regret,
-        **_interval(point.gain),
-    }
-
-
-def _interval(gain: Estimate) -> dict[str, float]:
-    return {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+    """A row per point; the best one of each comparison is marked."""
+    return [
+        {
+            "policy": each.kind,
+            "schedule": schedule_text(each.schedule),
+            "knob": point.knob,
+            "cost": float(point.adaptive.costs.mean()),
+            "regret": float(point.adaptive.regrets.mean()),
+            "fixed_regret": point.fixed_regret,
+            "gain": point.gain.mean,
+            "gain_low": point.gain.low,
+            "gain_high": point.gain.high,
+            "best": point is each.best,
+            "wins": point.wins,
+        }
+        for each in comparisons
+        for point in each.points
+    ]
 
 
 def against(hull: Sequence[Swept], tried: Tried, draws: IntArray) -> tuple[Comparison, ...]:
@@ -226,11 +226,9 @@ def against(hull: Sequence[Swept], tried: Tried, draws: IntArray) -> tuple[Compa
         for key, gain in zip(known, together(gains, draws), strict=True)
     }
     kinds = list(dict.fromkeys(key[:2] for key in known))
-    rows = [[i for i, key in enumerate(known) if key[:2] == kind] for kind in kinds]
-    whole = together(np.array([gains[of_kind].mean(axis=0) for of_kind in rows]), draws)
     return tuple(
-        Comparison(*kind, tuple(each for key, each in points.items() if key[:2] == kind), gain)
-        for kind, gain in zip(kinds, whole, strict=True)
+        Comparison(*kind, tuple(each for key, each in points.items() if key[:2] == kind))
+        for kind in kinds
     )
 
 

@@ -9,25 +9,34 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
+from experiments.flops import Sizes, read_sizes
 from orchestrator.remote import RemoteGenerator, RemoteRewards
 from specrej.channel import open_channel
 from specrej.contracts import Generator, GeneratorDescription, RewardDescription, Scorer
 from specrej.credentials import credentials_from
+
+if TYPE_CHECKING:
+    from reward_service.settings import RewardSpec
 
 _TOY_SLOTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """A generator and rewards by name, with what they say of themselves."""
+    """A generator and rewards by name, with what they say of themselves.
+
+    sizes: of models whose operations can be counted; keys as in `identity`.
+    """
 
     generator: Generator
     model: GeneratorDescription
     scorers: Mapping[str, Scorer]
     rewards: tuple[RewardDescription, ...]
+    sizes: Mapping[str, Sizes] = field(default_factory=dict)
 
     def identity(self) -> dict[str, str]:
         """What must be the same when a collection goes on."""
@@ -57,23 +66,38 @@ async def embedded(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator[B
     _check(rewards, specs)
     flags = ["--kv-slots", str(kv_slots)] if kv_slots else []
     generator_settings = load(GeneratorSettings, flags)
+    sizes: dict[str, Sizes | None] = {}
     generator: Generator
     if is_toy(generator_settings.model):
         generator = load_toy(generator_settings.model, kv_slots or _TOY_SLOTS)
     else:
         generator = await asyncio.to_thread(load_generator, generator_settings)
+        sizes["generator"] = read_sizes(generator_settings.model_directory, with_head=True)
     workers: dict[str, Worker] = {}
     try:
         for name in rewards:
             reward = partial(load_reward, specs[name], reward_settings)
             workers[name] = await Worker.start(reward)
+            sizes[f"reward {name}"] = _sizes(specs[name])
         described = tuple(worker.description for worker in workers.values())
-        yield Backends(generator, await generator.describe(), workers, described)
+        counted = {name: each for name, each in sizes.items() if each}
+        yield Backends(generator, await generator.describe(), workers, described, counted)
     finally:
         for worker in workers.values():
             worker.close()
         for worker in workers.values():  # torch must not be in a pass when the interpreter ends
             await asyncio.to_thread(worker.join, 60.0)
+
+
+def _sizes(spec: RewardSpec) -> Sizes | None:
+    """Of a reward that reads every text anew; what others read is not counted."""
+    from reward_service.settings import RelevanceSpec
+
+    if not isinstance(spec, RelevanceSpec):
+        return None
+    from reward_service.relevance import MAX_TOKENS
+
+    return read_sizes(spec.directory, with_head=False, max_tokens=MAX_TOKENS)
 
 
 @asynccontextmanager

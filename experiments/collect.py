@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 import numpy as np
@@ -129,8 +129,8 @@ def _what_fits(error: InvalidRequest, size: int) -> int:
 def unshared_salt() -> str:
     """For a session whose prompt is read anew, whoever has read it before.
 
-    First tokens drawn from a prompt that was just read, and from one that was kept, can differ:
-    the last bits of their logits do. So all sessions of a prompt must begin alike.
+    So that every request that is timed pays for its prompt. What is said does not depend on it: a
+    prompt's last token, which first tokens are drawn from, is always computed alone.
     """
     return f"experiments {secrets.token_hex(16)}"
 
@@ -218,6 +218,7 @@ def _head(settings: Settings, backends: Backends) -> Line:
         "machine": describe_machine(),
         "device": backends.model.device,
         "slot_bytes": backends.model.slot_bytes,
+        "sizes": {name: asdict(each) for name, each in backends.sizes.items()},
         "rewards": {each.name: each.description for each in backends.rewards},
     }
 

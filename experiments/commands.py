@@ -79,6 +79,7 @@ def _add_recommend(commands: Any) -> None:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--regret", type=float, help="the least compute with at most this")
     target.add_argument("--tokens", type=float, help="the best reward with at most so many")
+    target.add_argument("--cost", type=float, help="the same, in parts of all candidates' tokens")
     parser.set_defaults(command=_recommend)
 
 
@@ -194,7 +195,7 @@ def best_for_their_cost(swept: Sequence[Swept]) -> list[Swept]:
 
 
 async def _recommend(arguments: argparse.Namespace) -> None:
-    target = Target(arguments.regret, arguments.tokens)
+    target = Target(arguments.regret, arguments.tokens, arguments.cost)
     found = recommend(sweeping.read(arguments.sweep), target)
     table = _settings_table("recommended, and runners-up", [found.chosen, *found.runners_up])
     _finish(table, recommendation(found))
@@ -209,6 +210,7 @@ def recommendation(found: Recommendation) -> dict[str, Any]:
         "cost": _interval(found.cost),
         "held_out_regret": round(found.held_out_regret, 4),
         "held_out_tokens": round(found.held_out_tokens, 1),
+        "held_out_cost": round(found.held_out_cost, 4),
         "same_choice": round(found.same_choice, 4),
     }
 
@@ -231,14 +233,19 @@ def run_policy(
     columns = ("policy", "schedule", "knob", "cost", "regret", "fixed_regret", "gain")
     table = _table("gain: the best fixed alphas' regret less the policy's, equal tokens", columns)
     for row in rows:
-        shown = [_cell(row[name]) if row.get(name) is not None else "" for name in columns[:-1]]
+        shown = [_cell(row[name]) for name in columns[:-1]]
         gain = f"{row['gain']:.4f} [{row['gain_low']:.4f}, {row['gain_high']:.4f}]"
-        table.add_row(*shown, gain, style="bold" if row["knob"] is None else None)
+        table.add_row(*shown, gain, style="bold" if row["best"] else None)
     path = out or _RESULTS / f"policy-{reward}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"reward": reward, "n": n or min(each.n for each in kept), "prompts": len(kept)}
+    result = {
+        "reward": reward,
+        "n": n or min(each.n for each in kept),
+        "max_tokens": max(each.max_tokens for each in kept),
+        "prompts": len(kept),
+    }
     path.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n", "utf-8")
-    _finish(table, result | {"whole": [row for row in rows if row["knob"] is None]})
+    _finish(table, result | {"best": [row for row in rows if row["best"]]})
     return path
 
 

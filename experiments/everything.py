@@ -9,14 +9,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments import collecting
 from experiments.commands import run_policy, run_sweep
+from experiments.studies.compute import recorded
 from experiments.studies.shortened import shortened
 from experiments.sweep import read
-from experiments.trajectories import Store, Trajectories, load
+from experiments.trajectories import Line, Store, Trajectories, load
 from orchestrator.composition import LIKELIHOOD
 from specrej.contracts import Schedule
 
@@ -53,19 +55,20 @@ async def run(arguments: argparse.Namespace) -> None:
     arguments.out = root / "trajectories"
     await collecting.run(arguments)
     rewards = collecting.settings_of(arguments).rewards
-    kept = load(arguments.out)
+    kept, head = load(arguments.out), Store(arguments.out).head() or {}
     sweeps, policies = {}, {}
     for reward in (*rewards, LIKELIHOOD):
         sweeps[reward] = read(run_sweep(arguments.out, reward, out=root / f"sweep-{reward}.jsonl"))
         if len(kept) >= _LEAST_PROMPTS:
             path = root / f"policy-{reward}.json"
             run_policy(arguments.out, reward, _SCHEDULES, min(64, kept[0].n), path)
-            policies[reward] = json.loads(path.read_text("utf-8"))["rows"]
+            policies[reward] = json.loads(path.read_text("utf-8"))
     page = write(
         list(by_length(kept, arguments.lengths)),
         root / "report",
         arguments.live,
-        notes=notes(arguments.out),
+        notes=notes(head),
+        compute=partial(recorded, head),
         choices=choices(sweeps, policies),
         say=_say,
     )
@@ -82,9 +85,8 @@ def by_length(
     return [(f"{length} tokens", prompts) for length, prompts in [*sets, (whole, tuple(kept))]]
 
 
-def notes(directory: Path) -> dict[str, str]:
+def notes(head: Line) -> dict[str, str]:
     """What the report says of how its trajectories were made."""
-    head = Store(directory).head() or {}
     machine = ", ".join(f"{name} {value}" for name, value in head.get("machine", {}).items())
     settings = ", ".join(f"{name} {value}" for name, value in head.get("settings", {}).items())
     return {

@@ -15,12 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.replay import Replayed
+
+# By `model_type`: gate, up and down, or just two in older ones. Others may be built otherwise.
+_MLP_MATRICES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "olmo2"), 3),
+    **dict.fromkeys(("bert", "roberta", "gpt_neox"), 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a transformer; `vocabulary` is 0 for one without a language model's head."""
+    """Of a transformer; `vocabulary` is 0 for one without a language model's head.
+
+    max_tokens: the most of a text that it reads; 0: all of it.
+    """
 
     layers: int
     hidden: int
@@ -28,8 +39,9 @@ class Sizes:
     kv_heads: int
     head_size: int
     intermediate: int
-    num_mlp_matrices: int = 3  # gate, up and down; 2 in older ones
+    num_mlp_matrices: int = 3
     vocabulary: int = 0
+    max_tokens: int = 0
 
     @property
     def layer_weights(self) -> int:
@@ -73,25 +85,20 @@ def encoder_flops(sizes: Sizes, done: Replayed) -> int:
 
     Counted in the generator's tokens: a reward's own tokenizer makes about as many.
     """
-    return 2 * sizes.layer_weights * done.scored_tokens + sizes.per_attended * done.scored_squares
+    read = np.minimum(done.scored_lengths, sizes.max_tokens or max(done.scored_lengths))
+    return int(2 * sizes.layer_weights * read.sum() + sizes.per_attended * (read**2).sum())
 
 
-def causal_flops(sizes: Sizes, prompt_tokens: int, done: Replayed) -> int:
-    """Of a reward that keeps prefixes and reads what is new; its template's tokens left out."""
-    headless = decode_flops(sizes, prompt_tokens, done.generated_tokens, done.attended_tokens)
-    return headless - 2 * sizes.head_weights * done.generated_tokens
-
-
-def read_sizes(directory: Path, *, with_head: bool) -> Sizes:
-    """From a model's config.json.
+def read_sizes(directory: Path, *, with_head: bool, max_tokens: int = 0) -> Sizes | None:
+    """From a model's config.json; None of a kind that is not known here.
 
     Raises:
         OSError: it cannot be read.
-        KeyError: it does not tell its sizes by the names that most do.
     """
     config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    if config.get("model_type") not in _MLP_MATRICES:
+        return None
     heads = config["num_attention_heads"]
-    is_encoder = config.get("model_type") in ("bert", "roberta", "distilbert", "mpnet")
     return Sizes(
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
@@ -99,6 +106,7 @@ def read_sizes(directory: Path, *, with_head: bool) -> Sizes:
         kv_heads=config.get("num_key_value_heads") or heads,
         head_size=config.get("head_dim") or config["hidden_size"] // heads,
         intermediate=config["intermediate_size"],
-        num_mlp_matrices=2 if is_encoder else 3,
+        num_mlp_matrices=_MLP_MATRICES[config["model_type"]],
         vocabulary=config["vocab_size"] if with_head else 0,
+        max_tokens=max_tokens,
     )

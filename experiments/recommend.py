@@ -7,6 +7,7 @@ every resample, and judged on the prompts that were left out of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,18 +26,28 @@ class NothingFits(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is asked: the least cost with at most `regret`, or the least regret with `tokens`.
+    """What is asked: the fewest tokens with at most `regret`, or the least regret for a budget.
 
-    Exactly one is given. regret: of the mean over prompts, as in `experiments.sweep`.
-    tokens: generated per prompt, on average.
+    Exactly one is given, of means over prompts. regret, cost: as in `experiments.sweep`.
+    tokens: generated per prompt.
     """
 
     regret: float | None = None
     tokens: float | None = None
+    cost: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.regret is None) == (self.tokens is None):
-            raise ValueError("a target is either a regret or a number of tokens")
+        if [self.regret, self.tokens, self.cost].count(None) != 2:
+            raise ValueError("a target is either a regret, a number of tokens or a cost")
+
+    @property
+    def budget(self) -> float:
+        """Tokens or cost; infinite where a regret is asked for."""
+        return next((each for each in (self.tokens, self.cost) if each is not None), math.inf)
+
+    def spent(self, swept: Swept) -> FloatArray:
+        """[P] of a setting, in what the budget is in."""
+        return swept.tokens if self.cost is None else swept.costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,7 @@ class Recommendation:
     cost: Estimate
     held_out_regret: float
     held_out_tokens: float
+    held_out_cost: float
     same_choice: float
     runners_up: tuple[Swept, ...]
 
@@ -81,14 +93,14 @@ def recommend(
         NothingFits: none does.
     """
     regrets = np.stack([each.regrets for each in swept])  # [settings, prompts]
-    tokens = np.stack([each.tokens for each in swept])
-    order = ranking(regrets.mean(axis=1), tokens.mean(axis=1), target)
+    spent = np.stack([target.spent(each) for each in swept])
+    order = ranking(regrets.mean(axis=1), spent.mean(axis=1), target)
     if not len(order):
-        raise NothingFits(_nearest(regrets, tokens, target))
+        raise NothingFits(_nearest(regrets, spent, target))
     best = int(order[0])
     draws = drawn(regrets.shape[1], resamples, seed)
-    choices = [_choice(regrets, tokens, draw, target) for draw in draws]
-    held_out = _held_out(regrets, tokens, choices, draws)
+    choices = [_choice(regrets, spent, draw, target) for draw in draws]
+    held_out = _held_out(swept, choices, draws)
     chosen = swept[best]
     return Recommendation(
         chosen=chosen,
@@ -97,20 +109,20 @@ def recommend(
         cost=estimate(chosen.costs, draws),
         held_out_regret=held_out[0],
         held_out_tokens=held_out[1],
+        held_out_cost=held_out[2],
         same_choice=sum(choice == best for choice in choices) / len(choices),
         runners_up=tuple(swept[int(row)] for row in order[1 : 1 + num_runners_up]),
     )
 
 
-def ranking(regrets: FloatArray, tokens: FloatArray, target: Target) -> IntArray:
+def ranking(regrets: FloatArray, spent: FloatArray, target: Target) -> IntArray:
     """Rows that meet the target, best first; ties are broken by the other of the two."""
     if target.regret is not None:
-        rows = np.lexsort((regrets, tokens))
+        rows = np.lexsort((regrets, spent))
         fits = regrets[rows] <= target.regret
     else:
-        assert target.tokens is not None
-        rows = np.lexsort((tokens, regrets))
-        fits = tokens[rows] <= target.tokens
+        rows = np.lexsort((spent, regrets))
+        fits = spent[rows] <= target.budget
     chosen: IntArray = rows[fits]
     return chosen
 
@@ -126,30 +138,33 @@ def estimate(values: FloatArray, draws: IntArray) -> Estimate:
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def _choice(regrets: FloatArray, tokens: FloatArray, draw: IntArray, target: Target) -> int | None:
+def _choice(regrets: FloatArray, spent: FloatArray, draw: IntArray, target: Target) -> int | None:
     """What would be chosen on these prompts; None: nothing fits there."""
-    order = ranking(regrets[:, draw].mean(axis=1), tokens[:, draw].mean(axis=1), target)
+    order = ranking(regrets[:, draw].mean(axis=1), spent[:, draw].mean(axis=1), target)
     return int(order[0]) if len(order) else None
 
 
 def _held_out(
-    regrets: FloatArray, tokens: FloatArray, choices: Sequence[int | None], draws: IntArray
-) -> tuple[float, float]:
-    """Mean regret and tokens of choices on prompts that they did not see; NaN if they saw all."""
-    seen_regrets, seen_tokens = [], []
+    swept: Sequence[Swept], choices: Sequence[int | None], draws: IntArray
+) -> tuple[float, float, float]:
+    """Mean regret, tokens and cost of choices on prompts that they did not see; NaN if none."""
+    seen = []
     for choice, draw in zip(choices, draws, strict=True):
-        left = np.setdiff1d(np.arange(regrets.shape[1]), draw)
+        left = np.setdiff1d(np.arange(draws.shape[1]), draw)
         if choice is not None and len(left):
-            seen_regrets.append(regrets[choice, left].mean())
-            seen_tokens.append(tokens[choice, left].mean())
-    if not seen_regrets:
-        return float("nan"), float("nan")
-    return float(np.mean(seen_regrets)), float(np.mean(seen_tokens))
+            chosen = swept[choice]
+            seen.append([x[left].mean() for x in (chosen.regrets, chosen.tokens, chosen.costs)])
+    if not seen:
+        return math.nan, math.nan, math.nan
+    regret, tokens, cost = np.mean(seen, axis=0)
+    return float(regret), float(tokens), float(cost)
 
 
-def _nearest(regrets: FloatArray, tokens: FloatArray, target: Target) -> str:
+def _nearest(regrets: FloatArray, spent: FloatArray, target: Target) -> str:
     if target.regret is not None:
         least = float(regrets.mean(axis=1).min())
         return f"no setting has a regret of at most {target.regret:g}: the least is {least:.3g}"
-    least = float(tokens.mean(axis=1).min())
+    least = float(spent.mean(axis=1).min())
+    if target.cost is not None:
+        return f"no setting has a cost of at most {target.cost:g}: the least is {least:.3g}"
     return f"no setting makes at most {target.tokens:g} tokens: the least is {least:.0f}"

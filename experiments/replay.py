@@ -110,9 +110,8 @@ class Replayed:
     """One request.
 
     attended_tokens: over all generated tokens, the candidate's own tokens before each.
-    num_scored, scored_tokens: prefixes and answers that the reward was asked about, and all their
-    tokens: what it computes if it keeps nothing between rounds. One that does computes about
-    `generated_tokens`. scored_squares: of the same tokens, squared by text.
+    scored_lengths: tokens of each prefix and answer that the reward was asked about. One that
+    keeps nothing between rounds computes them all; one that does, about `generated_tokens`.
     best_of_n_*: of the same candidates, all of them to their ends.
     highest: score among all that were written to their ends, their own or the limit. The answer's,
     unless the service prefers a complete one to it.
@@ -124,9 +123,7 @@ class Replayed:
     answer_tokens: int
     generated_tokens: int
     attended_tokens: int
-    num_scored: int
-    scored_tokens: int
-    scored_squares: int
+    scored_lengths: tuple[int, ...]
     rounds: tuple[ReplayedRound, ...]
     best_of_n_answer: int
     best_of_n_score: float
@@ -238,9 +235,7 @@ class _Request:
         self._ranked: dict[int, float] = {}  # the finished ones that are still ranked
         self._ended = np.zeros(len(rows), dtype=np.bool_)
         self._position = 0
-        self._num_scored = 0
-        self._scored_tokens = 0
-        self._scored_squares = 0
+        self._scored_lengths: list[int] = []
         self._attended_tokens = 0
         self._rounds: list[ReplayedRound] = []
 
@@ -259,9 +254,7 @@ class _Request:
             answer_tokens=int(self._num_tokens[answer]),
             generated_tokens=sum(each.generated_tokens for each in self._rounds),
             attended_tokens=self._attended_tokens,
-            num_scored=self._num_scored,
-            scored_tokens=self._scored_tokens,
-            scored_squares=self._scored_squares,
+            scored_lengths=tuple(self._scored_lengths),
             rounds=tuple(self._rounds),
             best_of_n_answer=int(self._ids[best]),
             best_of_n_score=float(self._final[best]),
@@ -301,9 +294,7 @@ class _Request:
 
     def _count(self, lengths: IntArray, start: int) -> None:
         """What growing from `start` to these lengths, and scoring them, has cost."""
-        self._num_scored += len(lengths)
-        self._scored_tokens += int(lengths.sum())
-        self._scored_squares += int((lengths**2).sum())
+        self._scored_lengths += lengths.tolist()
         # 0 + 1 + ... + (length - 1), less what was there.
         self._attended_tokens += int((lengths * (lengths - 1) - start * (start - 1)).sum()) // 2
 

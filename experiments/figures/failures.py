@@ -17,7 +17,7 @@ def draw(result: Failures, name: str) -> tuple[Picture, ...]:
         x, y = ([getattr(s, field) for s in result.similar] for field in ("spread", "regret"))
         axes.plot(x, y, "o", color=BLUE, alpha=0.75, label="a prompt each")
         axes.set_xlabel(f"spread of scores at token {result.first}, over the final one")
-        axes.set_ylabel("regret, over the final spread")
+        axes.set_ylabel("run's regret, over final spread")
 
     def early(axes: Axes) -> None:
         ended = [each.ended_share for each in result.early]

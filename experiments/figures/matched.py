@@ -1,4 +1,4 @@
-"""Compute for equal reward: the ratio by alpha, beside its bound."""
+"""Compute for equal reward: the ratio by alpha, beside what lengths alone would give."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 
 from experiments.figures import plotting
 from experiments.figures.plotting import GREY, PALETTE, Picture
-from experiments.studies.matched import Match, Matched
+from experiments.studies.matched import EXPECTED, Match, Matched
 
 
 def draw(result: Matched, name: str) -> tuple[Picture, ...]:
-    """Of the largest N; a line per schedule, dotted what it could be."""
+    """Of the largest N; a line per schedule, dotted what a rejection that ignores length saves."""
     n = max(each.n for each in result.matches)
     matches = [each for each in result.matches if each.n == n]
 
@@ -22,7 +22,7 @@ def draw(result: Matched, name: str) -> tuple[Picture, ...]:
         for i, schedule in enumerate(schedules):
             _line(axes, [m for m in matches if m.schedule == schedule], i, schedule)
         plotting.log_axis_up(axes, "times fewer tokens")
-        axes.set_xlabel("alpha (dotted: bound for these lengths)")
+        axes.set_xlabel(f"alpha (dotted: {EXPECTED})")
         axes.axhline(1, color=GREY, linewidth=0.8)
 
     title = (
@@ -43,7 +43,7 @@ def _line(axes: Axes, matches: Sequence[Match], index: int, schedule: str) -> No
     for at, each in zip(x, known, strict=True):
         if math.isfinite(each.ratio.low) and math.isfinite(each.ratio.high):
             axes.plot([at, at], [each.ratio.low, each.ratio.high], color=color, linewidth=0.8)
-    bounded = [each for each in matches if not math.isnan(each.bound)]
-    if bounded:
-        bounds = [each.bound for each in bounded]
-        axes.plot([each.alpha for each in bounded], bounds, ":", color=color, linewidth=1)
+    planned = [each for each in matches if not math.isnan(each.expected)]
+    if planned:
+        expected = [each.expected for each in planned]
+        axes.plot([each.alpha for each in planned], expected, ":", color=color, linewidth=1)

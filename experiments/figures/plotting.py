@@ -137,6 +137,13 @@ def log_axis_up(axes: Axes, label: str) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
+def least_span_up(axes: Axes, span: float) -> None:
+    """At least so much from bottom to top, around what is drawn already."""
+    low, high = axes.get_ylim()
+    missing = max(0.0, span - (high - low)) / 2
+    axes.set_ylim(low - missing, high + missing)
+
+
 def _locator(low: float, high: float) -> LogLocator:
     """Doublings alone would leave a short axis with one number."""
     subs = (1.0, 1.5) if high < _FEW_DOUBLINGS * low else (1.0,)
@@ -168,6 +175,8 @@ def _style(name: str) -> Any:
         "axes.spines.right": False,
         "axes.grid": True,
         "axes.axisbelow": True,
+        # Numbers are to be read where they stand, not added to one above the axis.
+        "axes.formatter.useoffset": False,
         "grid.color": GREY,
         "grid.alpha": 0.25,
         "grid.linewidth": 0.6,

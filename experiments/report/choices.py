@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from experiments import recommend
 from experiments.recommend import NothingFits, Recommendation, Target
 from experiments.studies.statistics import Estimate
-from experiments.studies.tables import Cell, Table
+from experiments.studies.tables import Cell, Table, shown
 from experiments.sweep import Swept
 
 _REGRETS = (0.02, 0.05, 0.1)
-_BUDGETS = (0.05, 0.1, 0.2)  # of the tokens of Best-of-N with all candidates
+_COSTS = (0.05, 0.1, 0.2)
 
-Rows = Sequence[Mapping[str, Any]]
+Compared = Mapping[str, Any]  # as `specrej experiment policy` writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +28,21 @@ class Choices:
     policies: tuple[Table, ...]
 
 
-def choices(sweeps: Mapping[str, Sequence[Swept]], policies: Mapping[str, Rows]) -> Choices:
+def choices(sweeps: Mapping[str, Sequence[Swept]], policies: Mapping[str, Compared]) -> Choices:
     """By reward: what `sweep` and `policy` wrote."""
     return Choices(
         tuple(_recommended(reward, swept) for reward, swept in sweeps.items()),
-        tuple(_verdict(reward, rows) for reward, rows in policies.items()),
-        tuple(_policies(reward, rows) for reward, rows in policies.items()),
+        tuple(_verdict(each) for each in policies.values()),
+        tuple(_policies(each) for each in policies.values()),
     )
 
 
 def _recommended(reward: str, swept: Sequence[Swept]) -> Table:
-    # A setting's tokens over its cost are those of Best-of-N with everybody.
-    whole = float(np.mean(swept[0].tokens / swept[0].costs))
     targets = [(f"regret at most {each:g}", Target(regret=each)) for each in _REGRETS]
-    targets += [
-        (f"at most {part:.0%} of the tokens", Target(tokens=part * whole)) for part in _BUDGETS
-    ]
+    targets += [(f"cost at most {each:g}", Target(cost=each)) for each in _COSTS]
     headings = (
         *("wanted", "setting", "regret (95 %)", "cost (95 %)", "tokens (95 %)"),
-        *("regret, on prompts left out", "chosen again in"),
+        *("regret, on prompts left out", "cost, there", "tokens, there", "chosen again in"),
     )
     rows = tuple(_row(name, swept, target) for name, target in targets)
     caption = f"Of {len(swept)} settings, by {reward}"
@@ -58,35 +53,53 @@ def _row(name: str, swept: Sequence[Swept], target: Target) -> tuple[Cell, ...]:
     try:
         found: Recommendation = recommend.recommend(swept, target)
     except NothingFits:
-        return (name, "none", *[float("nan")] * 5)
+        return (name, "none", *[math.nan] * 6, "")
     estimates = [
         Estimate(each.mean, each.low, each.high)
         for each in (found.regret, found.cost, found.tokens)
     ]
-    return (name, found.chosen.name, *estimates, found.held_out_regret, f"{found.same_choice:.0%}")
+    held_out = (found.held_out_regret, found.held_out_cost, found.held_out_tokens)
+    return (name, found.chosen.name, *estimates, *held_out, f"{found.same_choice:.0%}")
 
 
-def _policies(reward: str, rows: Rows) -> Table:
-    headings = ("policy", "schedule", "gain over fixed alphas, equal tokens (95 %)", "is better")
-    whole = [each for each in rows if each["knob"] is None]
+def _policies(compared: Compared) -> Table:
+    reward, rows = compared["reward"], compared["rows"]
+    headings = (
+        *("policy", "schedule", "best knob", "cost", "regret"),
+        *("regret of fixed alphas, equal tokens", "gain (95 %, all knobs at once)"),
+        "gain is shown",
+    )
     found = tuple(
         (
-            *(str(each["policy"]), str(each["schedule"])),
-            Estimate(each["gain"], each["gain_low"], each["gain_high"]),
-            "yes" if each["wins"] else "no",
+            *(each["policy"], each["schedule"], each["knob"], each["cost"], each["regret"]),
+            *(each["fixed_regret"], _gain(each), "yes" if each["wins"] else "no"),
         )
-        for each in whole
+        for each in rows
+        if each["best"]
     )
-    return Table(f"policies-{reward}", f"Adaptive alphas by {reward}", headings, found)
+    schedules = " and ".join(dict.fromkeys(each["schedule"] for each in rows))
+    caption = (
+        f"Adaptive alphas by {reward}: N = {compared['n']}, at most {compared['max_tokens']:,} "
+        f"tokens, {compared['prompts']} prompts; fixed alphas and policies under {schedules}"
+    )
+    return Table(f"policies-{reward}", caption, headings, found)
 
 
-def _verdict(reward: str, rows: Rows) -> str:
-    winners = [each for each in rows if each["knob"] is None and each["wins"]]
-    if not winners:
-        return f"<b>By {reward}.</b> No policy is better than the best fixed alphas beyond chance."
-    best = max(winners, key=lambda each: float(each["gain"]))
+def _verdict(compared: Compared) -> str:
+    """What is shown, and how much more there may be."""
+    rows, of = compared["rows"], f"<b>By {compared['reward']}.</b>"
+    best = max(rows, key=lambda each: (each["wins"], each["gain"]))
+    if best["wins"]:
+        return (
+            f"{of} {best['policy']} {best['knob']:g} with {best['schedule']} is better than the "
+            f"best fixed alphas: {shown(_gain(best))} less regret at equal tokens."
+        )
+    highest = max(0.0, *(each["gain_high"] for each in rows))
     return (
-        f"<b>By {reward}.</b> {best['policy']} with {best['schedule']} is better: "
-        f"{best['gain']:.3g} less regret ({best['gain_low']:.3g} to {best['gain_high']:.3g}) "
-        "at equal tokens."
+        f"{of} No gain shown over the best fixed alphas; gains of up to {shown(highest)}, the "
+        "highest end of any knob's interval, are not excluded."
     )
+
+
+def _gain(row: Mapping[str, Any]) -> Estimate:
+    return Estimate(row["gain"], row["gain_low"], row["gain_high"])

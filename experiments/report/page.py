@@ -14,7 +14,7 @@ from experiments.report import words
 from experiments.report.choices import Choices
 from experiments.report.summary import summary
 from experiments.studies.analysis import Analysis
-from experiments.studies.tables import Result, Table, shown
+from experiments.studies.tables import Result, Table, known, shown
 
 _STYLE = Path(__file__).with_name("page.css")
 _TITLE = "Speculative Rejection, measured"
@@ -150,6 +150,7 @@ def _reasons(first: Analysis) -> tuple[_Study, ...]:
             words.improvement(first),
             lambda gallery: gallery.improvement,
             lambda analysis: analysis.improvement,
+            words.improvement_found,
         ),
         _Study(
             "Memory, batch and rewards",
@@ -230,7 +231,7 @@ def _folded(table: Table, of: str, slug: str) -> str:
 
 
 def _table(table: Table, slug: str) -> str:
-    name = "-".join(filter(None, (slug, table.name)))
+    name, table = "-".join(filter(None, (slug, table.name))), known(table)
     head = "".join(f'<th scope="col">{html.escape(each)}</th>' for each in table.headings)
     body = "\n".join(
         "<tr>" + "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in row) + "</tr>"

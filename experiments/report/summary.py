@@ -1,11 +1,11 @@
-"""What to take away as two tables: compute for equal reward, and what bounds it."""
+"""What to take away as two tables: compute for equal reward, and what to expect."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from experiments.studies.analysis import Analysis
-from experiments.studies.matched import Match
+from experiments.studies.matched import BOUND, EXPECTED, Match
 from experiments.studies.tables import Cell, Table
 
 
@@ -23,7 +23,8 @@ def _usual(analyses: Sequence[Analysis]) -> Table:
     headings = (
         *("answers", "reward", "prompts", "N", "mean length", "complete, share"),
         *("tokens, ratio (95 %)", "saved at equal N", "times part of N kept"),
-        *("bound, these lengths", "bound, all to the limit", "FLOPs, ratio (95 %)"),
+        *(EXPECTED, BOUND, "FLOPs, ratio (95 %)"),
+        *("the service's choice is complete, share", "Best-of-N's choice, same N"),
     )
     rows = [_usual_row(each) for each in analyses]
     caption = "Best-of-N over Speculative Rejection at equal reward: the service's default"
@@ -35,7 +36,8 @@ def _usual_row(analysis: Analysis) -> tuple[Cell, ...]:
     return (
         *(analysis.collection, analysis.reward, facts.num_prompts, usual.n),
         *(facts.mean_tokens, facts.complete_share, usual.ratio, usual.saving, usual.kept),
-        *(usual.bound, usual.bound_full, usual.flops_ratio),
+        *(usual.expected, usual.bound_full, usual.flops_ratio),
+        *(usual.complete, usual.full_complete),
     )
 
 

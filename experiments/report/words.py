@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -10,11 +11,12 @@ import numpy as np
 
 from experiments.report.summary import setting
 from experiments.studies.analysis import Analysis
-from experiments.studies.matched import Match, bound
+from experiments.studies.matched import EXPECTED, Match, expected_saving
 from experiments.studies.statistics import Estimate
 from experiments.studies.tables import shown
 
 _LENGTHS = (128, 512, 1024, 2048)
+_SETTLED = 0.99  # tau of partial and final rewards, from which on a reward no longer changes
 
 
 def introduction() -> list[str]:
@@ -72,11 +74,11 @@ def reasons() -> list[str]:
         "The ratio is a product. The first factor is what is saved when both start with the same "
         "N. It cannot be large for short answers, because every one of the N is written to the "
         "first decision token at least. With cuts at 16, 32, 64, ... tokens, half rejected each "
-        "time, an answer costs 16 (1 + log<sub>2</sub>(T / 16) / 2) tokens instead of T: a bound "
-        f"of {bounds} tokens. The paper's 16 to 32 times lie at the long end, and its two "
-        "algorithms ran on different engines. The second factor is the part of N that is left once "
-        "the best answer is sometimes rejected: 1 if it never was, and smaller the less the "
-        "beginning of an answer tells of its end.",
+        "time, an answer costs 16 (1 + log<sub>2</sub>(T / 16) / 2) tokens instead of T if all are "
+        f"so long: a bound of {bounds} tokens. The paper's 16 to 32 times lie at the long end, and "
+        "its two algorithms ran on different engines. The second factor is the part of N that is "
+        "left once the best answer is sometimes rejected: 1 if it never was, and smaller the less "
+        "the beginning of an answer tells of its end.",
     ]
 
 
@@ -86,8 +88,25 @@ def reason(analysis: Analysis) -> str:
     return (
         f"<b>{of(analysis)}.</b> {facts.complete_share:.0%} of the answers end before the limit of "
         f"{facts.max_tokens:,} tokens; they are {facts.mean_tokens:,.0f} tokens long on average. "
-        f"This bounds the ratio by about {shown(match.bound)} ({shown(match.bound_full)} if all "
-        f"went on to the limit). Measured: {shown(match.saving)} at equal N, and {_kept(match)}."
+        f"Of such lengths, rejection that ignores length saves {shown(match.expected)} times, one "
+        "that favours shorter answers more (if all went on to the limit, the bound would be "
+        f"{shown(match.bound_full)}). Measured: {shown(match.saving)} at equal N, and "
+        f"{_kept(match)}.{_settled(analysis)}"
+    )
+
+
+def _settled(analysis: Analysis) -> str:
+    """From where on the rewards of answers no longer change, if there is such a place."""
+    found = itertools.takewhile(
+        lambda each: each.kendall.value >= _SETTLED, reversed(analysis.correlation.decision_tokens)
+    )
+    positions = [each.position for each in found]
+    if not positions:
+        return ""
+    return (
+        f" Scores are settled by token {positions[-1]:,} (from there, tau with the final ones is "
+        f"at least {_SETTLED:g}): what follows costs tokens and hardly changes them, so the longer "
+        "answers are, the cheaper it is to reject them, by construction."
     )
 
 
@@ -107,11 +126,13 @@ def matched() -> list[str]:
     return [
         "For every setting: its mean reward, the N that Best-of-N needs for as much (read from its "
         "curve, between the measured N on a line over log N), and the ratio of the tokens of the "
-        "two. Thin vertical lines are 95 % intervals; dotted is the bound that these lengths set "
-        "at each alpha. Up to some alpha, a ratio follows its bound; beyond, good answers are "
-        "rejected, and it falls.",
-        "The memory schedule has no bound beforehand: its cuts come where memory is full, which "
-        "depends on alpha and on who ends early.",
+        f"two. Thin vertical lines are 95 % intervals; dotted is what is {EXPECTED}: the saving "
+        "at equal N of answers as long as these if who stays were drawn by lot. It is no bound: "
+        "where a reward favours shorter answers, those that would have become long are rejected "
+        "first, and more is saved. Up to some alpha, a ratio follows its dotted line; beyond, "
+        "good answers are rejected, and it falls.",
+        "The memory schedule has no such line: its cuts come where memory is full, which depends "
+        "on alpha and on who ends early.",
     ]
 
 
@@ -119,8 +140,8 @@ def lengths() -> list[str]:
     """On the table of lengths."""
     return [
         "An answer that ends by itself costs Best-of-N nothing more, so there is less to save. It "
-        "matters twice: lengths bound what can be saved, and a reward may prefer answers of some "
-        "length. Each table has a row per prompt.",
+        "matters twice: by how much less, and because a reward may prefer answers of some length: "
+        "if short ones, rejection ends the long ones first. Each table has a row per prompt.",
     ]
 
 
@@ -148,9 +169,10 @@ def recommended() -> list[str]:
         "Of all settings that were replayed at the whole limit: the cheapest that loses little, "
         "and the best within a budget. <i>Regret</i> is 0 for Best-of-N's answer with all "
         "candidates, and 1 for what one answer gives on average; <i>cost</i> is tokens in parts "
-        "of that Best-of-N's. The best of hundreds looks better than it is: the column on prompts "
-        "left out says what settings that were chosen on resampled prompts lose on those that "
-        "were not among them, and the last one how often the same setting would be chosen.",
+        "of that Best-of-N's, prompt by prompt, then averaged. The best of hundreds looks better "
+        "than it is: the columns on prompts left out say what settings that were chosen on "
+        "resampled prompts lose and cost on those that were not among them, and the last one how "
+        "often the same setting would be chosen.",
     ]
 
 
@@ -161,10 +183,15 @@ def adaptive() -> list[str]:
         "policies choose alpha by what is known at a decision token: how far scores are apart, "
         "and how well prefixes of that length foretold answers on other prompts. <i>risk</i> "
         "rejects as many as it can while the chance that the best is among them stays small; "
-        "<i>price</i> rejects whoever's chance is not worth the tokens. <i>Gain</i> is by how "
-        "much less regret they have than fixed alphas (the best of them, or two by turns) with as "
-        "many tokens; above 0 they are better. Intervals hold for all rows of a table at once, as "
-        "the best of several is partly luck.",
+        "<i>price</i> rejects whoever's chance is not worth the tokens. Each has a knob: how "
+        "small, how much. <i>Gain</i> is by how much less regret a policy has than fixed alphas "
+        "(the best of them, or two by turns) with as many tokens; above 0 it is better. Of each "
+        "policy and schedule the best knob is told. Intervals hold for all knobs of a table at "
+        "once, as the best of many is partly luck.",
+        "The comparison leans towards fixed alphas: which of them are best is read from the very "
+        "prompts that they are measured on, while a policy has learnt from the other prompts "
+        "alone. And few prompts give wide intervals: that no gain is shown does not say that "
+        "there is none.",
     ]
 
 
@@ -269,8 +296,17 @@ def improvement(analysis: Analysis) -> list[str]:
         "Tokens count what was written. FLOPs also count reading the prompt, attention over "
         "growing answers and every call of the reward model; one that reads whole answers anew at "
         "each cut makes Speculative Rejection pay for its looking. Seconds are of live runs, "
-        "where there are some; their answers are the service's, complete ones first.",
+        "where there are some. Their answers are the service's, complete ones first; so they are "
+        "scored against Best-of-N's live answer to the same prompt, on the same scale.",
     ]
+
+
+def improvement_found(analysis: Analysis) -> str:
+    """Whose operations are counted."""
+    model = analysis.improvement.model
+    if not model:
+        return "FLOPs are left out: the collection does not tell the sizes of its models."
+    return f"FLOPs are those of {html.escape(model)}."
 
 
 def anatomy() -> list[str]:
@@ -302,10 +338,11 @@ def failures() -> list[str]:
         "At the start of an answer the assumption can fail, in three ways that the paper names. "
         "<b>Similar scores</b>: if all answers score alike at the first cut, who is rejected is a "
         "matter of chance. Each dot is a prompt: across, how far apart its scores are at the first "
-        "cut (in parts of the final spread); up, what was lost there. <b>Early ends</b>: an answer "
-        "may be over before the first cut. It cannot be rejected by mistake, but whole answers are "
-        "then ranked among beginnings. <b>Misleading prefixes</b>: the answer that is best in the "
-        "end ranks in the lower half, where a cut of alpha 0.5 rejects it.",
+        "cut (in parts of the final spread); up, what the whole run lost, at later cuts too. "
+        "<b>Early ends</b>: an answer may be over before the first cut. It cannot be rejected by "
+        "mistake, but whole answers are then ranked among beginnings. <b>Misleading prefixes</b>: "
+        "the answer that is best in the end ranks in the lower half, where a cut of alpha 0.5 "
+        "rejects it.",
     ]
 
 
@@ -315,14 +352,15 @@ def failures_found(analysis: Analysis) -> str:
     shares = dict(found.misled_share)
     first = next(each for each in found.early if each.position == found.first)
     together = (
-        f" Spread and regret correlate by {found.similar_pearson:.2f}."
-        if math.isfinite(found.similar_pearson)
-        else " No prompt lost anything at alpha 0.5, so that spread explains nothing."
+        f"Spread and regret correlate by {shown(found.similar_pearson)}."
+        if math.isfinite(found.similar_pearson.value)
+        else "That is too few to tell whether similar scores are to blame."
     )
     return (
         f"At token {found.first}, {first.ended_share.value:.1%} of answers are over, the best one "
         f"in {first.best_share:.0%} of prompts; the best one is in the lower half in "
-        f"{shares[found.first].value:.0%}.{together}"
+        f"{shares[found.first].value:.0%}. The run lost something in {found.num_lost} of "
+        f"{len(found.similar)} prompts. {together}"
     )
 
 
@@ -338,7 +376,10 @@ def method() -> list[str]:
         "all that were written to their ends, be that their own or the limit. (The service itself "
         "prefers complete answers to stopped ones; where the limit stops nearly all, that would "
         "compare lengths, not rewards.) A reward measures what it measures: a higher one is not a "
-        "promise of a better answer.",
+        "promise of a better answer. And a reward that reads only so many tokens of an answer is "
+        "settled by then: longer answers cost Best-of-N more without a chance to score otherwise, "
+        "which makes them cheaper to reject by construction, not by how much beginnings tell. "
+        "Where scores were found settled, the list at the top says from which token on.",
         "<b>Pairs.</b> Both algorithms are compared on the same answers. Where there are more "
         "answers than N, a setting is replayed on up to four groups of N.",
         "<b>Intervals</b> are 95 % bootstraps over prompts: prompts are drawn anew 1,000 times, "
@@ -349,8 +390,9 @@ def method() -> list[str]:
         "without width says that no prompt of these differed, not that none could. A setting that "
         "was chosen for being best of many looks better than it is; the last column of the first "
         "table chooses on one half of the prompts and measures on the other.",
-        "<b>FLOPs</b> are counted from lengths: two per weight and token, and attention's; a "
-        "reward model reads every text it judges anew.",
+        "<b>FLOPs</b> are counted from lengths and from the sizes of the models that made the "
+        "collection: two per weight and token, and attention's; a reward model reads every text it "
+        "judges anew, as far as it reads. Where sizes are not known, they are left out.",
     ]
 
 
@@ -382,4 +424,4 @@ def _written(schedule: str) -> str:
 def _doubling(max_tokens: int) -> float:
     """Of answers that are all so long."""
     tokens = [16 * 2**i for i in range(20) if 16 * 2**i < max_tokens]
-    return bound(np.full(1, max_tokens), 0.5, tokens)
+    return expected_saving(np.full(1, max_tokens), 0.5, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from experiments.studies import (
     perplexity,
     sweep,
 )
-from experiments.studies.compute import ComputeModel, best_of_n_flops, embedded
+from experiments.studies.compute import UNKNOWN, ComputeModel, best_of_n_flops
 from experiments.studies.live import LiveRun
 from experiments.studies.plans import ALPHAS, DOUBLING, base_n, numbers, plans
 from experiments.studies.runs import MEMORY, Plan
@@ -42,6 +43,7 @@ class Facts:
     mean_tokens: float
     complete_share: float
     num_plans: int
+    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def analyse(
     prompts: Sequence[Trajectories],
     reward: str,
     live: Sequence[LiveRun] = (),
-    compute: ComputeModel | None = None,
+    compute: ComputeModel = UNKNOWN,
     alphas: Sequence[float] = ALPHAS,
     say: Say = lambda text: None,
 ) -> Analysis:
@@ -93,7 +95,6 @@ def analyse(
     """
     if not prompts:
         raise ValueError(f"{collection} has no prompts")
-    compute = compute or embedded(reward)
     say(f"{collection}: replaying on {len(prompts)} prompts by {reward}")
     replayers = [Replayer(each, reward) for each in prompts]
     measured = _measured(replayers, plans(prompts, reward, alphas), compute)
@@ -139,12 +140,16 @@ def _regrets(measured: Sequence[Measured]) -> np.typing.NDArray[np.float64]:
 
 
 def _anatomy(replayer: Replayer) -> anatomy.Anatomy | None:
-    """Of the first prompt, with memory for a sixteenth of what its answers would fill."""
+    """Of the first prompt, with memory for a sixteenth of what its answers would fill.
+
+    But for one of them at least, and for 16 tokens of each.
+    """
     kept = replayer.trajectories
-    memory_tokens = max(16, int(kept.num_tokens.mean()) // 16)
+    n = numbers([kept])[0]
+    memory_tokens = max(16, int(kept.num_tokens.mean()) // 16, math.ceil(kept.max_tokens / n))
     if int(kept.positions[0]) > memory_tokens or kept.max_tokens <= memory_tokens:
         return None
-    return anatomy.study(replayer, Plan(numbers([kept])[0], 0.5, MEMORY, memory_tokens))
+    return anatomy.study(replayer, Plan(n, 0.5, MEMORY, memory_tokens))
 
 
 def _facts(prompts: Sequence[Trajectories], num_plans: int) -> Facts:
@@ -157,4 +162,5 @@ def _facts(prompts: Sequence[Trajectories], num_plans: int) -> Facts:
         float(lengths.mean()),
         float(finished.mean()),
         num_plans,
+        tuple(each.seed for each in prompts),
     )

@@ -97,7 +97,7 @@ def study(replayer: Replayer, plan: Plan) -> Anatomy:
         kept.prompt_id,
         plan.n,
         plan.alpha,
-        plan.setting(replayer.reward, kept.prompt_tokens, kept.max_tokens).slots,
+        plan.setting(replayer.reward, kept.prompt_tokens).slots,
         tuple(rounds),
         _moments(kept, rows, found),
     )

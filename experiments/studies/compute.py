@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,20 +10,26 @@ import numpy as np
 
 from experiments.flops import Sizes, decode_flops, encoder_flops, generator_flops
 from experiments.replay import Replayed, Replayer, Setting
-from experiments.trajectories import FloatArray
+from experiments.trajectories import FloatArray, Line
+from orchestrator.composition import LIKELIHOOD
 from specrej.contracts import Algorithm
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeModel:
-    """A generator, and an encoder that reads every text it judges anew; None: free of charge."""
+    """A generator, and an encoder that reads every text it judges anew; None: free of charge.
 
-    name: str
-    generator: Sizes
+    name: whose operations they are, for readers. Without a generator they are NaN: not known.
+    """
+
+    name: str = ""
+    generator: Sizes | None = None
     encoder: Sizes | None = None
 
     def flops(self, prompt_tokens: int, done: Replayed) -> float:
         """Of one request."""
+        if self.generator is None:
+            return math.nan
         judging = encoder_flops(self.encoder, done) if self.encoder else 0
         return float(generator_flops(self.generator, prompt_tokens, done) + judging)
 
@@ -31,6 +38,8 @@ class ComputeModel:
 
         Best-of-N judges each answer once, so that its cost is linear in N.
         """
+        if self.generator is None:
+            return math.nan, math.nan
         prompt_tokens = replayer.trajectories.prompt_tokens
         done = replayer.run(Setting(reward=replayer.reward, algorithm=Algorithm.BEST_OF_N))
         writing = decode_flops(
@@ -41,21 +50,21 @@ class ComputeModel:
         return float(reading), (whole - reading) / replayer.trajectories.n
 
 
+UNKNOWN = ComputeModel()
+
+
 def best_of_n_flops(replayers: Sequence[Replayer], compute: ComputeModel) -> FloatArray:
     """[prompts, 2]: of reading each prompt, and of each of its answers."""
     return np.array([compute.best_of_n(each) for each in replayers])
 
 
-def embedded(reward: str) -> ComputeModel:
-    """The models that the project ships: SmolLM2-135M, and all-MiniLM-L6-v2 for `relevance`."""
-    generator = Sizes(
-        30, 576, heads=9, kv_heads=3, head_size=64, intermediate=1536, vocabulary=49152
-    )
-    encoder = Sizes(
-        6, 384, heads=12, kv_heads=12, head_size=32, intermediate=1536, num_mlp_matrices=2
-    )
-    return ComputeModel(
-        "SmolLM2-135M, all-MiniLM-L6-v2" if reward == "relevance" else "SmolLM2-135M",
-        generator,
-        encoder if reward == "relevance" else None,
-    )
+def recorded(head: Line, reward: str) -> ComputeModel:
+    """Of the models that made a collection, from its first line, if it has all of their sizes."""
+    sizes = {name: Sizes(**each) for name, each in head.get("sizes", {}).items()}
+    judge = f"reward {reward}"
+    if "generator" not in sizes or (reward != LIKELIHOOD and judge not in sizes):
+        return UNKNOWN
+    name = str(head["identity"]["model"])
+    if reward != LIKELIHOOD:
+        name += f", judged by {reward}"
+    return ComputeModel(name, sizes["generator"], sizes.get(judge))

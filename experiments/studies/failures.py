@@ -14,7 +14,15 @@ import numpy as np
 
 from experiments.replay import highest_answer
 from experiments.studies.correlation import decision_tokens, live, scores_at
-from experiments.studies.statistics import Estimate, FloatArray, mean, pearson
+from experiments.studies.statistics import (
+    FEWEST,
+    Estimate,
+    FloatArray,
+    IntArray,
+    bootstrap,
+    mean,
+    pearson,
+)
 from experiments.studies.tables import Table
 from experiments.trajectories import Trajectories
 
@@ -24,9 +32,10 @@ _EXCERPT = 60  # characters
 
 @dataclass(frozen=True, slots=True)
 class Similar:
-    """A prompt: how much its answers differ at the first cut, and what rejection lost there.
+    """A prompt: how much its answers differ at the first cut, and what the whole run lost.
 
     spread: standard deviation of partial rewards over that of final ones. regret: over the latter.
+    Later cuts have their part in it.
     """
 
     prompt_id: str
@@ -58,23 +67,33 @@ class Misleading:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The study's result. `misled_share` is of prompts, by decision token."""
+    """The study's result. `misled_share` is of prompts, by decision token.
+
+    similar_pearson: of spread and regret; NaN where too few prompts lost anything to tell.
+    """
 
     reward: str
     first: int
     similar: tuple[Similar, ...]
-    similar_pearson: float
+    similar_pearson: Estimate
     early: tuple[EarlyEnds, ...]
     misled_share: tuple[tuple[int, Estimate], ...]
     examples: tuple[Misleading, ...]
+
+    @property
+    def num_lost(self) -> int:
+        """Prompts whose run lost anything."""
+        return sum(each.regret > 0 for each in self.similar)
 
     def tables(self) -> tuple[Table, ...]:
         """One per kind."""
         return (self._similar(), self._early(), self._misleading())
 
     def _similar(self) -> Table:
-        headings = ("prompt", f"spread at token {self.first}", "regret")
-        caption = "Similar scores: spread at the first cut, and regret (parts of the final spread)"
+        headings = ("prompt", f"spread at token {self.first}", "regret of the whole run")
+        caption = (
+            "Similar scores: spread at the first cut, and regret, in parts of the final spread"
+        )
         rows = tuple((each.prompt_id, each.spread, each.regret) for each in self.similar)
         return Table("similar_scores", caption, headings, rows)
 
@@ -108,15 +127,11 @@ def study(
     similar = tuple(
         _similar(each, reward, first, regret) for each, regret in zip(prompts, regrets, strict=True)
     )
-    spreads, losses = (
-        np.array([getattr(each, name) for each in similar]) for name in ("spread", "regret")
-    )
-    known = ~np.isnan(spreads + losses)
     return Failures(
         reward,
         first,
         similar,
-        pearson(spreads[known], losses[known]),
+        _together(similar),
         tuple(_early(prompts, reward, position) for position in positions),
         tuple((position, _misled(prompts, reward, position)) for position in positions),
         _examples(prompts, reward, positions),
@@ -137,6 +152,19 @@ def _similar(prompt: Trajectories, reward: str, position: int, regret: float) ->
     spread = float(partial.std()) if len(partial) else np.nan
     scale = final if final > 0 else np.nan
     return Similar(prompt.prompt_id, spread / scale, regret / scale)
+
+
+def _together(similar: Sequence[Similar]) -> Estimate:
+    """Pearson's r of spread and regret; NaN where fewer prompts lost anything than it takes."""
+    pairs = np.array([(each.spread, each.regret) for each in similar])
+    known = pairs[~np.isnan(pairs).any(axis=1)]
+    if (known[:, 1] > 0).sum() < FEWEST:
+        return Estimate(np.nan)
+
+    def correlated(prompts: IntArray) -> FloatArray:
+        return np.apply_along_axis(lambda draw: pearson(*known[draw].T), -1, prompts)
+
+    return bootstrap(len(known), correlated)
 
 
 def _early(prompts: Sequence[Trajectories], reward: str, position: int) -> EarlyEnds:

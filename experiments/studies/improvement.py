@@ -37,7 +37,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The same, of live runs of the prompts they had; `seconds` in parts of the base's."""
+    """The same, of live runs of the prompts they had; `seconds` in parts of the base's.
+
+    score: against the live answer of Best-of-N to the same prompt, which chose by the same rule.
+    """
 
     method: str
     n: int
@@ -50,13 +53,19 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """The study's result."""
+    """The study's result. num_unlike: of live runs, left out as they were not as replayed."""
 
     reward: str
     base_n: int
     model: str
     points: tuple[Point, ...]
     timed: tuple[Timed, ...]
+    num_unlike: int
+
+    @property
+    def left_out(self) -> str:
+        """How many live runs, for a caption; nothing if none."""
+        return f"{self.num_unlike} not as replayed left out" if self.num_unlike else ""
 
     def tables(self) -> tuple[Table, ...]:
         """Replays, and live runs if there are any."""
@@ -77,7 +86,8 @@ class Improvement:
             (t.method, t.n, t.alpha, t.schedule, t.score, t.seconds, t.num_runs) for t in self.timed
         )
         headings = (*head, "relative seconds", "runs")
-        return (replayed, Table("live", f"The same, of live runs: {of}", headings, live))
+        caption = ", ".join(filter(None, (f"The same, of live runs: {of}", self.left_out)))
+        return (replayed, Table("live", caption, headings, live))
 
 
 def study(
@@ -113,7 +123,11 @@ def study(
     ]
     base_tokens = float(known.tokens[:, -1].mean())
     points += [_point(each, base, base_tokens, base_flops) for each in measured]
-    return Improvement(reward, base_n, model, tuple(points), _timed(prompts, live, base))
+    places = {each.prompt_id: i for i, each in enumerate(prompts)}
+    runs = [each for each in live if each.prompt_id in places]
+    alike = [each for each in runs if each.as_replayed]
+    timed = _timed(alike, places, base)
+    return Improvement(reward, base_n, model, tuple(points), timed, len(runs) - len(alike))
 
 
 def _point(measured: Measured, base: Base, base_tokens: float, base_flops: float) -> Point:
@@ -129,16 +143,12 @@ def _point(measured: Measured, base: Base, base_tokens: float, base_flops: float
     )
 
 
-def _timed(
-    prompts: Sequence[Trajectories], live: Sequence[LiveRun], base: Base
-) -> tuple[Timed, ...]:
+def _timed(live: Sequence[LiveRun], places: dict[str, int], base: Base) -> tuple[Timed, ...]:
     """Settings of live runs, on the prompts that each has in common with the base's runs."""
-    places = {each.prompt_id: i for i, each in enumerate(prompts)}
-    known = [each for each in live if each.prompt_id in places]
-    of_base = [each for each in known if each.is_best_of_n and each.n == base.n]
+    of_base = [each for each in live if each.is_best_of_n and each.n == base.n]
     found = []
-    for key in dict.fromkeys(each.key for each in known):
-        runs = [each for each in known if each.key == key]
+    for key in dict.fromkeys(each.key for each in live):
+        runs = [each for each in live if each.key == key]
         timed = _timed_setting(runs, of_base, places, base)
         if timed:
             found.append(timed)
@@ -151,17 +161,21 @@ def _timed_setting(
     shared = sorted({each.prompt_id for each in runs} & {each.prompt_id for each in of_base})
     if not shared:
         return None
-    rewards = np.array([_mean(runs, prompt_id, "score") for prompt_id in shared])
+    rewards, best = (
+        np.array([_mean(each, prompt_id, "score") for prompt_id in shared])
+        for each in (runs, of_base)
+    )
     seconds = sum(_mean(runs, prompt_id, "seconds") for prompt_id in shared)
     base_seconds = sum(_mean(of_base, prompt_id, "seconds") for prompt_id in shared)
     rows = [places[prompt_id] for prompt_id in shared]
+    scale = (base.best - base.worst)[rows]
     first = runs[0]
     return Timed(
         FULL if first.is_best_of_n else FAST,
         first.n,
         first.alpha,
         first.schedule,
-        improvement_score(rewards, Base(base.n, base.best[rows], base.worst[rows])),
+        improvement_score(rewards, Base(base.n, best, best - scale)),
         seconds / base_seconds,
         len(runs),
     )

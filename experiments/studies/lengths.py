@@ -1,7 +1,7 @@
 """Which answers end early: lengths by prompt, and of the answers that are chosen.
 
-An answer that ends by itself costs Best-of-N nothing more, so short ones bound what rejection can
-save; and a reward that prefers short ones makes it smaller still.
+An answer that ends by itself costs Best-of-N nothing more, so the more of them, the less there is
+to save; but a reward that prefers short ones rejects the long ones first, and saves more of it.
 """
 
 from __future__ import annotations

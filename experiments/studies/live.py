@@ -2,7 +2,7 @@
 
     {"machine": "...", "runs": [{"prompt_id": "...", "reward": "relevance", "max_tokens": 128,
       "algorithm": "best-of-n", "n": 64, "alpha": 0, "schedule": "no cuts", "seconds": 12.5,
-      "score": 0.71}, ...]}
+      "score": 0.71, "as_replayed": true}, ...]}
 
 Algorithms take turns on every prompt, so that a slow minute of the machine meets all of them.
 """
@@ -17,7 +17,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """One request. algorithm: "best-of-n" or "speculative-rejection"."""
+    """One request. algorithm: "best-of-n" or "speculative-rejection".
+
+    as_replayed: whether its replay says the same of answer and tokens.
+    """
 
     prompt_id: str
     reward: str
@@ -28,6 +31,7 @@ class LiveRun:
     score: float
     alpha: float = 0.0
     schedule: str = "no cuts"
+    as_replayed: bool = True
 
     @property
     def is_best_of_n(self) -> bool:

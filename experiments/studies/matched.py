@@ -1,8 +1,9 @@
 """Equal reward: how many answers Best-of-N needs for it, and how much more that costs.
 
 The ratio has two factors. `saving` is what Speculative Rejection spends less than Best-of-N of its
-own N: it has a bound that lengths and schedule set. `kept` is the part of N that is left when
-Best-of-N need not be better than Speculative Rejection was: 1 if no best answer was ever rejected.
+own N: what to expect of it follows from lengths and schedule if rejection ignores length, and it
+is more where short answers are kept. `kept` is the part of N that is left when Best-of-N need not
+be better than Speculative Rejection was: 1 if no best answer was ever rejected.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from experiments.studies.sweep import Measured
 from experiments.studies.tables import Table
 from experiments.trajectories import Trajectories
 
+# Headings of what a saving is held against, here and in the summary.
+EXPECTED = "expected if rejection ignores length"
+BOUND = "bound, all answers as long as the limit"
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -37,8 +42,9 @@ class Match:
     matched_n, ratio and flops_ratio are infinite ("beyond") where no Best-of-N that was measured is
     as good; where even a single answer is, matched_n is 1 and the ratio less than that. censored:
     the share of resampled prompts of which either holds: the interval ends where measuring did.
-    bound: the same saving in expectation, of answers as long as these; bound_full: if all were
-    written to the limit. NaN for schedules whose decision tokens are not known beforehand.
+    expected: the saving of answers as long as these if rejection ignores length; one that keeps
+    short answers saves more. bound_full: the most that any rejection saves of answers that all
+    go on to the limit. NaN for schedules whose decision tokens are not known beforehand.
     complete, full_complete: the share of answers that are, of ours and of Best-of-N's, same N.
     """
 
@@ -50,7 +56,7 @@ class Match:
     kept: float
     ratio: Estimate
     flops_ratio: Estimate
-    bound: float
+    expected: float
     bound_full: float
     censored: float
     complete: float
@@ -103,13 +109,13 @@ class Matched:
         headings = (
             *("N", "alpha", "schedule", "as good as Best-of-N with N = (95 %)"),
             *("tokens saved at equal N", "part of N kept", "tokens, ratio (95 %)"),
-            *("FLOPs, ratio (95 %)", "bound, these lengths", "bound, all to the limit"),
+            *("FLOPs, ratio (95 %)", EXPECTED, BOUND),
             *("outside what was measured", "complete answers", "Best-of-N's, same N"),
         )
         rows = tuple(
             (
                 *(m.n, m.alpha, m.schedule, m.matched_n, m.saving, m.kept),
-                *(m.ratio, m.flops_ratio, m.bound, m.bound_full),
+                *(m.ratio, m.flops_ratio, m.expected, m.bound_full),
                 *(m.range_note, m.complete, m.full_complete),
             )
             for m in self.matches
@@ -163,12 +169,13 @@ def matched_n(ns: Sequence[int], rewards: FloatArray, targets: FloatArray) -> Fl
     return found
 
 
-def bound(lengths: IntArray, alpha: float, decision_tokens: Sequence[int]) -> float:
+def expected_saving(lengths: IntArray, alpha: float, decision_tokens: Sequence[int]) -> float:
     """Tokens of all answers over those of a run that keeps 1 - alpha at each decision token.
 
     A run writes min(L, d1) tokens of every answer of length L, of 1 - alpha of them those up to d2,
     and so on: with doublings from 16 at alpha 0.5 and answers of T tokens it is
-    T / (16 (1 + log2(T / 16) / 2)). That who stays does not depend on length is assumed.
+    T / (16 (1 + log2(T / 16) / 2)). Who stays is taken not to depend on length: no bound, but for
+    answers of one length.
     """
     ends = [*decision_tokens, int(lengths.max())]
     reached = [0.0, *(float(np.minimum(lengths, end).mean()) for end in ends)]
@@ -195,17 +202,17 @@ def _match(costs: _Costs, prompts: Sequence[Trajectories], lengths: IntArray) ->
         n.value / plan.n if math.isfinite(n.value) else math.nan,
         draws.estimate(1, len(prompts)),
         draws.estimate(2, len(prompts)),
-        _bound(lengths, plan, int(limit[0])),
-        _bound(limit, plan, int(limit[0])),
+        _expected(lengths, plan, int(limit[0])),
+        _expected(limit, plan, int(limit[0])),
         float(outside.mean()),
         float(measured.complete.mean()),
         float(measured.full_complete.mean()),
     )
 
 
-def _bound(lengths: IntArray, plan: Plan, max_tokens: int) -> float:
+def _expected(lengths: IntArray, plan: Plan, max_tokens: int) -> float:
     planned = plan.planned(max_tokens)
-    return math.nan if planned is None else bound(lengths, plan.alpha, planned)
+    return math.nan if planned is None else expected_saving(lengths, plan.alpha, planned)
 
 
 def _crossed(all_costs: Sequence[_Costs], num_prompts: int, max_n: int) -> float:

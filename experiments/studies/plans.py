@@ -20,12 +20,17 @@ _FEWEST = 16  # with fewer answers there is little to reject
 def plans(
     prompts: Sequence[Trajectories], reward: str, alphas: Sequence[float] = ALPHAS
 ) -> tuple[Plan, ...]:
-    """All whose decision tokens lie where prefixes were scored; the largest N first."""
+    """All whose decision tokens lie where prefixes were scored; the largest N first.
+
+    Memory that a candidate alone would not fit is left out.
+    """
     max_tokens = min(each.max_tokens for each in prompts)
+    longest = max(each.max_tokens for each in prompts)
     return tuple(
         plan
         for n in numbers(prompts)
         for schedule, memory_tokens in _schedules(max_tokens)
+        if not memory_tokens or n * memory_tokens >= longest
         if _is_scored(prompts, reward, Plan(n, 0.5, schedule, memory_tokens))
         for plan in (Plan(n, alpha, schedule, memory_tokens) for alpha in alphas)
     )

@@ -49,10 +49,9 @@ class Plan:
             ends.append(next_decision_token(self.schedule, ends[-1], max_tokens))
         return tuple(ends[1:-1])
 
-    def setting(self, reward: str, prompt_tokens: int, max_tokens: int) -> Setting:
-        """The same for a replay. A candidate alone must always fit."""
-        room = max(self.n * self.memory_tokens, max_tokens)
-        slots = prompt_tokens + room if self.memory_tokens else 0
+    def setting(self, reward: str, prompt_tokens: int) -> Setting:
+        """The same for a replay."""
+        slots = prompt_tokens + self.n * self.memory_tokens if self.memory_tokens else 0
         return Setting(self.n, self.alpha, self.schedule, reward, slots, snap=True)
 
 
@@ -61,9 +60,10 @@ def run(replayer: Replayer, plan: Plan, rows: IntArray) -> Replayed:
 
     Raises:
         OffGrid: a round ends where no prefix was scored.
+        NeverFits: memory is too little for a candidate alone.
     """
     kept = replayer.trajectories
-    setting = plan.setting(replayer.reward, kept.prompt_tokens, kept.max_tokens)
+    setting = plan.setting(replayer.reward, kept.prompt_tokens)
     return replayer.run(setting, candidates=rows)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -57,8 +57,25 @@ def _number(value: float) -> str:
     return f"{value + 0.0:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def known(table: Table) -> Table:
+    """Without columns in which nothing is known."""
+    if not table.rows:
+        return table
+    kept = [
+        i for i in range(len(table.headings)) if not all(_is_unknown(row[i]) for row in table.rows)
+    ]
+    rows = tuple(tuple(row[i] for i in kept) for row in table.rows)
+    return replace(table, headings=tuple(table.headings[i] for i in kept), rows=rows)
+
+
+def _is_unknown(cell: Cell) -> bool:
+    value = cell.value if isinstance(cell, Estimate) else cell
+    return isinstance(value, float) and math.isnan(value)
+
+
 def to_markdown(table: Table) -> str:
     """With its caption above."""
+    table = known(table)
     lines = [f"**{table.caption}**", "", _line(table.headings)]
     lines.append(_line("---" if i == 0 else "---:" for i in range(len(table.headings))))
     lines += [_line(map(shown, row)) for row in table.rows]
@@ -71,6 +88,7 @@ def _line(cells: Any) -> str:
 
 def to_csv(table: Table) -> str:
     """All digits; an estimate is three columns."""
+    table = known(table)
     wide = [any(isinstance(row[i], Estimate) for row in table.rows) for i in range(_width(table))]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

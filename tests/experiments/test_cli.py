@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from experiments import live, replay_speed
 from experiments.__main__ import main
 from experiments.everything import by_length
-from experiments.trajectories import Store, load
+from experiments.replay import Replayer
+from experiments.trajectories import Store, Trajectories, load
+from specrej.contracts import Generation
 
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy",
@@ -109,11 +112,11 @@ def test_the_policy_is_compared(
         "policy", "--trajectories", collected, "--n", 16, "--schedule", "tokens:8,16",
         "--out", path,
     )  # fmt: skip
-    assert {row["policy"] for row in found["whole"]} == {"risk", "price"}
-    assert all(isinstance(row["wins"], bool) for row in found["whole"])
+    assert [row["policy"] for row in found["best"]] == ["risk", "price"]
+    assert all(isinstance(row["wins"], bool) for row in found["best"])
     kept = json.loads(path.read_text())
-    assert kept["reward"] == "likelihood"
-    assert all({"cost", "regret", "gain_low"} <= row.keys() for row in kept["rows"] if row["knob"])
+    assert (kept["reward"], kept["n"], kept["max_tokens"]) == ("likelihood", 16, 64)
+    assert all({"cost", "regret", "gain_low"} <= row.keys() for row in kept["rows"])
 
 
 def test_live_requests_are_as_their_replays_say(
@@ -125,10 +128,59 @@ def test_live_requests_are_as_their_replays_say(
         "live", "--trajectories", collected, "--limit", 2, "--n", "4,16", "--out", path,
     )  # fmt: skip
     assert found["runs"] == 2 * 2 * 4  # prompts, rewards, settings
-    assert found["as_replayed"] == found["runs"]
+    assert found["as_replayed"] == found["replayed"] == found["runs"]
     runs = json.loads(path.read_text())["runs"]
     assert {run["algorithm"] for run in runs} == {"best-of-n", "speculative-rejection"}
     assert all(run["seconds"] > 0 for run in runs)
+
+
+def test_live_goes_on_with_the_runs_that_miss(
+    toys: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], collected: Path
+) -> None:
+    """Guards against a run that is cut off and loses all that it has timed."""
+    path = collected.parent / "live.json"
+    command = ("live", "--trajectories", collected, "--limit", 1, "--n", "4", "--out", path)
+    answered = live._answered
+
+    async def dies(kept: Trajectories, *rest: Any) -> Generation:
+        if path.exists() and len(json.loads(path.read_text())["runs"]) == 3:
+            raise ValueError("cut off")
+        return await answered(kept, *rest)
+
+    with toys.context() as while_it_dies:
+        while_it_dies.setattr(live, "_answered", dies)
+        with pytest.raises(SystemExit):
+            said(while_it_dies, capsys, *command)
+    before = json.loads(path.read_text())["runs"]
+    assert len(before) == 3
+    assert said(toys, capsys, *command)["runs"] == 4
+    assert json.loads(path.read_text())["runs"][:3] == before
+    # Another schedule is another run; another collection belongs in another file.
+    assert said(toys, capsys, *command, "--schedule", "geometric:8,2")["runs"] == 6
+    head = collected / "trajectories.jsonl"
+    head.write_text(head.read_text().replace('"date": "', '"date": "not ', 1))
+    with pytest.raises(SystemExit):
+        said(toys, capsys, *command)
+    assert "choose another file" in capsys.readouterr().err
+
+
+def test_memory_driven_requests_are_as_their_replays_say(
+    toys: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], collected: Path
+) -> None:
+    """In slots that are too few for Best-of-N, which is left out."""
+    path = collected.parent / "live.json"
+    command = (
+        *("live", "--trajectories", collected, "--limit", 1, "--n", "32", "--out", path),
+        *("--schedule", "memory"),
+    )
+    with pytest.raises(SystemExit):
+        said(toys, capsys, *command)
+    assert "needs --kv-slots" in capsys.readouterr().err
+    found = said(toys, capsys, *command, "--kv-slots", 600)
+    runs = {run["reward"]: run for run in json.loads(path.read_text())["runs"]}
+    assert {run["schedule"] for run in runs.values()} == {"memory of 600 slots"}
+    assert runs["likelihood"]["as_replayed"]
+    assert found["runs"] == 2
 
 
 def test_a_collection_by_other_models_is_not_timed_against(
@@ -182,3 +234,23 @@ def test_a_schedule_that_is_none_is_bad_usage(
         said(toys, capsys, "replay", "--schedule", "sometimes")
     assert ended.value.code == 2
     assert "use memory, geometric:16,2" in capsys.readouterr().err
+
+
+def test_the_speed_of_replays_is_told_of_what_was_replayed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--n", "16", "--max-tokens", "32", "--prompts", "2", "--settings", "12")
+    monkeypatch.setattr(sys, "argv", ["replay_speed", *sizes])
+    replay_speed.main()
+    table, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert table.startswith("12 settings x 2 prompts: ")
+    asked = {"settings": 12, "prompts": 2, "n": 16, "max_tokens": 32}
+    assert found | asked == found
+    settings = replay_speed.chosen(12, 16, 32)
+    assert {each.n for each in settings} == {16}
+    replayer = Replayer(replay_speed.made_up(16, 32, 0), settings[0].reward)
+    rounds = [len(replayer.run(each).rounds) for each in settings]
+    assert found["rounds_per_request"] == round(sum(rounds) / 12, 2)
+    assert found["seconds"] >= 0
+    assert found["cores"]

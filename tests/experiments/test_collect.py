@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.backends import remote
+from experiments.backends import embedded, remote
 from experiments.collect import CollectError, Watcher, collect, collect_prompt, missing
+from experiments.flops import Sizes
 from experiments.prompts import SHIPPED, Item, read_prompts
 from experiments.settings import Settings, default_grid
 from experiments.trajectories import Store, Trajectories, load
@@ -99,7 +100,7 @@ async def test_chunks_change_nothing_on_a_real_engine() -> None:
 
 
 async def test_every_session_reads_its_prompt_anew() -> None:
-    """From a prompt that is kept, first tokens can differ in their last bits, and so answers."""
+    """Guards against seconds that depend on who has read the prompt before."""
     salts: list[str] = []
 
     class Noting(ToyGenerator):
@@ -172,6 +173,23 @@ async def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path) -> No
     assert head is not None
     assert Settings.from_json(head["settings"]) == SETTINGS
     assert head["machine"]["cores"]
+
+
+async def test_what_flops_are_counted_from_is_kept_where_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the reward that ships, which reads 256 tokens; a toy has no sizes."""
+    monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", "toy")
+    store, settings = Store(tmp_path), replace(SETTINGS, n=2, rewards=("relevance",))
+    async with embedded(settings.rewards) as known:
+        await collect(store, settings, ITEMS[:1], known, silent())
+    head = store.head()
+    assert head is not None
+    kept = {name: Sizes(**each) for name, each in head["sizes"].items()}
+    assert kept == known.sizes
+    assert [(name, each.layers, each.max_tokens) for name, each in kept.items()] == [
+        ("reward relevance", 6, 256)
+    ]
 
 
 async def test_a_collection_is_not_gone_on_with_otherwise(tmp_path: Path) -> None:

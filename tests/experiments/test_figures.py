@@ -13,7 +13,7 @@ from experiments.figures import gallery, plotting
 from experiments.figures.gallery import Gallery
 from experiments.studies.analysis import analyse
 from experiments.studies.statistics import Estimate
-from tests.experiments.synthetic import WALK, collection
+from tests.experiments.synthetic import COMPUTE, WALK, collection
 
 _MOST_BYTES = 60_000  # what is committed stays small
 
@@ -22,7 +22,8 @@ _MOST_BYTES = 60_000  # what is committed stays small
 def galleries() -> tuple[Gallery, Gallery]:
     prompts = collection(4, 32, stop_share=0.4)
     walk, likelihood = (
-        analyse("64 tokens", prompts, name, alphas=(0.3, 0.5, 0.8)) for name in (WALK, "likelihood")
+        analyse("64 tokens", prompts, name, compute=COMPUTE, alphas=(0.3, 0.5, 0.8))
+        for name in (WALK, "likelihood")
     )
     return gallery.draw(walk), gallery.draw(likelihood)
 
@@ -91,6 +92,34 @@ def test_bands_without_an_interval_are_lines() -> None:
         plotting.log_axis_up(axes, "y")
 
     assert "few prompts" in plotting.picture("name", "heading", "title", draw).svg
+
+
+def test_differences_of_nothing_look_like_nothing() -> None:
+    """Guards against an axis that reads 1e-6 + 98.9 and fills the chart with the last digits."""
+    drawn: list[Axes] = []
+
+    def draw(axes: Axes) -> None:
+        axes.plot([1, 2], [98.9357, 98.935709])
+        plotting.least_span_up(axes, 10)
+        drawn.append(axes)
+
+    svg = plotting.picture("name", "heading", "title", draw).svg
+    (axes,) = drawn
+    low, high = axes.get_ylim()
+    assert high - low == pytest.approx(10)
+    assert low < 98.9357 < 98.935709 < high
+    assert ">98<" in svg
+
+
+def test_numbers_of_an_axis_have_no_offset() -> None:
+    drawn: list[Axes] = []
+
+    def draw(axes: Axes) -> None:
+        axes.plot([1, 2], [98.9357, 98.935709])
+        drawn.append(axes)
+
+    plotting.picture("name", "heading", "title", draw)
+    assert drawn[0].yaxis.get_major_formatter().get_offset() == ""
 
 
 @pytest.mark.parametrize(

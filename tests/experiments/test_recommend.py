@@ -61,9 +61,27 @@ def test_what_cannot_be_met_says_how_near_it_comes() -> None:
         recommend(ALL, Target(regret=-1))
     with pytest.raises(NothingFits, match="at most 3 tokens: the least is 11"):
         recommend(ALL, Target(tokens=3))
-    for both in ({}, {"regret": 1.0, "tokens": 1.0}):
+    with pytest.raises(NothingFits, match=r"a cost of at most 0\.01: the least is 0\.11"):
+        recommend(ALL, Target(cost=0.01))
+    for both in ({}, {"regret": 1.0, "tokens": 1.0}, {"tokens": 1.0, "cost": 1.0}):
         with pytest.raises(ValueError, match="either"):
             Target(**both)
+
+
+def test_a_budget_in_parts_is_kept_as_the_cost_is_told() -> None:
+    """Guards against 5 % of all tokens told as a cost of more: prompts differ in length."""
+    short_and_long = np.array([100.0, 1000.0])
+    cheap, dear = (
+        replace(each, costs=each.tokens / short_and_long)
+        for each in (swept(1, [0.5, 0.5], [8, 20]), swept(2, [0.1, 0.1], [10, 40]))
+    )
+    assert (cheap.costs.mean(), dear.costs.mean()) == pytest.approx((0.05, 0.07))
+    assert dear.tokens.sum() / short_and_long.sum() < 0.05
+    found = recommend([cheap, dear], Target(cost=0.05), resamples=50)
+    assert found.chosen is cheap
+    assert found.cost.mean == pytest.approx(0.05)
+    # Where the long prompt alone is drawn, `dear` fits; it is the short one that is left out.
+    assert (found.held_out_tokens, found.held_out_cost) == pytest.approx((10, 0.1))
 
 
 def test_luck_among_many_settings_is_found_out() -> None:

@@ -238,8 +238,8 @@ def test_best_of_n_is_known_of_the_same_candidates(models_own: dict[int, Traject
     assert found.best_of_n_tokens == full.generated_tokens
     assert found.regret == full.highest - found.highest >= 0
     assert found.compute_ratio > 1
-    assert full.num_scored == 16
-    assert full.scored_tokens == full.generated_tokens
+    assert len(full.scored_lengths) == 16
+    assert sum(full.scored_lengths) == full.generated_tokens
 
 
 def _thinned(made: Trajectories, every: int) -> Trajectories:
@@ -316,9 +316,7 @@ def test_what_is_counted_follows_from_who_was_there(
         attended += sum(before for length in lengths for before in range(start, length))
         live, start = each.survivors, each.decision_token
     assert len(found.rounds) > 2
-    assert found.num_scored == len(texts)
-    assert found.scored_tokens == sum(texts)
-    assert found.scored_squares == sum(length**2 for length in texts)
+    assert found.scored_lengths == tuple(texts)
     assert found.attended_tokens == attended
 
 

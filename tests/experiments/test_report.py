@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from experiments.report.choices import choices
 from experiments.studies.analysis import Analysis, analyse
 from experiments.studies.live import Live, LiveRun
 from experiments.studies.shortened import shortened
+from experiments.studies.statistics import Estimate
+from experiments.studies.tables import shown
 from experiments.sweep import sweep
-from experiments.trajectories import Trajectories
+from experiments.trajectories import PrefixScores, Trajectories
 from specrej.contracts import Schedule
-from tests.experiments.synthetic import WALK, collection
+from tests.experiments.synthetic import COMPUTE, WALK, collection
 from tests.loadtest.browser import CHROMIUM, DRIVER, Page, browser
 
 PROMPTS = collection(9, 64, stop_share=0.4)
@@ -44,9 +47,14 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of two lengths, both rewards."""
     folder = tmp_path_factory.mktemp("report")
     short = [shortened(each, 32) for each in PROMPTS]
-    notes = {"machine": "an <abacus>"}
+    notes = {"collected": "2026-01-01", "machine": "an <abacus>", "command": "not to be told"}
     written = report.write(
-        [(NAME, PROMPTS), ("32", short)], folder, live(), notes=notes, alphas=ALPHAS
+        [(NAME, PROMPTS), ("32", short)],
+        folder,
+        live(),
+        notes=notes,
+        compute=lambda reward: COMPUTE,
+        alphas=ALPHAS,
     )
     assert written == folder / "report.html"
     return folder
@@ -62,8 +70,33 @@ def test_files_are_where_they_are_said_to_be(out: Path) -> None:
         assert len(stems) >= 4 * 9
         assert all(found == suffixes for found in stems.values())
     assert {path.name for path in out.iterdir() if path.is_file()} == {
-        *("report.html", "summary.md", "summary.csv", "best_settings.md", "best_settings.csv")
+        *("report.html", "summary.md", "summary.csv", "best_settings.md", "best_settings.csv"),
+        *(f"studies-{slug}.md" for slug in slugs),
     }
+
+
+def test_what_is_kept_says_who_measured_it(out: Path) -> None:
+    """Guards against committed figures of no machine, versions, date or seeds."""
+    line = (
+        "Measured: collected 2026-01-01; machine an <abacus>; machine of the timed runs an abacus; "
+        "9 prompts, N = 64, at most 64 tokens, seeds 0 to 8000"
+    )
+    for kept in ("summary.md", "studies-64-tokens-walk.md", "tables/64-tokens-walk-sweep.md"):
+        assert line in (out / kept).read_text("utf-8"), kept
+    assert _results(out, "32-walk")["notes"]["machine"] == "an <abacus>"
+    assert "at most 32 tokens" in (out / "summary.md").read_text("utf-8")
+
+
+def test_every_study_is_kept_in_few_rows(out: Path) -> None:
+    """Of settings, the default's N and schedule; what somebody commits must stay small."""
+    text = (out / "studies-64-tokens-likelihood.md").read_text("utf-8")
+    assert len(text) < 16_000
+    tables = _analysis(PROMPTS, "likelihood").tables()
+    assert len(tables) >= 9
+    assert all(f"**{each.caption}" in text for each in tables if each.rows)
+    of_sweep = text[text.index("**Speculative Rejection by") :].split("\n\n")[1].splitlines()[2:]
+    assert len(of_sweep) == len(ALPHAS)
+    assert all("| 64 |" in row and "| from 16, x2 |" in row for row in of_sweep)
 
 
 def test_the_summary_is_what_was_studied(out: Path) -> None:
@@ -107,17 +140,61 @@ def test_nothing_to_study_is_refused(tmp_path: Path) -> None:
 def test_choices_are_told_when_they_are_known(tmp_path: Path) -> None:
     settings = [Setting(64, alpha, Schedule(first=8), WALK) for alpha in (0.0, 0.3, 0.6)]
     rows = as_table(compare(PROMPTS, WALK, [Schedule(first=8)], 32))
-    made = choices({WALK: sweep(PROMPTS, settings)}, {WALK: rows})
+    compared = {"reward": WALK, "n": 32, "max_tokens": 64, "prompts": 9, "rows": rows}
+    made = choices({WALK: sweep(PROMPTS, settings)}, {WALK: compared})
     (table,) = made.recommended
     assert str(table.rows[0][1]).startswith("N=64, alpha 0")
     assert table.rows[-1][1] in {"none", "N=64, alpha 0.6, geometric:8,2"}
-    assert [row[0] for row in made.policies[0].rows] == ["risk", "price"]
+    (policies,) = made.policies
+    assert [row[0] for row in policies.rows] == ["risk", "price"]
+    assert "N = 32, at most 64 tokens, 9 prompts" in policies.caption
+    assert "geometric:8,2" in policies.caption
     page = report.write([("few", PROMPTS[:4])], tmp_path, alphas=(0.5,), choices=made)
     text = page.read_text("utf-8")
     assert f"<b>By {WALK}.</b>" in text
     assert 'id="recommended-walk"' in text
     assert (tmp_path / "policies-walk.csv").exists()
     assert not re.search(r"\b(nan|inf|None)\b", _read(text))
+
+
+@pytest.mark.parametrize(
+    ("shift", "told", "shows"),
+    [
+        (0.0, "No gain shown over the best fixed alphas; gains of up to 0.05, the", "no"),
+        (0.1, "risk 0.2 with geometric:8,2 is better", "yes"),
+    ],
+)
+def test_the_verdict_is_of_the_best_knob_and_its_interval(
+    shift: float, told: str, shows: str
+) -> None:
+    """Guards against "does not help", where it could not be seen whether it does."""
+    rows = [
+        {
+            **{"policy": "risk", "schedule": "geometric:8,2", "knob": knob, "cost": 0.3},
+            **{"regret": 0.1, "fixed_regret": 0.1 + gain, "gain": gain + shift},
+            **{"gain_low": gain - 0.03 + shift, "gain_high": gain + 0.03 + shift},
+            **{"best": gain > 0, "wins": gain - 0.03 + shift > 0},
+        }
+        for knob, gain in ((0.2, 0.02), (0.4, -0.5))
+    ]
+    compared = {"reward": WALK, "n": 64, "max_tokens": 128, "prompts": 20, "rows": rows}
+    made = choices({}, {WALK: compared})
+    assert told in made.verdicts[0]
+    (row,) = made.policies[0].rows
+    assert (row[2], row[7]) == (0.2, shows)
+    assert shown(row[6]) == shown(Estimate(0.02 + shift, -0.01 + shift, 0.05 + shift))
+
+
+def test_flops_are_told_with_whose_they_are_or_not_at_all(out: Path, tmp_path: Path) -> None:
+    """Guards against those of the embedded models, whatever wrote the answers."""
+    page = _read((out / "report.html").read_text("utf-8"))
+    assert "FLOPs are those of a model of 2 layers." in page
+    unknown = report.write([("few", PROMPTS[:4])], tmp_path, alphas=(0.5,)).read_text("utf-8")
+    assert "FLOPs are left out" in _read(unknown)
+    assert "relative FLOPs" not in unknown
+    assert "FLOPs, ratio" not in unknown
+    assert not list((tmp_path / "figures").glob("*flops*"))
+    assert "FLOPs" not in (tmp_path / "summary.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
@@ -142,8 +219,28 @@ def test_words_tell_the_figures(out: Path) -> None:
     assert f"{usual.ratio.value:.3g} times" in said
     assert f"{found.matched.best.ratio.value:.3g} times" in said
     assert f"{found.facts.complete_share:.0%} of the answers end before" in words.reason(found)
+    assert f"saves {usual.expected:.3g} times" in words.reason(found)
+    assert "settled" not in words.reason(found)
     assert "3.2 at 128, 9.14 at 512, 16 at 1,024, 28.4 at 2,048" in words.reasons()[0]
     assert math.isfinite(found.matched.crossed)
+
+
+def test_a_reward_that_reads_a_part_is_found_out_by_its_scores() -> None:
+    """Guards against praising rejection for what a reward cannot see: from token 16 on, nothing
+    changes; at 64 tokens that is a quarter of what the longest answers cost."""
+    reads = 16
+    prompts = []
+    for each in PROMPTS:
+        kept = each.rewards[WALK]
+        column = list(each.positions).index(reads)
+        partial, final = kept.partial.copy(), kept.final.copy()
+        reached = each.num_tokens >= reads
+        final[reached] = partial[reached, column]
+        for later in range(column, len(each.positions)):
+            alive = each.num_tokens >= each.positions[later]
+            partial[alive, later] = final[alive]
+        prompts.append(replace(each, rewards={WALK: PrefixScores(partial, final)}))
+    assert "Scores are settled by token 16 " in words.reason(_analysis(prompts))
 
 
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
@@ -252,8 +349,8 @@ def _results(out: Path, slug: str) -> dict[str, Any]:
     return kept
 
 
-def _analysis(prompts: list[Trajectories]) -> Analysis:
-    return analyse(NAME, prompts, WALK, alphas=ALPHAS)
+def _analysis(prompts: list[Trajectories], reward: str = WALK) -> Analysis:
+    return analyse(NAME, prompts, reward, alphas=ALPHAS)
 
 
 def _read(page: str) -> str:

@@ -6,6 +6,7 @@ import itertools
 
 from experiments.replay import Replayer
 from experiments.studies import anatomy
+from experiments.studies.analysis import analyse
 from experiments.studies.runs import MEMORY, Plan
 from tests.experiments.synthetic import WALK, trajectories
 
@@ -37,3 +38,11 @@ def test_those_kept_are_above_the_middle() -> None:
         assert each.quantiles == tuple(sorted(each.quantiles))
         assert each.kept_quantiles[0] >= each.quantiles[2]
     assert result.rounds[-1].kept_quantiles == ()
+
+
+def test_memory_is_for_one_answer_at_least() -> None:
+    """Guards against a plan whose memory is more than its name says: 16 x 16 is less than 320."""
+    prompts = [trajectories(n=16, max_tokens=320, positions=(16, 32, 320), prompt_id="p0")]
+    found = analyse("few", prompts, "likelihood", alphas=(0.5,)).anatomy
+    assert found is not None
+    assert found.slots == prompts[0].prompt_tokens + 16 * 20

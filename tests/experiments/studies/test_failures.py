@@ -54,7 +54,16 @@ def test_similar_scores_are_told_by_their_spread() -> None:
     finals = [each.scores(WALK).final.std() for each in prompts]
     found = [each.regret for each in result.similar]
     assert found == pytest.approx((regrets / finals).tolist())
-    assert -1 <= result.similar_pearson <= 1
+    pearson = result.similar_pearson
+    assert -1 <= pearson.low <= pearson.value <= pearson.high <= 1
+    assert result.num_lost == 11
+
+
+def test_few_losses_say_nothing_of_spread() -> None:
+    """Guards against a correlation of twenty prompts of which two lost anything."""
+    result = failures.study(collection(20, 32), WALK, np.array([*[0.0] * 17, 1.0, 2.0, 3.0]))
+    assert result.num_lost == 3
+    assert np.isnan(result.similar_pearson.value)
 
 
 def test_no_prompt_is_an_example_twice() -> None:

@@ -22,12 +22,14 @@ RUN = {
 
 def test_runs_are_read_and_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "live.json"
-    runs = [RUN, RUN | {"algorithm": "speculative-rejection", "alpha": 0.5, "tokens": 7}]
+    fast = {"algorithm": "speculative-rejection", "alpha": 0.5, "tokens": 7, "as_replayed": False}
+    runs = [RUN, RUN | fast]
     path.write_text(json.dumps({"machine": "an abacus", "runs": runs}), "utf-8")
     live = read(path)
-    full, fast = live.of("walk", 64)
-    assert (full.is_best_of_n, fast.is_best_of_n) == (True, False)
-    assert full.key != fast.key
+    first, second = live.of("walk", 64)
+    assert (first.is_best_of_n, second.is_best_of_n) == (True, False)
+    assert (first.as_replayed, second.as_replayed) == (True, False)
+    assert first.key != second.key
     assert live.of("walk", 128) == live.of("other", 64) == ()
     assert live.machine == "an abacus"
 

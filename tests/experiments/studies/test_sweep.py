@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.figures import improvement as figure
 from experiments.replay import Replayer
 from experiments.studies import best_of_n, improvement, matched, perplexity, sweep
-from experiments.studies.compute import ComputeModel, best_of_n_flops, embedded
+from experiments.studies.compute import UNKNOWN, ComputeModel, best_of_n_flops
 from experiments.studies.improvement_score import Base, base_of, improvement_score
 from experiments.studies.live import LiveRun
-from experiments.studies.matched import bound, matched_n
+from experiments.studies.matched import expected_saving, matched_n
 from experiments.studies.plans import DOUBLING, plans
 from experiments.studies.runs import MEMORY, Plan, groups, run
 from experiments.trajectories import Trajectories
 from specrej.contracts import Schedule
-from tests.experiments.synthetic import WALK, collection, made_of, trajectories
+from tests.experiments.synthetic import COMPUTE, WALK, collection, made_of, trajectories
 
-COMPUTE = embedded("relevance")
 EIGHTS = Schedule("geometric", first=8, factor=2.0)
 
 
@@ -171,9 +171,9 @@ def test_the_ratio_is_the_product_of_its_factors() -> None:
     for match in result.matches:
         assert match.ratio.value == pytest.approx(match.saving * match.kept)
         assert match.ratio.low <= match.ratio.value <= match.ratio.high
-        # All answers are as long: the bound is what is saved, but for rounding of few answers.
-        assert match.saving == pytest.approx(match.bound, rel=0.1)
-        assert match.bound == pytest.approx(match.bound_full)
+        # All answers are as long: what is expected is saved, but for rounding of few answers.
+        assert match.saving == pytest.approx(match.expected, rel=0.1)
+        assert match.expected == pytest.approx(match.bound_full)
     assert result.default.alpha == 0.5
     assert result.best.ratio.value == max(
         each.ratio.value for each in result.matches if each.matched_n.value >= 16
@@ -231,19 +231,31 @@ def test_between_two_ns_of_which_the_first_is_flat() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(128, 3.2), (512, 512 / 56), (2048, 28.44)])
-def test_the_bound_of_doublings(max_tokens: int, expected: float) -> None:
+def test_the_saving_of_doublings(max_tokens: int, expected: float) -> None:
     """16 (1 + log2(T / 16) / 2) tokens per answer instead of T."""
     tokens = [16 * 2**i for i in range(20) if 16 * 2**i < max_tokens]
-    found = bound(np.full(3, max_tokens), 0.5, tokens)
+    found = expected_saving(np.full(3, max_tokens), 0.5, tokens)
     assert found == pytest.approx(expected, rel=1e-3)
     assert found == pytest.approx(max_tokens / (16 * (1 + math.log2(max_tokens / 16) / 2)))
 
 
-def test_short_answers_lower_the_bound() -> None:
+def test_short_answers_lower_what_is_expected() -> None:
     tokens = (16, 32, 64)
     long, short = np.full(4, 128), np.array([10, 20, 128, 128])
-    assert 1 < bound(short, 0.5, tokens) < bound(long, 0.5, tokens)
-    assert bound(np.full(4, 12), 0.5, tokens) == 1
+    assert 1 < expected_saving(short, 0.5, tokens) < expected_saving(long, 0.5, tokens)
+    assert expected_saving(np.full(4, 12), 0.5, tokens) == 1
+
+
+def test_rejection_of_the_long_ones_saves_more_than_expected() -> None:
+    """Guards against calling it a bound: half of the answers end at 20 and score high, half go on
+    to 128 and score low. A cut at 16 keeps just the short ones."""
+    lengths = np.where(np.arange(64) % 2, 128, 20)
+    scores = np.where(lengths == 20, 1.0, 0.0)[:, None] * np.ones((64, 128))
+    prompts = [made_of(scores, lengths, positions=(16, 32, 64, 128)) for _ in range(4)]
+    measured = [measure(prompts, Plan(64, 0.5, DOUBLING))]
+    (match,) = matched.study(prompts, WALK, measured, np.ones((4, 2))).matches
+    assert match.saving > 1.5 * match.expected
+    assert match.saving == pytest.approx((20 + 128) / 2 / (16 + 4 / 2), rel=0.1)
 
 
 def test_a_setting_is_chosen_on_one_half_and_measured_on_the_other() -> None:
@@ -289,30 +301,62 @@ def test_improvement_has_the_base_at_one_and_100() -> None:
     assert len(result.tables()) == 1
 
 
-def timed(prompt_id: str, seconds: float, score: float, alpha: float = 0.0) -> LiveRun:
+def timed(
+    prompt_id: str, seconds: float, score: float, alpha: float = 0.0, as_replayed: bool = True
+) -> LiveRun:
     """Best-of-8, or Speculative Rejection of 32."""
     algorithm = "speculative-rejection" if alpha else "best-of-n"
     n = 32 if alpha else 8
-    return LiveRun(prompt_id, WALK, 64, algorithm, n, seconds, score, alpha)
+    return LiveRun(
+        *(prompt_id, WALK, 64, algorithm, n, seconds, score, alpha), as_replayed=as_replayed
+    )
+
+
+def of_live(prompts: list[Trajectories], live: list[LiveRun]) -> improvement.Improvement:
+    flops = best_of_n_flops([Replayer(each, WALK) for each in prompts], COMPUTE)
+    return improvement.study(prompts, WALK, [], 8, flops, "m", live=live)
 
 
 def test_live_runs_are_compared_on_the_prompts_that_they_share() -> None:
+    """Guards against holding a live answer, a complete one if there is any, against the highest
+    reward that is to be expected: Best-of-N's live answer to the same prompt counts."""
     prompts = collection(3, 32)
-    best = float(base_of(prompts, WALK, 8).best[0])
+    base = base_of(prompts, WALK, 8)
+    scale = float(base.best[0] - base.worst[0])
     live = [
-        timed("p0", 4.0, best),
+        timed("p0", 4.0, -7.0),
         timed("p1", 99.0, 0.0),
-        timed("p0", 1.0, best, alpha=0.5),
-        timed("p0", 3.0, best, alpha=0.5),
+        timed("p0", 1.0, -7.0, alpha=0.5),
+        timed("p0", 3.0, -7.0 + scale / 2, alpha=0.5),
         timed("elsewhere", 1.0, 0.0, alpha=0.5),
     ]
-    flops = best_of_n_flops([Replayer(each, WALK) for each in prompts], COMPUTE)
-    result = improvement.study(prompts, WALK, [], 8, flops, "m", live=live)
+    result = of_live(prompts, live)
     full, fast = result.timed
     assert (full.seconds, fast.seconds) == (1, 0.5)
-    assert fast.score.value == pytest.approx(100)
+    assert (full.score.value, fast.score.value) == pytest.approx((100, 125))
     assert fast.num_runs == 2
+    assert result.left_out == ""
     assert len(result.tables()) == 2
+
+
+def test_live_runs_that_are_not_as_replayed_are_counted_only() -> None:
+    """Guards against differences of arithmetic that are drawn as if rejection had made them."""
+    live = [
+        timed("p0", 4.0, 1.0),
+        timed("p0", 2.0, 1.0, alpha=0.5),
+        timed("p1", 4.0, 1.0, as_replayed=False),
+        timed("p1", 1.0, 9.0, alpha=0.5),
+        timed("p0", 99.0, 9.0, alpha=0.5, as_replayed=False),
+        timed("elsewhere", 1.0, 0.0, as_replayed=False),
+    ]
+    result = of_live(collection(3, 32), live)
+    assert [each.seconds for each in result.timed] == [1, 0.5]
+    assert [each.score.value for each in result.timed] == pytest.approx([100, 100])
+    assert result.left_out == "2 not as replayed left out"
+    assert result.tables()[1].caption.endswith(result.left_out)
+    (*_, drawn) = figure.draw(result, "x")
+    assert result.left_out in drawn.heading
+    assert result.left_out in drawn.title
 
 
 def test_perplexity_by_hand() -> None:
@@ -322,13 +366,16 @@ def test_perplexity_by_hand() -> None:
     logprobs[3] = math.log(0.5)
     prompt = made_of(np.zeros((4, 16)), np.full(4, 16), logprobs, positions=(8, 16))
     replayers = [Replayer(prompt, "likelihood")]
-    measured = sweep.measure(replayers, Plan(4, 0.5, EIGHTS), embedded("likelihood"))
-    one, full, fast = perplexity.study([prompt], [measured], [4]).rows
-    # Of one answer, the mean of log-probabilities is taken before the exponent.
-    assert one.perplexity.value == pytest.approx(4 ** (3 / 4) * 2 ** (1 / 4))
+    measured = sweep.measure(replayers, Plan(4, 0.5, EIGHTS), UNKNOWN)
+    one, two, full, fast = perplexity.study([prompt], [measured], [2, 4]).rows
+    # Guards against e to the mean log-probability, which is less than any draws' mean.
+    assert one.perplexity.value == pytest.approx((4 + 4 + 4 + 2) / 4)
+    assert two.perplexity.value == pytest.approx((4 + 2) / 2)
     assert full.perplexity.value == fast.perplexity.value == pytest.approx(2)
     assert fast.speed_up.value == pytest.approx(64 / 48)
     assert fast.best_found == 1
+    # Guards against a 1 that nobody has measured.
+    assert all(math.isnan(each.best_found) for each in (one, two, full))
 
 
 def test_plans_cut_where_prefixes_were_scored() -> None:
@@ -341,6 +388,26 @@ def test_plans_cut_where_prefixes_were_scored() -> None:
     coarse = [trajectories(n=16, positions=(32, 64))]
     assert {plan.name for plan in plans(coarse, WALK)} == {"from 32, x2"}
     assert len({plan.name for plan in plans(coarse, "likelihood")}) == 5
+
+
+def test_a_plan_has_as_much_memory_as_its_name_says() -> None:
+    """Guards against a floor of one whole answer that made "memory for 16 each" 20 each."""
+    prompts = [trajectories(n=64, max_tokens=320, positions=(16, 32, 320))]
+    by_memory = [plan for plan in plans(prompts, WALK) if plan.memory_tokens]
+    assert {plan.n for plan in by_memory} == {64, 32}  # 16 x 16 is less than an answer
+    for plan in by_memory:
+        assert plan.setting(WALK, 10).slots == 10 + plan.n * 16
+
+
+def test_flops_of_models_that_nobody_knows_are_left_out() -> None:
+    """Guards against those of another model: SmolLM2's, whatever was collected."""
+    prompts = collection(5, 32)
+    measured = [measure(prompts, Plan(32, 0.5, DOUBLING), UNKNOWN)]
+    flops = best_of_n_flops([Replayer(each, WALK) for each in prompts], UNKNOWN)
+    (match,) = matched.study(prompts, WALK, measured, flops).matches
+    assert math.isnan(match.flops_ratio.value)
+    assert math.isnan(match.flops_ratio.low)
+    assert match.ratio.value > 1
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from experiments.studies.statistics import Estimate
-from experiments.studies.tables import Cell, Table, shown, to_csv, to_json, to_markdown
+from experiments.studies.tables import Cell, Table, known, shown, to_csv, to_json, to_markdown
 
 TABLE = Table(
     "t",
@@ -51,6 +52,15 @@ def test_csv_has_all_digits_and_the_interval() -> None:
     rows = list(csv.reader(io.StringIO(to_csv(TABLE))))
     assert rows[0] == ["what", "how | much", "how | much, low", "how | much, high"]
     assert rows[1:] == [["a|b", "1.5", "1.0", "2.0"], ["c", "2.0", "", ""], ["d", "", "", ""]]
+
+
+def test_columns_of_which_nothing_is_known_are_left_out() -> None:
+    """Others keep their gaps, and a table without rows its headings."""
+    rows = (("a", math.nan, Estimate(math.nan), 1.0), ("b", math.nan, Estimate(math.nan), math.nan))
+    table = Table("name", "A caption", ("what", "x", "y", "z"), rows)
+    assert to_csv(table).splitlines() == ["what,z", "a,1.0", "b,"]
+    assert "| what | z |" in to_markdown(table)
+    assert known(replace(table, rows=())).headings == table.headings
 
 
 def test_json_has_no_nan() -> None:
