@@ -295,7 +295,7 @@ async def test_the_time_that_is_left_is_handed_down(service: Whole) -> None:
     await service.stub.Generate(ask(sampling={"seed": 8}))
     with_deadline, without = service.generator.times_left_s
     assert with_deadline is not None
-    assert 6.0 < with_deadline <= 8.0
+    assert 6.0 < with_deadline < 8.1  # grpc rounds what it hands down, up
     assert without is None or without > 1e6
 
 
