@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,19 +63,23 @@ class Container:
         """A command in the same container, as an exec probe is."""
         uid, gid = self.user
         inside = (*_NAMESPACES, "--root", "--wd", f"--setuid={uid}", f"--setgid={gid}")
-        entering = ["nsenter", f"--target={self._first()}", *inside, "--", *command]
+        entering = ["nsenter", f"--target={self.first()}", *inside, "--", *command]
         return subprocess.run(
             entering, env=self.environment, capture_output=True, text=True, check=False, timeout=120
         )
 
     def signal(self, number: int) -> None:
         """Send one to the service itself."""
-        os.kill(self._first(), number)
+        os.kill(self.first(), number)
 
-    def _first(self) -> int:
-        """The process that is number 1 in there."""
-        parent = self.process.pid
-        return int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
+    def has_begun(self, program: str) -> bool:
+        """Whether that is what runs in there yet."""
+        running = (Path(f"/proc/{each}/cmdline") for each in _children(self.process))
+        return any(program in each.read_text() for each in running)
+
+    def first(self) -> int:
+        """The process that is number 1 in there, by its id out here."""
+        return _children(self.process)[0]
 
 
 @contextmanager
@@ -97,8 +102,21 @@ def container(asked: Asked) -> Iterator[Container]:
             user = (specification["uid"], specification["gid"])
             yield Container(process, log, specification["environment"], user)
         finally:
-            process.kill()
-            process.wait(30)
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Its children too: the kernel forgets to end them with it once they have another user."""
+    with suppress(OSError):  # it has ended
+        for child in _children(process):
+            os.kill(child, signal.SIGKILL)
+    process.kill()
+    process.wait(30)
+
+
+def _children(process: subprocess.Popen[bytes]) -> list[int]:
+    told = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(each) for each in told.read_text().split()]
 
 
 @contextmanager

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +21,10 @@ from specrej.stack import Ports
 from tests.deploy.containers import Asked, Container, container, missing
 
 REASON = missing("models", "generator", "reward", "orchestrator")
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+pytestmark = [
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+    pytest.mark.xdist_group("images"),  # started once
+]
 
 # Half a gigabyte to read, and kernels to compile, on a machine that has other things to do.
 _READY_S = 600.0
@@ -107,6 +112,22 @@ def test_what_builds_is_not_there(running: Running, name: str) -> None:
         assert running[name].run("python", "-c", f"import {module}").returncode, module
     wanted = running[name].run("python", "-c", "import torch").returncode == 0
     assert wanted == (name != "orchestrator")
+
+
+def test_none_is_left_behind() -> None:
+    """Guards against services that run on after whoever started them gave up."""
+    port = Ports.free().orchestrator
+    environment = {"SPECREJ_ORCHESTRATOR_PORT": str(port)}
+    with container(Asked("orchestrator", environment=environment)) as each:
+        began = time.monotonic()
+        while not each.has_begun("orchestrator"):
+            assert time.monotonic() - began < _READY_S, each.log.read_text()
+            time.sleep(0.05)
+        service = os.pidfd_open(each.first())
+    try:
+        assert select.select([service], [], [], 30)[0]  # readable once it has ended
+    finally:
+        os.close(service)
 
 
 def test_they_end_when_they_are_told(running: Running) -> None:
