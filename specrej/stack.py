@@ -7,12 +7,14 @@ is set there reaches the services too. Used by `specrej up`, `specrej demo` and 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import secrets
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,11 @@ from specrej.processes import ProcessError, Processes, Program
 from specrej.serving import LIVENESS
 
 HOST = "127.0.0.1"
+
+# Below those that the kernel gives to whoever connects. They are listened on only later: so every
+# process begins somewhere else, and goes through them in order.
+_PORTS = range(16_384, 32_768)
+_walk = itertools.count(secrets.randbelow(len(_PORTS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +250,16 @@ def _replicas(kind: str, port: int, metrics_port: int, count: int) -> tuple[_Rep
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on right now."""
-    # All are held until the last is known, so that no two are the same.
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    numbers = [held.getsockname()[1] for held in sockets]
-    for held in sockets:
-        held.close()
-    return numbers
+    """Ports that nothing listens on right now, each told of once."""
+    found: list[int] = []
+    for _ in _PORTS:
+        if len(found) == count:
+            return found
+        port = _PORTS[next(_walk) % len(_PORTS)]
+        with suppress(OSError):
+            socket.create_server((HOST, port)).close()
+            found.append(port)
+    raise ProcessError(f"none of the ports {_PORTS[0]} .. {_PORTS[-1]} is free")
 
 
 def _metrics_url(port: int) -> str:
