@@ -156,7 +156,12 @@ class MovingSession:
         log.warning("a generator was lost: %d candidates begin again", len(self._live))
         result = "failed"
         try:
-            self._session = await self._stack.enter_async_context(self._elsewhere(lost))
+            try:
+                moving = self._place(self._again(), lost)
+                self._session = await self._stack.enter_async_context(moving)
+            except (InvalidRequest, Overloaded) as error:
+                # What one has taken is no bad request, and no too many, because it was lost.
+                raise Unavailable(_NO_ROOM) from error
             await self._session.prune(self._live)
             ended = await self._session.extend(until_tokens)
             if ended.num_tokens < before and any(not each.finish for each in ended.candidates):
@@ -166,16 +171,6 @@ class MovingSession:
             metrics.add(names.SESSIONS_MOVED, result=result)
         self._lost = None
         return _continued(ended, before)
-
-    @asynccontextmanager
-    async def _elsewhere(self, lost: PlacedSession | None) -> AsyncIterator[PlacedSession]:
-        """What one generator has taken is no bad request, and no too many, because it is lost."""
-        async with AsyncExitStack() as stack:
-            try:
-                session = await stack.enter_async_context(self._place(self._again(), lost))
-            except (InvalidRequest, Overloaded) as error:
-                raise Unavailable(_NO_ROOM) from error
-            yield session
 
     def _again(self) -> Opening:
         """Room for those that live: ids between the first and the last, none below its place."""

@@ -123,6 +123,18 @@ class HeldGenerator:
         return not (ledger.num_sessions or ledger.owned or any(g.held for g in self.gates.values()))
 
 
+class MuteGenerator(HeldGenerator):
+    """Can be made deaf to questions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hearing = Gate()
+
+    async def describe(self) -> GeneratorDescription:
+        await self.hearing.passed()
+        return await super().describe()
+
+
 class _HeldSession:
     def __init__(self, session: Session, gates: dict[str, Gate]) -> None:
         self._session = session

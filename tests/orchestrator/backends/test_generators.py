@@ -42,7 +42,12 @@ from tests.orchestrator.backends.fleets import (
     generators,
     request,
 )
-from tests.orchestrator.services import Backend, Gate, HeldGenerator, generator_backend
+from tests.orchestrator.services import (
+    Backend,
+    HeldGenerator,
+    MuteGenerator,
+    generator_backend,
+)
 from tests.serving import until
 
 SAMPLING = Sampling(max_tokens=32, seed=7)
@@ -95,14 +100,14 @@ async def test_a_silent_generator_is_given_up() -> None:
     """Guards against requests that wait for a stopped process until their deadline."""
     asked = request(6)
     alone = await answered(asked, ToyGenerator(), SCORER)
-    one, two = _Mute(), _Mute()
+    one, two = MuteGenerator(), MuteGenerator()
     async with backends(one, two) as servers, generators(Known(servers), QUICK) as fleet:
         one.gates["extend"].shut()
         two.gates["extend"].shut()
         running = asyncio.ensure_future(answered(asked, FleetGenerator(fleet), SCORER))
         await until(lambda: bool(one.gates["extend"].held or two.gates["extend"].held))
         ill, well = of_both(one, two)
-        assert isinstance(ill, _Mute)
+        assert isinstance(ill, MuteGenerator)
         well.gates["extend"].open()
         ill.hearing.shut()
         assert said(await running) == said(alone)
@@ -456,15 +461,3 @@ class _Part:
             raise Unavailable("it is lost")
         before, self.live = len(self.live), [each for each in self.live if each in keep]
         return Pruned(4 * (before - len(self.live)), SlotGauge(100, 0, 0))
-
-
-class _Mute(HeldGenerator):
-    """Can be made deaf to questions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hearing = Gate()
-
-    async def describe(self) -> GeneratorDescription:
-        await self.hearing.passed()
-        return await super().describe()
