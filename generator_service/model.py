@@ -46,7 +46,8 @@ class CausalLM(SegmentedModel):
     ) -> Tensor:
         """One pass over the segments' rows; float32 logits [len(last), vocabulary] of rows `last`.
 
-        Writes each row's keys and values into its segment; the caller advances the suffixes.
+        Writes each row's keys and values into its segment; the caller advances the suffixes. The
+        logits may be gone after the next pass.
         """
         keep = torch.tensor(last, device=self.shape.device)
         output = self._run(self._model, token_ids, positions, segments, logits_to_keep=keep)

@@ -17,6 +17,7 @@ from inference import cpu_kernels as kernels
 from inference import cpu_words as at
 from inference.attention import DecodeSegment, PrefillSegment, Scaling, Segment
 from inference.cpu_jobs import Job
+from inference.cpu_rows import row_panels
 from inference.cpu_tiles import PANEL
 from inference.kv import KVShape, PromptKV, SuffixKV
 
@@ -143,7 +144,7 @@ class CPUAttention:
             same += [tensor.data_ptr(), rows, heads]
         same += [output.data_ptr(), self._heads, shape.kv_heads, shape.head_dim, plan.longest]
         words[:, at.QUERY : at.LONGEST + 1] = same
-        words[:, at.CHUNKS], words[:, at.REALS] = plan.chunks, plan.reals.ctypes.data
+        words[:, at.ROW_PANELS], words[:, at.REALS] = plan.row_panels, plan.reals.ctypes.data
         words[:, at.NUM_SEGMENTS], words[:, at.NUM_PROMPTS] = len(plan.views), len(plan.chains)
         words[:, at.PANELS], words[:, at.ALL_PARTS] = plan.panels, plan.parts.shape[1]
         for word, table in (
@@ -176,8 +177,9 @@ class _Plan:
         self.views = views
         self.chains = chains
         self.reals = np.array([scaled.scale, scaled.softcap or 0.0], np.float32)
-        self.chunks = -(-sum(view.rows.suffix.live for view in views) // kernels.CHUNK_ROWS)
         group = heads // shape.kv_heads
+        per_head = sum(row_panels(view.rows.suffix.live, group) for view in views)
+        self.row_panels = per_head * shape.kv_heads
         per_head = sum(-(-chain.rows.segment.num_rows * group // PANEL) for chain in chains)
         self.panels = per_head * shape.kv_heads
         seen = [(view.rows.suffix.live, view.seen) for view in views]

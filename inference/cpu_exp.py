@@ -8,12 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numba
+import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.cpu_tiles import PANEL
+from inference.cpu_jobs import OPTIONS, exp
 from inference.cpu_vectors import LANES, Code
+
+# A score that nobody has: infinity is not for arithmetic that counts on there being none.
+HIDDEN = np.float32(-1e30)
+
+
+@numba.njit(**OPTIONS)
+def cap(scores: Any, scale: Any, softcap: Any) -> None:
+    """softcap * tanh(score * scale / softcap) in place of scores [tokens, lanes], but of HIDDEN."""
+    for t in range(scores.shape[0]):
+        for lane in range(scores.shape[1]):
+            if scores[t, lane] > HIDDEN:
+                x = scores[t, lane] * scale / softcap
+                e = exp(-2 * abs(x))
+                tanh = (1 - e) / (1 + e)
+                scores[t, lane] = softcap * (tanh if x >= 0 else -tanh)
 
 
 @intrinsic
@@ -52,30 +69,35 @@ def weigh(_context: Any, _source: Any, _target: Any, _count: Any, _most: Any, _s
     return types.float32(*kinds), generate
 
 
-@intrinsic
-def weigh_columns(_context: Any, _scores: Any, _count: Any, _scale: Any, _totals: Any) -> Any:
-    """Column by column, scores [count, PANEL] become exp((score - highest) * scale).
+def weigh_columns(vectors: int) -> Any:
+    """An intrinsic for scores of as many vectors of columns.
 
-    Addresses of float32; `totals` [PANEL] become their sums.
+    Column by column, scores [count, columns] become exp((score - highest) * scale). Addresses of
+    float32; `totals` [columns] become their sums.
     """
-    kinds = (types.int64, types.int64, types.float32, types.int64)
-    return types.void(*kinds), _columns_generator()
+
+    @intrinsic
+    def weigh(_context: Any, _scores: Any, _count: Any, _scale: Any, _totals: Any) -> Any:
+        kinds = (types.int64, types.int64, types.float32, types.int64)
+        return types.void(*kinds), _columns_generator(vectors)
+
+    return weigh
 
 
-def _columns_generator() -> Callable[..., Any]:
+def _columns_generator(vectors: int) -> Callable[..., Any]:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         scores, count, scale, totals = arguments
         code = Code(builder)
-        places = range(PANEL // LANES)
+        places, width = range(vectors), 4 * LANES * vectors
         scale = code.spread(scale)
         highest = [code.vector_of(float("-inf")) for _ in places]
         sums = [code.vector_of(0.0) for _ in places]
         with cgutils.for_range(builder, count) as loop:
-            row = code.offset(scores, loop.index, 4 * PANEL)
+            row = code.offset(scores, loop.index, width)
             for place in places:
                 code.raise_to(code.vector(row, 4 * LANES * place), highest[place])
         with cgutils.for_range(builder, count) as loop:
-            row = code.offset(scores, loop.index, 4 * PANEL)
+            row = code.offset(scores, loop.index, width)
             for place in places:
                 below = builder.fsub(
                     code.vector(row, 4 * LANES * place), builder.load(highest[place])

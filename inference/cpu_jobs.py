@@ -8,6 +8,8 @@ first start waits for it.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,26 @@ def matrix(address: int, rows: int, columns: int) -> Any:
 @numba.njit(**OPTIONS)
 def vector(address: int, size: int) -> Any:
     return numba.carray(floats(address), (size,))
+
+
+def kept_in(folder: Path, text_of: Path) -> Path:
+    """Where compiled code is kept: apart for each text of all the files that go into it.
+
+    numba looks at a kernel's own file only, and would go on with what others were.
+    """
+    texts = [path.read_bytes() for path in sorted(text_of.glob("cpu_*.py"))]
+    return folder / f"kernels-{hashlib.sha256(b''.join(texts)).hexdigest()[:12]}"
+
+
+def _keep_apart() -> None:
+    """Unless there is no place that can be written to; numba looks for another one then."""
+    here = Path(__file__).parent
+    folder = Path(numba.config.CACHE_DIR or here / "__pycache__")
+    if os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        numba.config.CACHE_DIR = str(kept_in(folder, here))
+
+
+_keep_apart()
 
 
 def _compiled(kernel: Callable[..., Any]) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from inference.cpu_exp import weigh_columns
-from inference.cpu_jobs import OPTIONS, exp, matrix, vector
+from inference.cpu_exp import HIDDEN, cap, weigh_columns
+from inference.cpu_jobs import OPTIONS, matrix, vector
 from inference.cpu_tiles import PANEL, TILE_ROWS, tile
+from inference.cpu_vectors import LANES
 from inference.cpu_words import (
     COUNT,
     DIM,
@@ -48,9 +49,7 @@ from inference.cpu_words import (
     WINDOW,
 )
 
-# A score that nobody has: infinity is not for arithmetic that counts on there being none.
-_HIDDEN = np.float32(-1e30)
-
+_weigh = weigh_columns(PANEL // LANES)
 _rows, _row = tile(TILE_ROWS), tile(1)
 _columns, _column = (tile(rows, by_column=True, adds=True) for rows in (TILE_ROWS, 1))
 
@@ -152,13 +151,13 @@ def _hide(prompt: Any, first_row: int, rows: int, positions: Any, scores: Any) -
         position = prompt[SEEN] + t
         for lane in range(PANEL):
             if position > positions[lane]:
-                scores[t, lane] = _HIDDEN
+                scores[t, lane] = HIDDEN
     if prompt[WINDOW]:
         for t in range(max(0, before + rows - prompt[WINDOW])):
             position = prompt[SEEN] + t
             for lane in range(PANEL):
                 if position <= positions[lane] - prompt[WINDOW]:
-                    scores[t, lane] = _HIDDEN
+                    scores[t, lane] = HIDDEN
 
 
 @numba.njit(**OPTIONS)
@@ -168,20 +167,9 @@ def _softmax(scores: Any, tokens: int, scale: Any, softcap: Any, totals: Any) ->
     softcap * tanh(score / softcap) first where softcap > 0.
     """
     if softcap > 0:
-        _cap(scores, tokens, scale, softcap)
+        cap(scores[:tokens], scale, softcap)
         scale = np.float32(1)
-    weigh_columns(scores.ctypes.data, tokens, scale, totals.ctypes.data)
-
-
-@numba.njit(**OPTIONS)
-def _cap(scores: Any, tokens: int, scale: Any, softcap: Any) -> None:
-    for t in range(tokens):
-        for lane in range(PANEL):
-            if scores[t, lane] > _HIDDEN:
-                x = scores[t, lane] * scale / softcap
-                e = exp(-2 * abs(x))
-                tanh = (1 - e) / (1 + e)
-                scores[t, lane] = softcap * (tanh if x >= 0 else -tanh)
+    _weigh(scores.ctypes.data, tokens, scale, totals.ctypes.data)
 
 
 @numba.njit(**OPTIONS)

@@ -5,7 +5,7 @@ Knows addresses and sizes only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba import types
@@ -27,14 +27,27 @@ LINES = -(-4 * PANEL // _CACHE_LINE)  # of one input's columns
 _AHEAD = 16
 
 
-def tile(rows: int, fetches: int = 0, *, by_column: bool = False, adds: bool = False) -> Any:
+def tile(
+    rows: int,
+    fetches: int = 0,
+    *,
+    vectors: int = _VECTORS,
+    by_column: bool = False,
+    adds: bool = False,
+    strides: Sequence[int] = (),
+) -> Any:
     """result[rows, PANEL] = rows[rows, inputs] . panel[inputs, PANEL], as an intrinsic.
+
+    Of other `vectors`, panel and result are as many vectors wide.
 
     Arguments: address of the rows and `stride`, address of the panel, number of inputs, address of
     the result; for `fetches` cache lines asked for per input, the address of the first and the
     bytes to go on by. `stride` is the bytes from row to row; if `by_column`, from input to input,
-    and the rows are neighbours. If it `adds`, the result is added to what is there.
+    and the rows are neighbours. If it `adds`, the result is added to what is there. There is faster
+    code for some `strides`.
     """
+
+    generate = _generator(rows, fetches, vectors, by_column, adds, strides)
 
     @intrinsic
     def multiply(
@@ -47,37 +60,43 @@ def tile(rows: int, fetches: int = 0, *, by_column: bool = False, adds: bool = F
         _fetch: Any,
         _step: Any,
     ) -> Any:
-        return types.void(*[types.int64] * 7), _generator(rows, fetches, by_column, adds)
+        return types.void(*[types.int64] * 7), generate
 
     return multiply
 
 
-def _generator(rows: int, fetches: int, by_column: bool, adds: bool) -> Callable[..., Any]:
+def _generator(
+    rows: int, fetches: int, vectors: int, by_column: bool, adds: bool, strides: Sequence[int]
+) -> Callable[..., Any]:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        first_row, stride, panel, inputs, result, fetch, step = arguments
+        first_row, any_stride, panel, inputs, result, fetch, step = arguments
         code = Code(builder)
-        sums = [[code.vector_of(0.0) for _ in range(_VECTORS)] for _ in range(rows)]
-        to_row: Any = 4 if by_column else stride
-        to_input: Any = stride if by_column else 4
-        starts = [code.offset(first_row, code.constant(row), to_row) for row in range(rows)]
-        with cgutils.for_range(builder, inputs) as loop:
-            for number in range(fetches):
-                at = code.offset(code.constant(number), loop.index, fetches)
-                code.fetch(code.offset(fetch, at, step), level=2)
-            here = code.offset(panel, loop.index, 4 * PANEL)
-            for line in range(LINES if fetches else 0):
-                ahead = code.constant(4 * PANEL * _AHEAD + _CACHE_LINE * line)
-                code.fetch(builder.add(here, ahead), level=1)
-            columns = [code.vector(here, 4 * LANES * number) for number in range(_VECTORS)]
-            for start, row_sums in zip(starts, sums, strict=True):
-                value = code.everywhere(code.offset(start, loop.index, to_input))
-                for column, total in zip(columns, row_sums, strict=True):
-                    code.add_product(value, column, total)
-        for number, total in enumerate(total for row_sums in sums for total in row_sums):
-            if adds:
-                code.add_to(result, 4 * LANES * number, [total])
-            else:
-                code.store(total, result, 4 * LANES * number)
+
+        def multiply(stride: Any) -> None:
+            sums = [[code.vector_of(0.0) for _ in range(vectors)] for _ in range(rows)]
+            to_row: Any = 4 if by_column else stride
+            to_input: Any = stride if by_column else 4
+            starts = [code.offset(first_row, code.constant(row), to_row) for row in range(rows)]
+            with cgutils.for_range(builder, inputs) as loop:
+                for number in range(fetches):
+                    at = code.offset(code.constant(number), loop.index, fetches)
+                    code.fetch(code.offset(fetch, at, step), level=2)
+                here = code.offset(panel, loop.index, 4 * LANES * vectors)
+                for line in range(LINES if fetches else 0):
+                    ahead = code.constant(4 * LANES * vectors * _AHEAD + _CACHE_LINE * line)
+                    code.fetch(builder.add(here, ahead), level=1)
+                columns = [code.vector(here, 4 * LANES * number) for number in range(vectors)]
+                for start, row_sums in zip(starts, sums, strict=True):
+                    value = code.everywhere(code.offset(start, loop.index, to_input))
+                    for column, total in zip(columns, row_sums, strict=True):
+                        code.add_product(value, column, total)
+            for number, total in enumerate(total for row_sums in sums for total in row_sums):
+                if adds:
+                    code.add_to(result, 4 * LANES * number, [total])
+                else:
+                    code.store(total, result, 4 * LANES * number)
+
+        code.knowing(any_stride, strides, multiply)
         return context.get_dummy_value()
 
     return generate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -68,8 +69,12 @@ class Code:
 
     def vector_of(self, value: float) -> Any:
         """A variable, which LLVM keeps in a register."""
+        return self.variable(self.number(value))
+
+    def variable(self, value: Any) -> Any:
+        """As `vector_of`, of any vector."""
         place = cgutils.alloca_once(self._builder, self._vector)
-        self._builder.store(ir.Constant(self._vector, [value] * LANES), place)
+        self._builder.store(value, place)
         return place
 
     def vector(self, address: Any, beyond: int) -> Any:
@@ -201,6 +206,52 @@ class Code:
     def _pointer(self, address: Any, beyond: int, kind: Any) -> Any:
         at = self._builder.add(address, self.constant(beyond))
         return self._builder.inttoptr(at, kind.as_pointer())
+
+    def knowing(self, value: Any, known: Sequence[int], emit: Callable[[Any], None]) -> None:
+        """Code for each value that is known beforehand, as a constant, and for any other.
+
+        Where a stride is a constant, LLVM needs no instructions to add it up.
+        """
+        if not known:
+            emit(value)
+            return
+        first = self.constant(known[0])
+        is_first = self._builder.icmp_signed("==", value, first)
+        with self._builder.if_else(is_first) as (then, otherwise):
+            with then:
+                emit(first)
+            with otherwise:
+                self.knowing(value, known[1:], emit)
+
+    def turned(self, rows: list[Any]) -> list[Any]:
+        """LANES vectors' columns: half of the vectors are woven into the others, repeatedly."""
+        lanes = [lane + half for lane in range(LANES) for half in (0, LANES)]
+        low, high = (
+            ir.Constant(ir.VectorType(ir.IntType(32), LANES), half)
+            for half in (lanes[:LANES], lanes[LANES:])
+        )
+        for _ in range(LANES.bit_length() - 1):
+            pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
+            weave = self._builder.shuffle_vector
+            rows = [weave(*pair, lanes) for pair in pairs for lanes in (low, high)]
+        return rows
+
+    def put_part(self, value: Any, first: int, size: int, count: int, address: Any) -> None:
+        """Write the first `count` of the `size` lanes from lane `first` on."""
+        integers, part = ir.IntType(32), ir.VectorType(self._float, size)
+        lanes = ir.Constant(ir.VectorType(integers, size), list(range(first, first + size)))
+        taken = self._builder.shuffle_vector(value, ir.Constant(self._vector, ir.Undefined), lanes)
+        mask = ir.Constant(
+            ir.VectorType(ir.IntType(1), size), [int(lane < count) for lane in range(size)]
+        )
+        kind = ir.FunctionType(ir.VoidType(), [part, part.as_pointer(), integers, mask.type])
+        store = self._function(f"llvm.masked.store.v{size}f32.p0", kind)
+        pointer = self._builder.inttoptr(address, part.as_pointer())
+        self._builder.call(store, [taken, pointer, ir.Constant(integers, 4), mask])
+
+    def address_at(self, place: Any) -> Any:
+        """The int64 that lies there."""
+        return self._builder.load(self._builder.inttoptr(place, ir.IntType(64).as_pointer()))
 
     def sums(self, totals: list[Any]) -> Any:
         """The vector of the sums of LANES variables' lanes."""

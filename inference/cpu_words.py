@@ -1,8 +1,8 @@
 """The layout of attention's jobs: what each int64 word of their tables means."""
 
-# A job: addresses, strides in elements, sizes. LONGEST is the most tokens that a row sees; CHUNKS
-# of rows that decode and PANELS of prompts are what threads share.
-COUNTER, CHUNKS, REALS, SEGMENTS, NUM_SEGMENTS, PARTS = range(6)
+# A job: addresses, strides in elements, sizes. LONGEST is the most tokens that a row sees;
+# ROW_PANELS of rows that decode and PANELS of prompts are what threads share.
+COUNTER, ROW_PANELS, REALS, SEGMENTS, NUM_SEGMENTS, PARTS = range(6)
 QUERY, QUERY_ROW, QUERY_HEAD = 6, 7, 8
 KEY, KEY_ROW, KEY_HEAD = 9, 10, 11
 VALUE, VALUE_ROW, VALUE_HEAD = 12, 13, 14

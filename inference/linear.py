@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -28,17 +30,31 @@ class PackedLinear(nn.Module):
         bias_at = 0 if packed_bias is None else packed_bias.data_ptr()
         self._gates = gates
         self._results = self.out_features // 2 if gates else self.out_features
+        # Whether results stay where they are until the next call, which overwrites them: memory
+        # that is new costs as much time as some of the products that fill it.
+        self.keeps_results = False
+        self._kept = torch.empty(0)
         self._weights = (self.in_features, packed.data_ptr(), bias_at)
         self._job = Job(WORDS)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[..., in] to [..., out], or to half of them with gates."""
-        output = rows.new_empty(*rows.shape[:-1], self._results)
+        output = self._output(rows)
         rows = rows.contiguous()
         count = rows.numel() // self.in_features
         words = self.words(count, rows.data_ptr(), output.data_ptr())
         product.run(self._job, words, count * self.in_features * self.out_features)
         return output
+
+    def _output(self, rows: Tensor) -> Tensor:
+        shape = (*rows.shape[:-1], self._results)
+        if not self.keeps_results:
+            return rows.new_empty(shape)
+        size = math.prod(shape)
+        if self._kept.numel() < size:
+            self._kept = torch.empty(0)  # first, so that there is never both
+            self._kept = rows.new_empty(size)
+        return self._kept[:size].view(shape)
 
     def words(self, rows: int, data: int, output: int, adds: bool = False) -> tuple[int, ...]:
         """A job's words: from contiguous rows to rows, by their addresses.

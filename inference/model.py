@@ -105,6 +105,9 @@ class SegmentedModel:
             cpu_layer.replace(self._model, self.shape)
             linear.pack(self._model)
             norm.replace(self._model)
+            head = self._model.get_output_embeddings()
+            if isinstance(head, linear.PackedLinear):
+                head.keeps_results = True
             # What is left of the weights would keep the file that all of them came from in memory.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()

@@ -52,6 +52,10 @@ CASES = {
     "many rows behind pieces": Case(
         (((70, 30), 48, 2), ((3,), 2, 1)),
     ),
+    "more queries of a key than lanes": Case((((20, 3), 3, 5),), group=35, dim=16),
+    "heads of the usual size": Case((((40,), 11, 9), ((17, 20), 6, 4)), group=3, dim=64),
+    "large heads": Case((((40,), 5, 18),), group=4, dim=128),
+    "heads of a size between": Case((((20,), 5, 18),), group=5, dim=80),
     "many rows in a window": Case((((70, 80), 64, 2),), window=90),
 }
 
@@ -117,8 +121,8 @@ def test_equals_the_torch_operations(name: str) -> None:
         max_size=4,
     ).map(tuple),
     st.integers(1, 3),
-    st.integers(1, 4),
-    st.sampled_from([2, 4, 16, 20]),
+    st.sampled_from([1, 2, 3, 4, 5, 7, 8, 17, 20]),
+    st.sampled_from([2, 4, 16, 20, 48, 64, 128]),
     st.none() | st.integers(1, 12),
 )
 @settings(max_examples=60, deadline=None)

@@ -8,18 +8,28 @@ import numba
 import numpy as np
 import pytest
 
-from inference.cpu_exp import weigh, weigh_columns
+from inference.cpu_exp import weigh as weigh_all
+from inference.cpu_exp import weigh_columns
 from inference.cpu_tiles import PANEL
+from inference.cpu_vectors import LANES
 
 
 @numba.njit
 def _weigh(source: Any, target: Any, most: Any, scale: Any) -> Any:
-    return weigh(source.ctypes.data, target.ctypes.data, source.size, most, scale)
+    return weigh_all(source.ctypes.data, target.ctypes.data, source.size, most, scale)
+
+
+_of_a_panel, _of_a_vector = (weigh_columns(vectors) for vectors in (PANEL // LANES, 1))
 
 
 @numba.njit
-def _weigh_columns(scores: Any, scale: Any, totals: Any) -> None:
-    weigh_columns(scores.ctypes.data, scores.shape[0], scale, totals.ctypes.data)
+def _weigh_panel(scores: Any, scale: Any, totals: Any) -> None:
+    _of_a_panel(scores.ctypes.data, scores.shape[0], scale, totals.ctypes.data)
+
+
+@numba.njit
+def _weigh_vector(scores: Any, scale: Any, totals: Any) -> None:
+    _of_a_vector(scores.ctypes.data, scores.shape[0], scale, totals.ctypes.data)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 15, 16, 17, 33, 256])
@@ -45,13 +55,14 @@ def test_what_is_far_below_has_no_weight() -> None:
     assert (target[2:] == 0).all()
 
 
-def test_columns_have_their_own_highest() -> None:
+@pytest.mark.parametrize(("columns", "weigh"), [(PANEL, _weigh_panel), (LANES, _weigh_vector)])
+def test_columns_have_their_own_highest(columns: int, weigh: Any) -> None:
     random = np.random.default_rng(0)
-    scores = random.normal(0, 30, (19, PANEL)).astype(np.float32)
+    scores = random.normal(0, 30, (19, columns)).astype(np.float32)
     scores[3:, 1] = -1e30
     exact = scores.astype(np.float64)
     expected = np.exp((exact - exact.max(axis=0)) * 0.5)
-    totals = np.empty(PANEL, np.float32)
-    _weigh_columns(scores, np.float32(0.5), totals)
+    totals = np.empty(columns, np.float32)
+    weigh(scores, np.float32(0.5), totals)
     np.testing.assert_allclose(scores, expected, rtol=2e-5, atol=1e-37)
     np.testing.assert_allclose(totals, expected.sum(axis=0), rtol=1e-6)

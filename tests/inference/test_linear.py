@@ -51,6 +51,19 @@ def test_a_rows_results_do_not_depend_on_its_batch() -> None:
         torch.testing.assert_close(part, whole[first : first + count], rtol=0, atol=0)
 
 
+def test_results_that_are_kept_have_one_place() -> None:
+    """Guards against new memory in every step, and against rows that were of a larger one."""
+    packed = PackedLinear(torch.randn(50, 24), None)
+    data = torch.randn(1, 40, 24)
+    expected = packed(data).clone()
+    packed.keeps_results = True
+    many = packed(data)
+    torch.testing.assert_close(many, expected, rtol=0, atol=0)
+    few = packed(data[:, 7:9])
+    assert few.data_ptr() == many.data_ptr()
+    torch.testing.assert_close(few, expected[:, 7:9], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_joined_layers_equal_each_alone(bias: bool, rows: int) -> None:
