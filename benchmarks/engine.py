@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,24 @@ def products_seconds(products: Sequence[Any], rows: int, seconds: float = 1.0) -
 
     Every layer has its own weights, so they come from memory as they do in a step.
     """
+    passes: list[float] = []
+    while len(passes) < 6 or sum(passes) < seconds:
+        passes += _passes(products, rows, 6)
+    return min(passes)
+
+
+def _passes(products: Sequence[Any], rows: int, count: int) -> list[float]:
+    """Seconds of each of some passes."""
     sizes = {layer.in_features for layer in products}
     data = {size: torch.randn(1, rows, size) for size in sizes}
     passes: list[float] = []
     with torch.inference_mode():
-        while len(passes) < 6 or sum(passes) < seconds:
+        for _ in range(count):
             began = time.perf_counter()
             for layer in products:
                 layer(data[layer.in_features])
             passes.append(time.perf_counter() - began)
-    return min(passes)
+    return passes
 
 
 def generate(engine: Engine, prompt_ids: Sequence[int], n: int, new_tokens: int) -> None:
@@ -119,56 +128,82 @@ def _timed(run: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _interleaved(rounds: int, runs: Sequence[Callable[[], None]]) -> list[float]:
-    """Median seconds of each run; the first round warms up."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for number in range(rounds + 1):
-        for taken, run in zip(seconds, runs, strict=True):
-            taken.append(_timed(run))
-            if not number:
-                taken.clear()
-    return [statistics.median(taken) for taken in seconds]
-
-
 def _gemm(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 64) -> dict[str, float]:
+    """Steps and passes through their products alone in turn, a few at a time.
+
+    So both are as fast as the machine then is, which other machines may share.
+    """
+    at_once = 4
+
+    def round_seconds() -> tuple[float, float]:
+        grow = _Growing(engine, [_prompt_ids(40)], n, new_tokens)
+        steps = alone = 0.0
+        for _ in range(0, new_tokens, at_once):
+            steps += _timed(lambda: grow.by(at_once))
+            alone += sum(_passes(model.products, n, at_once))
+        grow.close()
+        return steps, alone
+
     with _Running(model, n * new_tokens + 40) as engine:
-        bounds, speeds = [], []
-        for number in range(rounds + 1):
-            bounds.append(n / products_seconds(model.products, n))
-            seconds = _timed(lambda: generate(engine, _prompt_ids(40), n, new_tokens))
-            speeds.append(n * new_tokens / seconds)
-            if not number:
-                speeds.clear()
-    bound, speed = max(bounds), statistics.median(speeds)
+        seconds = [round_seconds() for _ in range(rounds + 1)]
+    del seconds[0]  # the first warms up
+    steps, alone = (statistics.median(column) for column in zip(*seconds, strict=True))
     return {
-        "share_of_bound": round(speed / bound, 3),
-        "tokens_per_s": round(speed, 1),
-        "bound_tokens_per_s": round(bound, 1),
+        "share_of_bound": round(statistics.median(b / a for a, b in seconds), 3),
+        "tokens_per_s": round(n * new_tokens / steps, 1),
+        "bound_tokens_per_s": round(n * new_tokens / alone, 1),
     }
 
 
 def _sessions(
     model: CausalLM, rounds: int, sessions: int = 8, n: int = 16, new_tokens: int = 32
 ) -> dict[str, float]:
-    """Different prompts, so that nothing is shared."""
-    prompts = [_prompt_ids(40, offset=number) for number in range(sessions)]
+    """Different prompts, so that nothing is shared; while one runs alone, those at once wait."""
+    prompts = [_prompt_ids(40, offset=number) for number in range(2 * sessions)]
 
-    def one_after_another() -> None:
-        for prompt in prompts:
-            generate(engine, prompt, n, new_tokens)
+    def round_seconds() -> tuple[float, float]:
+        grow = _Growing(engine, prompts[:sessions], n, new_tokens)
+        joint = serial = 0.0
+        for prompt in prompts[sessions:]:
+            joint += _timed(lambda: grow.by(new_tokens // sessions))
+            serial += _timed(partial(generate, engine, prompt, n, new_tokens))
+        grow.close()
+        return joint, serial
 
-    def at_once() -> None:
-        for wait in [_begin(engine, prompt, n, new_tokens) for prompt in prompts]:
-            wait()
-
-    with _Running(model, sessions * (n * new_tokens + 40)) as engine:
-        serial, joint = _interleaved(rounds, (one_after_another, at_once))
+    with _Running(model, (sessions + 1) * (n * new_tokens + 40)) as engine:
+        seconds = [round_seconds() for _ in range(rounds + 1)]
+    del seconds[0]
+    joint, serial = (statistics.median(column) for column in zip(*seconds, strict=True))
     made = sessions * n * new_tokens
     return {
-        "speed_up": round(serial / joint, 3),
+        "speed_up": round(statistics.median(b / a for a, b in seconds), 3),
         "at_once_tokens_per_s": round(made / joint, 1),
         "one_after_another_tokens_per_s": round(made / serial, 1),
     }
+
+
+class _Growing:
+    """Sessions that grow together, a few tokens at a time."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Sequence[int]], n: int, new_tokens: int
+    ) -> None:
+        self._engine = engine
+        sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
+        opened = [engine.open(OpenCommand(prompt, n, sampling, 1)) for prompt in prompts]
+        for _, future in opened:
+            future.result()
+        self._ids = [session_id for session_id, _ in opened]
+        self._tokens = 0
+
+    def by(self, tokens: int) -> None:
+        self._tokens += tokens
+        for growing in [self._engine.extend(each, self._tokens) for each in self._ids]:
+            assert growing.result().num_tokens == self._tokens
+
+    def close(self) -> None:
+        for session_id in self._ids:
+            self._engine.close(session_id).result()
 
 
 def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) -> dict[str, float]:
