@@ -178,7 +178,8 @@ class _Plan:
         self.chains = chains
         self.reals = np.array([scaled.scale, scaled.softcap or 0.0], np.float32)
         group = heads // shape.kv_heads
-        per_head = sum(row_panels(view.rows.suffix.live, group) for view in views)
+        count = row_panels.py_func  # compiled code calls it too; here it would be compiled first
+        per_head = sum(count(view.rows.suffix.live, group) for view in views)
         self.row_panels = per_head * shape.kv_heads
         per_head = sum(-(-chain.rows.segment.num_rows * group // PANEL) for chain in chains)
         self.panels = per_head * shape.kv_heads

@@ -273,11 +273,19 @@ async def a_generator_is_lost(service: Observed) -> None:
 
 
 async def one_that_must_hurry(service: Observed) -> None:
-    """Many of its candidates end at once; the last would take longer than there is time."""
+    """Many of its candidates end at once; the last would take longer than there is time.
+
+    How much time that is depends on the machine.
+    """
     message = request(n=256, max_tokens=350, alpha=0.0, ignore_eos=False, allow_degraded=True)
-    outcome = await streamed(service.stub, message, timeout=2.5)
-    (*_, finished) = outcome.events
-    assert isinstance(finished, Finished) and finished.generation.hurried, outcome.code
+    codes = []
+    for timeout in (2.5, 4.0, 6.0):
+        outcome = await streamed(service.stub, message, timeout=timeout)
+        (*_, last) = outcome.events
+        if isinstance(last, Finished) and last.generation.hurried:
+            return
+        codes.append(outcome.code)
+    raise AssertionError(codes)
 
 
 async def a_peer_falls_silent(service: Observed) -> None:
