@@ -205,11 +205,8 @@ def _write(job: Any, segment: Any, place: Any, mixed: int, totals: Any) -> None:
     for row in range(rows):
         for q in range(queries):
             lane, at = row * queries + q, (segment[ROW] + first + row) * heads + query + q
-            output, sums = (
-                vector(job[OUTPUT] + 4 * at * dim, dim),
-                vector(mixed + 4 * lane * dim, dim),
-            )
-            inverse = np.float32(1) / totals[lane]
+            output = vector(job[OUTPUT] + 4 * at * dim, dim)
+            sums, inverse = vector(mixed + 4 * lane * dim, dim), np.float32(1) / totals[lane]
             for j in range(dim):
                 output[j] = sums[j] * inverse
 

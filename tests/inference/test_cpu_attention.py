@@ -110,6 +110,31 @@ def test_equals_the_torch_operations(name: str) -> None:
     assert_equal(CASES[name])
 
 
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(4, 6), slice(3, 11)])
+def test_a_rows_attention_does_not_depend_on_its_batch(group: int, rows: slice) -> None:
+    """Survivors of a cut go on exactly as they would have, to the last bit, in whatever lane."""
+    case = Case((((40, 7), 11, 9),), group=group, dim=64)
+    (whole,) = segments_of(case)
+    assert isinstance(whole, DecodeSegment)
+    part = SuffixKV(case.shape, rows.stop - rows.start)
+    part.reserve(11)
+    part.keys(0)[:] = whole.suffix.keys(0)[rows]
+    part.values(0)[:] = whole.suffix.values(0)[rows]
+    part.length = whole.suffix.length
+    some = DecodeSegment(whole.pieces, part)
+    query, key, value = rows_of(case, [whole])
+    scaled = Scaling(case.dim**-0.5, None, None)
+
+    def attend(segment: Segment, *qkv: Tensor) -> Tensor:
+        compiled = decoder(case.shape, case.kv_heads * case.group, [segment])
+        return attend_rows(0, (qkv[0], qkv[1], qkv[2]), [segment], scaled, compiled)
+
+    expected = attend(whole, query, key, value)[rows]
+    found = attend(some, query[:, rows], key[:, rows], value[:, rows])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @given(
     st.lists(
         st.tuples(
