@@ -22,7 +22,7 @@ from inference import norm
 from inference.attention import Decoder, PrefillSegment, Scaling, Segment, attend_rows
 from inference.cpu_attention import CPUAttention
 from inference.cpu_jobs import Program
-from inference.cpu_product import INPUT, OUTPUT, ROWS, product
+from inference.cpu_product import FEW, INPUT, OUTPUT, ROWS, product
 from inference.cpu_words import JOB_WORDS
 from inference.kv import KVShape, PromptKV
 from inference.linear import joined
@@ -85,16 +85,21 @@ class CPULayer(nn.Module):
         self._down = joined(mlp.down_proj)
         products = (self._qkv, self._o, self._gate_up, self._down)
         self.work = sum(each.in_features * each.out_features for each in products)  # of a row
-        self.words = np.zeros((_END, JOB_WORDS), np.int64)
-        for job, words in (
+
+    def words(self, rows: int) -> NDArray[np.int64]:
+        """Its jobs' words that are the same in every pass of so many rows; the others are 0."""
+        words = np.zeros((_END, JOB_WORDS), np.int64)
+        for job, given in (
             (_NORM_IN, self._norm_in.words(0, 0, 0)),
-            (_QKV, self._qkv.words(0, 0, 0)),
-            (_O, self._o.words(0, 0, 0, adds=True)),
+            (_QKV, self._qkv.words(rows, 0, 0)),
+            (_O, self._o.words(rows, 0, 0, adds=True)),
             (_NORM_OUT, self._norm_out.words(0, 0, 0)),
-            (_GATE_UP, self._gate_up.words(0, 0, 0)),
-            (_DOWN, self._down.words(0, 0, 0, adds=True)),
+            (_GATE_UP, self._gate_up.words(rows, 0, 0)),
+            (_DOWN, self._down.words(rows, 0, 0, adds=True)),
         ):
-            _fill(self.words[job], words)
+            _fill(words[job], given)
+            words[job, ROWS] = 0
+        return words
 
 
 class CPULayers(nn.Module):
@@ -109,7 +114,9 @@ class CPULayers(nn.Module):
         self._work = sum(layer.work for layer in layers)
         self._program = Program(_KERNELS * len(layers), JOB_WORDS)
         self._words = self._program.words.reshape(len(layers), _END, JOB_WORDS)
-        self._constants = np.stack([layer.words for layer in layers])
+        self._constants = [
+            np.stack([layer.words(rows) for layer in layers]) for rows in (FEW, FEW + 1)
+        ]
         self._alike: dict[Scaling, list[int]] = {}
         for place, (_, scaled) in enumerate(self._places):
             self._alike.setdefault(scaled, []).append(place)
@@ -126,7 +133,7 @@ class CPULayers(nn.Module):
         """[1, R, hidden] to the same, in place."""
         rows = hidden_states[0]
         pass_ = _Pass(self._sizes, rows, position_embeddings)
-        np.add(self._constants, pass_.words, out=self._words)
+        np.add(self._constants[len(rows) > FEW], pass_.words, out=self._words)
         if isinstance(decoder, CPUAttention):
             self._run_whole(pass_, decoder, len(rows))
         else:

@@ -6,7 +6,8 @@ about as long as the longer of the two (`python -m benchmarks.linear`). Each res
 the same order whatever the number of rows, so that a row's results do not depend on its batch.
 
 Weights lie in panels of `PANEL` outputs: [panels, inputs, PANEL], the last one filled with zeros,
-and so do biases, [panels, PANEL]. Knows addresses and sizes only.
+in one of the forms of `cpu_weights`, and so do biases, [panels, PANEL], as float32. Knows addresses
+and sizes only.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import numba
 import numpy as np
 
 from inference.cpu_jobs import OPTIONS, Kernel, exp, next_share, vector
-from inference.cpu_tiles import LINES, PANEL, TILE_ROWS, tile
+from inference.cpu_tiles import CACHE_LINE, LINES, PANEL, TILE_ROWS, tile
+from inference.cpu_weights import FLOATS, GROUP, bytes_of, expand
 
 # int64 words of a product's job; the first is its counter.
-ROWS, INPUT, INPUTS, WEIGHT, BIAS, OUTPUT, OUTPUTS, ADDS, GATES = range(1, 10)
-WORDS = 10
+ROWS, INPUT, INPUTS, WEIGHT, FORM, BIAS, OUTPUT, OUTPUTS, ADDS, GATES = range(1, 11)
+WORDS = 11
 
 # Where outputs gate others, each panel has as many of both: gates, then what they gate.
 HALF = PANEL // 2
@@ -29,38 +31,35 @@ HALF = PANEL // 2
 # Rows whose inputs stay in a core's cache beside a panel of weights.
 _ROWS_AT_ONCE = 128
 
-# One for each number of rows; a full tile also with fewer fetches, as more tiles share them.
-_one, _two, _three, _four, _five, _six, _seven = (tile(rows, LINES) for rows in range(1, 8))
-_full, _full_twice, _full_often = (tile(TILE_ROWS, fetches) for fetches in (LINES, 2, 1))
+# Rows up to which weights take longer to be read than to be multiplied with, even if they are to be
+# turned into float32 first: which rows of a tile share.
+FEW = TILE_ROWS
+
+# Inputs of a panel that are turned at once: they stay in a core's first-level cache.
+_TURNED_AT_ONCE = 3 * GROUP
 
 
-@numba.njit(**OPTIONS)
-def _multiply(
-    rows: int, data: int, panel: int, inputs: int, result: int, fetch: int, step: int, fetches: int
-) -> None:
-    """A tile of up to TILE_ROWS rows."""
-    stride = 4 * inputs
-    if rows == TILE_ROWS:
-        if fetches == 1:
-            _full_often(data, stride, panel, inputs, result, fetch, step)
-        elif fetches == 2:
-            _full_twice(data, stride, panel, inputs, result, fetch, step)
+def _tiles_up_to(rows: int) -> Any:
+    """Multiplies a tile of `count` rows and adds to results; fetches as `_fetches` says."""
+    fewer = _tiles_up_to(rows - 1) if rows > 1 else None
+    with_one_fetch, with_all = (tile(rows, fetches, adds=True) for fetches in (1, LINES))
+
+    @numba.njit(**OPTIONS)
+    def multiply(
+        count: int, data: int, stride: int, panel: int, inputs: int, result: int, fetch: Any
+    ) -> None:
+        at, fetches, step = fetch
+        if count < rows and fewer is not None:
+            fewer(count, data, stride, panel, inputs, result, fetch)
+        elif fetches == 1:
+            with_one_fetch(data, stride, panel, inputs, result, at, step)
         else:
-            _full(data, stride, panel, inputs, result, fetch, step)
-    elif rows == 1:
-        _one(data, stride, panel, inputs, result, fetch, step)
-    elif rows == 2:
-        _two(data, stride, panel, inputs, result, fetch, step)
-    elif rows == 3:
-        _three(data, stride, panel, inputs, result, fetch, step)
-    elif rows == 4:
-        _four(data, stride, panel, inputs, result, fetch, step)
-    elif rows == 5:
-        _five(data, stride, panel, inputs, result, fetch, step)
-    elif rows == 6:
-        _six(data, stride, panel, inputs, result, fetch, step)
-    else:
-        _seven(data, stride, panel, inputs, result, fetch, step)
+            with_all(data, stride, panel, inputs, result, at, step)
+
+    return multiply
+
+
+_multiply = _tiles_up_to(TILE_ROWS)
 
 
 @numba.njit(**OPTIONS)
@@ -94,29 +93,52 @@ def _put(job: Any, row: int, rows: int, panel: int, results: Any) -> None:
                 target[j] = results[number, j]
 
 
+@numba.njit(**OPTIONS)
+def _fetches(panel_bytes: int, inputs: int, tiles: int) -> Any:
+    """Cache lines of the next panel that a tile asks for per input, and the bytes to go on by."""
+    count = 1 if panel_bytes <= CACHE_LINE * inputs * tiles else LINES
+    return count, max(1, panel_bytes // (tiles * count * inputs))
+
+
+@numba.njit(**OPTIONS)
+def _aligned(rows: int) -> Any:
+    """New [rows, PANEL] whose vectors do not lie across cache lines: those take twice as long."""
+    floats = np.empty(rows * PANEL + CACHE_LINE // 4, np.float32)
+    first = -floats.ctypes.data % CACHE_LINE // 4
+    return floats[first : first + rows * PANEL].reshape(rows, PANEL)
+
+
 def _product(job_words: Any) -> None:
     """Some panels of weights; every thread runs it until none is left."""
     job = numba.carray(job_words, (WORDS,))
-    inputs, panels = job[INPUTS], -(-job[OUTPUTS] // (HALF if job[GATES] else PANEL))
-    panel_bytes = 4 * inputs * PANEL
-    results = np.empty((TILE_ROWS, PANEL), np.float32)
+    form, inputs, stride = job[FORM], job[INPUTS], 4 * job[INPUTS]
+    panels = -(-job[OUTPUTS] // (HALF if job[GATES] else PANEL))
+    panel_bytes = bytes_of(form, inputs)
+    results = _aligned(TILE_ROWS)
+    at_once = inputs if form == FLOATS else min(inputs, _TURNED_AT_ONCE)
+    turned = _aligned(0 if form == FLOATS else at_once)
     shares = panels * -(-job[ROWS] // _ROWS_AT_ONCE)
     share = next_share(job_words)
     while share < shares:
         following = next_share(job_words)
         first, panel = share // panels * _ROWS_AT_ONCE, share % panels
         last = min(job[ROWS], first + _ROWS_AT_ONCE)
-        tiles = -(-(last - first) // TILE_ROWS)
-        fetches = max(1, -(-LINES // tiles))
         # The next panel is fetched in equal parts by the tiles of this one.
-        step = max(1, 4 * PANEL // (tiles * fetches))
+        fetches, step = _fetches(panel_bytes, inputs, -(-(last - first) // TILE_ROWS))
         fetch = job[WEIGHT] + following % panels * panel_bytes
         for row in range(first, last, TILE_ROWS):
             rows = min(TILE_ROWS, last - row)
-            data = job[INPUT] + 4 * row * inputs
-            weights = job[WEIGHT] + panel * panel_bytes
-            _multiply(rows, data, weights, inputs, results.ctypes.data, fetch, step, fetches)
-            fetch += inputs * fetches * step
+            results[:rows] = 0
+            for done in range(0, inputs, at_once):
+                count = min(inputs - done, at_once)
+                weights = job[WEIGHT] + panel * panel_bytes + bytes_of(form, done)
+                if form != FLOATS:
+                    expand(form, weights, count, turned.ctypes.data)
+                    weights = turned.ctypes.data
+                data = job[INPUT] + stride * row + 4 * done
+                to_fetch = fetch, fetches, step
+                _multiply(rows, data, stride, weights, count, results.ctypes.data, to_fetch)
+                fetch += count * fetches * step
             _put(job, row, rows, panel, results)
         share = following
 

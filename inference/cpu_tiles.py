@@ -20,8 +20,8 @@ TILE_ROWS = 8 if IS_WIDE else 4
 _VECTORS = 3
 PANEL = LANES * _VECTORS
 
-_CACHE_LINE = 64
-LINES = -(-4 * PANEL // _CACHE_LINE)  # of one input's columns
+CACHE_LINE = 64
+LINES = -(-4 * PANEL // CACHE_LINE)  # of one input's columns
 
 # Inputs before its turn that a panel's line is asked for from the second-level cache.
 _AHEAD = 16
@@ -43,8 +43,8 @@ def tile(
     Arguments: address of the rows and `stride`, address of the panel, number of inputs, address of
     the result; for `fetches` cache lines asked for per input, the address of the first and the
     bytes to go on by. `stride` is the bytes from row to row; if `by_column`, from input to input,
-    and the rows are neighbours. If it `adds`, the result is added to what is there. There is faster
-    code for some `strides`.
+    and the rows are neighbours. If it `adds`, sums go on from what is there, as if inputs before
+    these had led to it. There is faster code for some `strides`.
     """
 
     generate = _generator(rows, fetches, vectors, by_column, adds, strides)
@@ -73,7 +73,13 @@ def _generator(
         code = Code(builder)
 
         def multiply(stride: Any) -> None:
-            sums = [[code.vector_of(0.0) for _ in range(vectors)] for _ in range(rows)]
+            width = 4 * LANES
+            places = [[width * (vectors * row + v) for v in range(vectors)] for row in range(rows)]
+            zero = code.number(0.0)
+            sums = [
+                [code.variable(code.vector(result, at) if adds else zero) for at in of_row]
+                for of_row in places
+            ]
             to_row: Any = 4 if by_column else stride
             to_input: Any = stride if by_column else 4
             starts = [code.offset(first_row, code.constant(row), to_row) for row in range(rows)]
@@ -83,18 +89,16 @@ def _generator(
                     code.fetch(code.offset(fetch, at, step), level=2)
                 here = code.offset(panel, loop.index, 4 * LANES * vectors)
                 for line in range(LINES if fetches else 0):
-                    ahead = code.constant(4 * LANES * vectors * _AHEAD + _CACHE_LINE * line)
+                    ahead = code.constant(4 * LANES * vectors * _AHEAD + CACHE_LINE * line)
                     code.fetch(builder.add(here, ahead), level=1)
                 columns = [code.vector(here, 4 * LANES * number) for number in range(vectors)]
                 for start, row_sums in zip(starts, sums, strict=True):
                     value = code.everywhere(code.offset(start, loop.index, to_input))
                     for column, total in zip(columns, row_sums, strict=True):
                         code.add_product(value, column, total)
-            for number, total in enumerate(total for row_sums in sums for total in row_sums):
-                if adds:
-                    code.add_to(result, 4 * LANES * number, [total])
-                else:
-                    code.store(total, result, 4 * LANES * number)
+            for of_row, row_sums in zip(places, sums, strict=True):
+                for at, total in zip(of_row, row_sums, strict=True):
+                    code.store(total, result, at)
 
         code.knowing(any_stride, strides, multiply)
         return context.get_dummy_value()

@@ -43,6 +43,7 @@ class Code:
         self._builder = builder
         self._float = ir.FloatType()
         self._vector = ir.VectorType(self._float, LANES)
+        self._integers = ir.VectorType(ir.IntType(32), LANES)
         self._byte = ir.IntType(8).as_pointer()
         self._add = self._function(
             f"llvm.fma.v{LANES}f32", ir.FunctionType(self._vector, [self._vector] * 3)
@@ -112,16 +113,15 @@ class Code:
         total = self.number(_POWERS[0])
         for power in _POWERS[1:]:
             total = builder.call(self._add, [total, f, self.number(power)])
-        integers = ir.VectorType(ir.IntType(32), LANES)
-        exponent = builder.fptosi(whole, integers)
-        exponent = builder.add(exponent, ir.Constant(integers, [127] * LANES))
-        exponent = builder.shl(exponent, ir.Constant(integers, [23] * LANES))
+        exponent = builder.fptosi(whole, self._integers)
+        exponent = builder.add(exponent, ir.Constant(self._integers, [127] * LANES))
+        exponent = builder.shl(exponent, ir.Constant(self._integers, [23] * LANES))
         power_of_two = builder.bitcast(exponent, self._vector)
         return builder.select(is_some, builder.fmul(total, power_of_two), self.number(0.0))
 
     def lanes_below(self, count: Any) -> Any:
         """A mask: the first `count` (int64) lanes."""
-        integers = ir.VectorType(ir.IntType(32), LANES)
+        integers = self._integers
         number = self._builder.trunc(count, ir.IntType(32))
         unset, first = ir.Constant(integers, ir.Undefined), ir.Constant(ir.IntType(32), 0)
         alone = self._builder.insert_element(unset, number, first)
@@ -150,6 +150,29 @@ class Code:
         align = ir.Constant(ir.IntType(32), 4)
         pointer = self._pointer(address, 0, self._vector)
         self._builder.call(store, [value, pointer, align, mask])
+
+    def integers(self, address: Any, beyond: int, bits: int) -> Any:
+        """A vector of int32 of so many unsigned integers of fewer bits."""
+        kind = ir.VectorType(ir.IntType(bits), LANES)
+        loaded = self._builder.load(self._pointer(address, beyond, kind))
+        loaded.align = 1
+        return self._builder.zext(loaded, self._integers)
+
+    def nibbles(self, counts: Any) -> tuple[Any, Any]:
+        """Lower and upper halves of the bytes in a vector of int32."""
+        builder = self._builder
+        four, mask = (ir.Constant(self._integers, [value] * LANES) for value in (4, 15))
+        return builder.and_(counts, mask), builder.lshr(counts, four)
+
+    def upper_halves(self, halves: Any) -> Any:
+        """The float32 whose upper 16 bits are these int32, and whose lower are 0."""
+        shift = ir.Constant(self._integers, [16] * LANES)
+        return self._builder.bitcast(self._builder.shl(halves, shift), self._vector)
+
+    def multiple(self, counts: Any, step: Any, lowest: Any) -> Any:
+        """lowest + count * step, of int32 counts, rounded once."""
+        values = self._builder.sitofp(counts, self._vector)
+        return self._builder.call(self._add, [values, step, lowest])
 
     def add_product(self, value: Any, weight: Any, total: Any) -> None:
         builder = self._builder
@@ -184,13 +207,6 @@ class Code:
 
     def store(self, total: Any, address: Any, beyond: int) -> None:
         self.put(self._builder.load(total), address, beyond)
-
-    def add_to(self, address: Any, beyond: int, totals: list[Any]) -> None:
-        """Add variables to the vector at an address."""
-        value = self.vector(address, beyond)
-        for total in totals:
-            value = self._builder.fadd(value, self._builder.load(total))
-        self.put(value, address, beyond)
 
     def put(self, value: Any, address: Any, beyond: int) -> None:
         place = self._pointer(address, beyond, self._vector)

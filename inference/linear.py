@@ -7,9 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from inference.compact import compact
 from inference.cpu_jobs import Job
-from inference.cpu_product import HALF, WORDS, product
+from inference.cpu_product import FEW, HALF, WORDS, product
 from inference.cpu_tiles import PANEL
+from inference.cpu_weights import FLOATS
 
 
 class PackedLinear(nn.Module):
@@ -18,14 +20,19 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, gates: bool = False) -> None:
         """weight: [out, in], bias: [out]; both are copied.
 
+        Where the weights need fewer bytes than float32, there is a second copy of them for few
+        rows, to the same last bit.
+
         `gates`: what comes out is silu(first half) * second half.
         """
         super().__init__()
         self.in_features: int = weight.shape[1]
         self.out_features: int = weight.shape[0]
         packed = _panels(weight, gates)
+        form, compacted = compact(packed)
         packed_bias = None if bias is None else _panels(bias[:, None], gates)
         self.register_buffer("_packed", packed, persistent=False)
+        self.register_buffer("_compacted", compacted, persistent=False)
         self.register_buffer("_bias", packed_bias, persistent=False)
         bias_at = 0 if packed_bias is None else packed_bias.data_ptr()
         self._gates = gates
@@ -34,7 +41,8 @@ class PackedLinear(nn.Module):
         # that is new costs as much time as some of the products that fill it.
         self.keeps_results = False
         self._kept = torch.empty(0)
-        self._weights = (self.in_features, packed.data_ptr(), bias_at)
+        self._for_many = (self.in_features, packed.data_ptr(), FLOATS, bias_at)
+        self._for_few = (self.in_features, compacted.data_ptr(), form, bias_at)
         self._job = Job(WORDS)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -61,7 +69,8 @@ class PackedLinear(nn.Module):
 
         `adds`: to what is there already, instead of in its place.
         """
-        return (rows, data, *self._weights, output, self._results, adds, self._gates)
+        weights = self._for_few if rows <= FEW else self._for_many
+        return (rows, data, *weights, output, self._results, adds, self._gates)
 
 
 def _panels(weight: Tensor, gates: bool) -> Tensor:

@@ -1,0 +1,87 @@
+"""Finds the form with the fewest bytes that holds weights to the last bit; see `cpu_weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from inference.cpu_weights import BYTES, FLOATS, GROUP, HALVES, NIBBLES
+
+# How files of block formats find a group's step, which they store as float16: from the distance
+# of its weights (GGUF's Q4_1, Q5_1), or from the largest (Q8_0, Q4_0, Q5_0).
+_STEPS_OF_DISTANCE = (15, 31)
+_STEPS_OF_LARGEST = (127, 8, 16)
+
+# Panels that are looked at together: it takes several times their memory.
+_AT_ONCE = 8
+
+
+def compact(panels: Tensor) -> tuple[int, Tensor]:
+    """A form, and panels in it; as `FLOATS`, the same tensor.
+
+    panels: float32 [panels, inputs, PANEL].
+    """
+    for form, turn in _FORMS.items():
+        turned: list[Tensor] = []
+        for part in torch.split(panels, _AT_ONCE):
+            found = turn(part)
+            if found is None:
+                break
+            turned.append(found)
+        else:
+            return form, torch.cat(turned)
+    return FLOATS, panels
+
+
+def _halves(panels: Tensor) -> Tensor | None:
+    """int16 [panels, inputs, PANEL], if no weight has anything in its lower half."""
+    lower, upper = torch.unflatten(panels.view(torch.int16), -1, (-1, 2)).unbind(-1)
+    return None if lower.any() else upper.contiguous()
+
+
+def _grouped(panels: Tensor, form: int) -> Tensor | None:
+    """uint8 [panels, groups, bytes], if there is a step for each group."""
+    if panels.shape[1] % GROUP:
+        return None
+    groups = torch.unflatten(panels, 1, (-1, GROUP))  # [panels, groups, GROUP, PANEL]
+    lowest = groups.amin(dim=2, keepdim=True)
+    steps = torch.zeros_like(lowest)
+    counts = torch.zeros_like(groups)
+    missing = torch.ones_like(lowest, dtype=torch.bool)
+    for guess in _steps(groups, lowest):
+        some = ((groups - lowest) / torch.where(guess > 0, guess, 1)).round()
+        # Rounded once: a product of 8 bits with float16's 11 is exact.
+        equal = (some * guess + lowest == groups) & (some < (16 if form == NIBBLES else 256))
+        fits = equal.all(dim=2, keepdim=True) & missing
+        steps, counts = torch.where(fits, guess, steps), torch.where(fits, some, counts)
+        missing &= ~fits
+        if not missing.any():
+            break
+    else:
+        return None
+    heads = torch.cat([steps, lowest], dim=2).flatten(2).view(torch.uint8)
+    whole = counts.to(torch.uint8)
+    if form == NIBBLES:
+        first, last = whole.chunk(2, dim=2)
+        whole = first | last << 4
+    return torch.cat([heads, whole.flatten(2)], dim=-1)
+
+
+def _steps(groups: Tensor, lowest: Tensor) -> Iterator[Tensor]:
+    """Guesses, [panels, groups, 1, PANEL]."""
+    highest = groups.amax(dim=2, keepdim=True)
+    largest = torch.maximum(highest, -lowest)
+    for size, counts in ((highest - lowest, _STEPS_OF_DISTANCE), (largest, _STEPS_OF_LARGEST)):
+        for count in counts:
+            yield (size / count).half().float()
+
+
+# The fewest bytes first.
+_FORMS: dict[int, Callable[[Tensor], Tensor | None]] = {
+    NIBBLES: partial(_grouped, form=NIBBLES),
+    BYTES: partial(_grouped, form=BYTES),
+    HALVES: _halves,
+}
