@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrej.contracts import Sampling
@@ -90,31 +92,21 @@ def _sample_block(
 
 def uniforms(seed: int, candidate_ids: list[int], step: int, device: torch.device) -> Tensor:
     """One float64 in [0, 1) per candidate: 53 bits of SplitMix64 (Steele et al. 2014)."""
-    ids = torch.tensor(candidate_ids, dtype=torch.int64, device=device)
-    state = torch.full_like(ids, seed)
-    for key in (ids, torch.full_like(ids, step), torch.zeros_like(ids)):
-        state = _mix(state + key * _GAMMA + _GAMMA)
-    return _shift(state, 11).double() * 2.0**-53
+    state = np.full(len(candidate_ids), seed, np.uint64)
+    for key in (candidate_ids, [step], [0]):
+        state = _mix(state + np.array(key, np.uint64) * _GAMMA + _GAMMA)
+    return torch.from_numpy((state >> np.uint64(11)) * 2.0**-53).to(device)
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX1 = _signed(0xBF58476D1CE4E5B9)
-_MIX2 = _signed(0x94D049BB133111EB)
-
-
-def _shift(state: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(state: Tensor) -> Tensor:
-    state = (state ^ _shift(state, 30)) * _MIX1
-    state = (state ^ _shift(state, 27)) * _MIX2
-    return state ^ _shift(state, 31)
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX1
+    state = (state ^ (state >> np.uint64(27))) * _MIX2
+    return state ^ (state >> np.uint64(31))
 
 
 def _draw(logits: Tensor, weights: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:

@@ -78,6 +78,24 @@ def test_a_draw_does_not_depend_on_its_row(seed: int, step: int, order: list[int
     assert bool(((straight >= 0) & (straight < 1)).all())
 
 
+def _split_mix(seed: int, candidate_id: int, step: int) -> float:
+    """As `uniforms`, in numbers that cannot overflow."""
+    state = seed
+    for key in (candidate_id, step, 0):
+        state = (state + (key + 1) * 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return (state >> 11) * 2.0**-53
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10_000), st.integers(0, 1_000_000))
+def test_uniforms_are_those_of_split_mix(seed: int, step: int, candidate_id: int) -> None:
+    """Guards answers that are kept, and backends of several versions: a seed means one thing."""
+    found = uniforms(seed, [candidate_id, 0], step, CPU).tolist()
+    assert found == [_split_mix(seed, each, step) for each in (candidate_id, 0)]
+
+
 def test_uniforms_are_uniform_and_differ_by_every_key() -> None:
     values = uniforms(7, IDS, 3, CPU)
     counts = torch.histc(values.float(), 20, 0, 1) / len(IDS)
