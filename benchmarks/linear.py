@@ -1,8 +1,9 @@
-"""All products of one decode step, three ways, by rows: `python -m benchmarks.linear`.
+"""All products of one decode step, four ways, by rows: `python -m benchmarks.linear`.
 
-torch's own with plain weights, oneDNN's with weights packed ahead of time, and ours, interleaved,
-for the weight shapes of the embedded model. Every layer has its own weights, so they come from
-memory, as they do in a step. The last line on stdout is one JSON object.
+torch's own with plain weights, oneDNN's with weights packed ahead of time, ours, and ours with
+weights of four bits (which up to eight rows make use of), interleaved, for the weight shapes of the
+embedded model. Every layer has its own weights, so they come from memory, as they do in a step. The
+last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -60,7 +61,17 @@ _WAYS: dict[str, Callable[[Tensor], nn.Module]] = {
     "torch": _Plain,
     "onednn": _OneDNN,
     "specrej": lambda weight: PackedLinear(weight, None),
+    "specrej, 4 bits": lambda weight: PackedLinear(_of_four_bits(weight), None),
 }
+
+
+def _of_four_bits(weight: Tensor) -> Tensor:
+    """Weights [out, in] as a checkpoint of blocks of 32 has them: 16 multiples of a step."""
+    blocks = weight.view(len(weight), -1, 32)
+    least, most = blocks.aminmax(dim=-1, keepdim=True)
+    step = ((most - least) / 15).half().float()
+    counts = ((blocks - least) / step).round()
+    return (counts.clamp(0, 15) * step + least).view(weight.shape)
 
 
 def main() -> None:
