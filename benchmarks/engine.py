@@ -97,25 +97,12 @@ def _passes(products: Sequence[Any], rows: int, count: int) -> list[float]:
 
 def generate(engine: Engine, prompt_ids: Sequence[int], n: int, new_tokens: int) -> None:
     """One session to its end, without cuts."""
-    wait = _begin(engine, prompt_ids, n, new_tokens)
-    wait()
-
-
-def _begin(
-    engine: Engine, prompt_ids: Sequence[int], n: int, new_tokens: int, seed: int = 0
-) -> Callable[[], None]:
-    """Open a session and let it grow; call what comes back to wait for its end and close it."""
-    sampling = Sampling(max_tokens=new_tokens, ignore_eos=True, seed=seed)
+    sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
     session_id, opened = engine.open(OpenCommand(prompt_ids, n, sampling, 1))
     opened.result()
-    growing = engine.extend(session_id, new_tokens)
-
-    def wait() -> None:
-        batch = growing.result()
-        assert sum(prefix.num_new for prefix in batch.prefixes) == n * new_tokens
-        engine.close(session_id).result()
-
-    return wait
+    batch = engine.extend(session_id, new_tokens).result()
+    assert sum(prefix.num_new for prefix in batch.prefixes) == n * new_tokens
+    engine.close(session_id).result()
 
 
 def _prompt_ids(tokens: int, offset: int = 0) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from inference.cpu_jobs import OPTIONS, Kernel, exp, next_share, vector
 from inference.cpu_tiles import CACHE_LINE, LINES, PANEL, TILE_ROWS, tile
-from inference.cpu_weights import FLOATS, GROUP, bytes_of, expand
+from inference.cpu_weights import FLOAT32, GROUP, bytes_of, dequantize
 
 # int64 words of a product's job; the first is its counter.
 ROWS, INPUT, INPUTS, WEIGHT, FORM, BIAS, OUTPUT, OUTPUTS, ADDS, GATES = range(1, 11)
@@ -115,8 +115,8 @@ def _product(job_words: Any) -> None:
     panels = -(-job[OUTPUTS] // (HALF if job[GATES] else PANEL))
     panel_bytes = bytes_of(form, inputs)
     results = _aligned(TILE_ROWS)
-    at_once = inputs if form == FLOATS else min(inputs, _TURNED_AT_ONCE)
-    turned = _aligned(0 if form == FLOATS else at_once)
+    at_once = inputs if form == FLOAT32 else min(inputs, _TURNED_AT_ONCE)
+    turned = _aligned(0 if form == FLOAT32 else at_once)
     shares = panels * -(-job[ROWS] // _ROWS_AT_ONCE)
     share = next_share(job_words)
     while share < shares:
@@ -132,8 +132,8 @@ def _product(job_words: Any) -> None:
             for done in range(0, inputs, at_once):
                 count = min(inputs - done, at_once)
                 weights = job[WEIGHT] + panel * panel_bytes + bytes_of(form, done)
-                if form != FLOATS:
-                    expand(form, weights, count, turned.ctypes.data)
+                if form != FLOAT32:
+                    dequantize(form, weights, count, turned.ctypes.data)
                     weights = turned.ctypes.data
                 data = job[INPUT] + stride * row + 4 * done
                 to_fetch = fetch, fetches, step

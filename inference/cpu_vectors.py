@@ -169,10 +169,10 @@ class Code:
         shift = ir.Constant(self._integers, [16] * LANES)
         return self._builder.bitcast(self._builder.shl(halves, shift), self._vector)
 
-    def multiple(self, counts: Any, step: Any, lowest: Any) -> Any:
-        """lowest + count * step, of int32 counts, rounded once."""
+    def scaled(self, counts: Any, scale: Any, minimum: Any) -> Any:
+        """minimum + count * scale, of int32 counts, rounded once."""
         values = self._builder.sitofp(counts, self._vector)
-        return self._builder.call(self._add, [values, step, lowest])
+        return self._builder.call(self._add, [values, scale, minimum])
 
     def add_product(self, value: Any, weight: Any, total: Any) -> None:
         builder = self._builder

@@ -11,7 +11,7 @@ from inference.compact import compact
 from inference.cpu_jobs import Job
 from inference.cpu_product import FEW, HALF, WORDS, product
 from inference.cpu_tiles import PANEL
-from inference.cpu_weights import FLOATS
+from inference.cpu_weights import FLOAT32
 
 
 class PackedLinear(nn.Module):
@@ -41,7 +41,7 @@ class PackedLinear(nn.Module):
         # that is new costs as much time as some of the products that fill it.
         self.keeps_results = False
         self._kept = torch.empty(0)
-        self._for_many = (self.in_features, packed.data_ptr(), FLOATS, bias_at)
+        self._for_many = (self.in_features, packed.data_ptr(), FLOAT32, bias_at)
         self._for_few = (self.in_features, compacted.data_ptr(), form, bias_at)
         self._job = Job(WORDS)
 

@@ -11,17 +11,17 @@ from torch import Tensor
 from inference.compact import compact
 from inference.cpu_product import FEW
 from inference.cpu_tiles import PANEL
-from inference.cpu_weights import BYTES, FLOATS, GROUP, HALVES, NIBBLES
+from inference.cpu_weights import BFLOAT16, FLOAT32, GROUP, INT4, INT8
 from inference.linear import PackedLinear
 
 INPUTS, OUTPUTS = 7 * GROUP, 2 * PANEL + 5
 # What blocks of GGUF need: four bits, or five and eight.
 KINDS = {
-    Kind.Q4_0: NIBBLES,
-    Kind.Q4_1: NIBBLES,
-    Kind.Q5_0: BYTES,
-    Kind.Q5_1: BYTES,
-    Kind.Q8_0: BYTES,
+    Kind.Q4_0: INT4,
+    Kind.Q4_1: INT4,
+    Kind.Q5_0: INT8,
+    Kind.Q5_1: INT8,
+    Kind.Q8_0: INT8,
 }
 
 
@@ -59,14 +59,14 @@ def test_weights_of_block_formats(kind: Kind) -> None:
 def test_weights_of_bfloat16(inputs: int) -> None:
     """Groups need not be full."""
     weight = torch.randn(OUTPUTS, inputs).bfloat16().float()
-    assert _form(weight) == HALVES
+    assert _form(weight) == BFLOAT16
     _same_for_few_rows(weight)
 
 
 def test_joint_weights_may_be_of_several_formats() -> None:
     """Files of mixed formats: a layer's values are often stored in more bits than its queries."""
     weight = torch.cat([_weight(kind, outputs=7) for kind in KINDS])
-    assert _form(weight) == BYTES
+    assert _form(weight) == INT8
     _same_for_few_rows(weight)
 
 
@@ -79,7 +79,7 @@ def test_groups_without_a_step(value: float) -> None:
     """Guards against divisions by 0: all weights of a group may be the same."""
     weight = _weight(Kind.Q4_1)
     weight[3, GROUP : 2 * GROUP] = value
-    assert _form(weight) == NIBBLES
+    assert _form(weight) == INT4
     _same_for_few_rows(weight)
 
 
@@ -88,13 +88,13 @@ def test_one_weight_that_does_not_fit_keeps_all_as_they_are(value: float) -> Non
     """Guards against weights that are rounded, whatever they are."""
     weight = _weight(Kind.Q4_1)
     weight[PANEL // 2, INPUTS - 1] = value
-    assert _form(weight) == FLOATS
+    assert _form(weight) == FLOAT32
 
 
 def test_plain_weights_are_not_copied() -> None:
     panels = torch.randn(3, INPUTS, PANEL)
     form, data = compact(panels)
-    assert form == FLOATS
+    assert form == FLOAT32
     assert data is panels
 
 
@@ -103,5 +103,5 @@ def test_compact_forms_take_what_they_say() -> None:
     weight = _weight(Kind.Q4_1, outputs=4 * PANEL)
     panels = torch.unflatten(weight.T, 1, (4, PANEL)).movedim(1, 0)
     form, data = compact(panels.contiguous())
-    assert form == NIBBLES
+    assert form == INT4
     assert data.nbytes == panels.numel() * 0.75
