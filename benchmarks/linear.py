@@ -1,37 +1,30 @@
-"""All products of one decode step, four ways, by rows: `python -m benchmarks.linear`.
+"""The matrix products of one decode step: `python -m benchmarks.linear`.
 
-torch's own with plain weights, oneDNN's with weights packed ahead of time, ours, and ours with
-weights of four bits (which up to eight rows make use of), interleaved, for the weight shapes of the
-embedded model. Every layer has its own weights, so they come from memory, as they do in a step. The
-last line on stdout is one JSON object.
+Torch, oneDNN with packed weights, and ours with weights of 32 and of 4 bits, at the weight shapes
+of the embedded model. Every layer has its own weights, so they are read from memory as in a step.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.engine import products_seconds
-from benchmarks.machine import describe_machine
-from inference.linear import PackedLinear
+from benchmarks.harness import interleave, log, parse_arguments, report
+from specrej.inference.linear import PackedLinear
 
-# [out, in] of a layer's products, and of the last one; SmolLM2-135M's.
+# [out, in] of a layer's products, and of the LM head; those of SmolLM2-135M.
 _LAYERS, _LAYER = 30, ((960, 576), (576, 576), (3072, 576), (576, 1536))
-_LAST = (49152, 576)
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_ROUNDS = 3
+_LM_HEAD = (49152, 576)
 
 
 class _OneDNN(nn.Module):
-    """Weights in oneDNN's own layout, chosen for 64 rows; it serves other numbers well too."""
+    """Weights in oneDNN's own layout, chosen for 64 rows; it is fast for other numbers too."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -46,7 +39,7 @@ class _OneDNN(nn.Module):
 
 
 class _Plain(nn.Module):
-    """As torch has it."""
+    """Weights in torch's layout."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -57,7 +50,7 @@ class _Plain(nn.Module):
         return F.linear(rows, self._weight)
 
 
-_WAYS: dict[str, Callable[[Tensor], nn.Module]] = {
+_IMPLEMENTATIONS: dict[str, Callable[[Tensor], nn.Module]] = {
     "torch": _Plain,
     "onednn": _OneDNN,
     "specrej": lambda weight: PackedLinear(weight, None),
@@ -66,7 +59,7 @@ _WAYS: dict[str, Callable[[Tensor], nn.Module]] = {
 
 
 def _of_four_bits(weight: Tensor) -> Tensor:
-    """Weights [out, in] as a checkpoint of blocks of 32 has them: 16 multiples of a step."""
+    """Weights [out, in] as in a 4-bit checkpoint: blocks of 32, each 16 multiples of a step."""
     blocks = weight.view(len(weight), -1, 32)
     least, most = blocks.aminmax(dim=-1, keepdim=True)
     step = ((most - least) / 15).half().float()
@@ -75,29 +68,35 @@ def _of_four_bits(weight: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Measure, print a table and a JSON object."""
-    shapes = [*_LAYER * _LAYERS, _LAST]
+    """Measure and report."""
+    arguments = parse_arguments(
+        __doc__,
+        rows=([1, 2, 4, 8, 16, 32, 64, 128, 256], "rows of the other factor"),
+        rounds=(3, "measured rounds"),
+    )
+    shapes = [*_LAYER * _LAYERS, _LM_HEAD]
     products = {
-        name: [make(torch.randn(shape)) for shape in shapes] for name, make in _WAYS.items()
+        name: [make(torch.randn(shape)) for shape in shapes]
+        for name, make in _IMPLEMENTATIONS.items()
     }
-    operations = 2 * sum(outputs * inputs for outputs, inputs in shapes)
-    results = []
-    table = Table(title="products of one step: milliseconds (GFLOP/s)")
-    for heading in ("rows", *_WAYS):
-        table.add_column(heading)
-    for rows in _ROWS:
-        seconds = {name: float("inf") for name in _WAYS}
-        for _ in range(_ROUNDS):
-            for name, layers in products.items():
-                seconds[name] = min(seconds[name], products_seconds(layers, rows, 0.5))
-        print(f"{rows} rows: {seconds}", file=sys.stderr, flush=True)
-        cells = (f"{s * 1e3:.1f} ({operations * rows / s / 1e9:.0f})" for s in seconds.values())
-        table.add_row(str(rows), *cells)
-        times = {name: round(s * 1e3, 2) for name, s in seconds.items()}
-        results.append({"rows": rows, "ms": times})
-    Console(width=120).print(table)
-    megabytes = sum(4 * outputs * inputs for outputs, inputs in shapes) / 1e6
-    print(json.dumps({"results": results, "weights_mb": megabytes, **describe_machine()}))
+    num_weights = sum(outputs * inputs for outputs, inputs in shapes)
+    table, results = [], []
+    for rows in arguments.rows:
+        runs = {
+            name: partial(products_seconds, layers, rows, 0.5) for name, layers in products.items()
+        }
+        seconds = {name: min(passes) for name, passes in interleave(runs, arguments.rounds).items()}
+        log(f"{rows} rows: {seconds}")
+        gflops = {name: 2e-9 * num_weights * rows / s for name, s in seconds.items()}
+        table.append((rows, *(f"{s * 1e3:.1f} ({gflops[n]:.0f})" for n, s in seconds.items())))
+        times_ms = {name: round(s * 1e3, 2) for name, s in seconds.items()}
+        results.append({"rows": rows, "ms": times_ms})
+    report(
+        "products of one step: milliseconds (GFLOP/s)",
+        ("rows", *_IMPLEMENTATIONS),
+        table,
+        {"results": results, "weights_mb": 4 * num_weights / 1e6},
+    )
 
 
 if __name__ == "__main__":

@@ -1,39 +1,38 @@
-"""Throughput of our engine against transformers, vLLM and llama.cpp: `make bench-peers`.
+"""Throughput of the own engine, transformers, vLLM and llama.cpp: `make bench-peers`.
 
-Same weights, prompts, N, lengths, sampling and threads, every engine in a process of its own; asked
-in turn, so that one works at a time; the median of the rounds. Peers are installed when they are
-first needed; one that is missing, or fails, is reported and the rest goes on. Between the engines
-of a round comes the bound: how fast one step's matrix products alone run on our weights.
-
-The last line on stdout is one JSON object.
+All engines get the same weights, prompts, N, lengths, sampling and threads. Each runs in a process
+of its own; they take turns, so that one works at a time. An engine that is missing or fails is
+reported, and the others go on. Between the engines of a round, the bound is measured: how fast the
+matrix products of one step alone run on our weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.machine import describe_machine
+from benchmarks.harness import (
+    MODEL,
+    SETTLE_S,
+    log,
+    parse_arguments,
+    prompt_ids,
+    report,
+    rounded,
+)
 from benchmarks.workers.engines import EngineSpec, Limits, all_engines
 from benchmarks.workers.process import WorkerError
 
 CASE_VALUES = {"n": (1, 16, 64, 128, 256), "prompt": (40, 512), "new": (64, 256)}
+ENGINES = ["specrej", "transformers", "vllm", "llamacpp"]
 OURS = "specrej"
 _WARM_UP_TOKENS = 16
-# OpenMP's threads wait busily, for a fifth of a second at most, before they sleep.
-_SETTLE_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,59 +47,41 @@ class Case:
         return f"n={self.n} prompt={self.prompt_tokens} new={self.new_tokens}"
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Tokens per second of an engine in a case, by round."""
-
-    engine: str
-    case: Case
-    rounds: tuple[float, ...]
-
-    @property
-    def tokens_per_s(self) -> float:
-        return statistics.median(self.rounds)
-
-
 class Worker(Protocol):
-    """What the measuring needs of `benchmarks.workers.process.WorkerProcess`."""
+    """The part of `WorkerProcess` that is used here."""
 
     def ready(self) -> dict[str, str]: ...
-    def ask(self, request: dict[str, Any]) -> float: ...
+    def measure(self, request: dict[str, Any]) -> float: ...
     def has_ended(self) -> bool: ...
     def stop(self) -> None: ...
 
 
 class Spec(Protocol):
-    """What it needs of `benchmarks.workers.engines.EngineSpec`."""
+    """The part of `EngineSpec` that is used here."""
 
     @property
     def name(self) -> str: ...
-    def install(self) -> None: ...
     def start(self, threads: int) -> Worker: ...
 
 
 @dataclass(slots=True)
-class Report:
-    """What there is to tell, complete or not."""
+class Measurements:
+    """Tokens per second by engine and case, in every round; and what could not be measured."""
 
-    results: list[Result] = field(default_factory=list)
+    speeds: dict[tuple[str, Case], list[float]] = field(default_factory=dict)
     bounds: dict[int, float] = field(default_factory=dict)  # tokens per second by N
-    missing: dict[str, str] = field(default_factory=dict)  # why, by engine
-    failed: list[tuple[str, Case, str]] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)  # reasons by engine
+    failed: dict[tuple[str, Case], str] = field(default_factory=dict)  # reasons
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 class Bench:
-    """The engines' processes, started when they are first asked, and what they measured."""
+    """Starts each engine's process before its first request, and measures."""
 
     def __init__(
-        self,
-        specs: Sequence[Spec],
-        threads: int,
-        num_rounds: int,
-        settle_s: float = _SETTLE_S,
+        self, specs: Sequence[Spec], threads: int, num_rounds: int, settle_s: float = SETTLE_S
     ) -> None:
-        self.report = Report()
+        self.measurements = Measurements()
         self._settle_s = settle_s
         self._specs = specs
         self._threads = threads
@@ -108,40 +89,35 @@ class Bench:
         self._workers: dict[str, Worker] = {}
         self._num_prompts = itertools.count()
 
-    def install(self) -> None:
-        for spec in self._specs:
-            try:
-                spec.install()
-            except (WorkerError, OSError) as error:
-                self._miss(spec, str(error))
-
     def measure(self, case: Case) -> None:
-        """One request of each engine to warm up, then the rounds."""
-        self._round(case, self._specs_left(), min(case.new_tokens, _WARM_UP_TOKENS))
-        rounds: dict[str, list[float]] = {}
+        """Warm every engine up with a short request, then measure the rounds."""
+        self._round(case, self._specs_left(case), min(case.new_tokens, _WARM_UP_TOKENS))
+        rounds = []
         for number in range(1, self._num_rounds + 1):
             speeds = self._round(case, self._specs_left(case), case.new_tokens)
-            for name, speed in speeds.items():
-                rounds.setdefault(name, []).append(speed)
-            self._bound(case.n)
-            told = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
-            _say(f"{case} round {number}/{self._num_rounds}: {told} tokens/s")
-        for name, values in rounds.items():
-            if len(values) == self._num_rounds:
-                self.report.results.append(Result(name, case, tuple(values)))
+            rounds.append(speeds)
+            self._measure_bound(case.n)
+            figures = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+            log(f"{case} round {number}/{self._num_rounds}: {figures} tokens/s")
+        for name in rounds[0]:
+            if all(name in speeds for speeds in rounds):
+                self.measurements.speeds[name, case] = [speeds[name] for speeds in rounds]
 
     def stop(self) -> None:
+        """Stop all processes."""
         for worker in self._workers.values():
             worker.stop()
         self._workers.clear()
 
-    def _specs_left(self, case: Case | None = None) -> Iterator[Spec]:
-        """Those that are not missing, and have not failed in this case."""
-        out = {name for name, failed, _ in self.report.failed if failed == case}
-        return (spec for spec in self._specs if spec.name not in out | self.report.missing.keys())
+    def _specs_left(self, case: Case) -> Iterator[Spec]:
+        """Engines that are not missing and have not failed in this case."""
+        for spec in self._specs:
+            failed = (spec.name, case) in self.measurements.failed
+            if not failed and spec.name not in self.measurements.missing:
+                yield spec
 
     def _round(self, case: Case, specs: Iterable[Spec], new_tokens: int) -> dict[str, float]:
-        """Tokens per second of every engine that could; all get the same, fresh prompt."""
+        """Tokens per second of each engine that answered; all get the same new prompt."""
         request = {
             "n": case.n,
             "prompt_ids": prompt_ids(case.prompt_tokens, next(self._num_prompts)),
@@ -150,92 +126,99 @@ class Bench:
         speeds = {}
         for spec in specs:
             try:
-                speeds[spec.name] = case.n * new_tokens / self._ask(spec, request)
+                speeds[spec.name] = case.n * new_tokens / self._seconds(spec, request)
             except WorkerError as error:
-                if spec.name not in self.report.missing:
-                    self.report.failed.append((spec.name, case, str(error)))
-                    _say(f"{case}: {spec.name} failed: {error}")
+                if spec.name not in self.measurements.missing:
+                    self.measurements.failed[spec.name, case] = str(error)
+                    log(f"{case}: {spec.name} failed: {error}")
         return speeds
 
-    def _bound(self, n: int) -> None:
-        """The fastest that was ever seen is the bound."""
-        for spec in self._specs_left():
-            if spec.name == OURS:
+    def _measure_bound(self, n: int) -> None:
+        """Keep the highest bound of all rounds."""
+        for spec in self._specs:
+            if spec.name == OURS and OURS not in self.measurements.missing:
                 try:
-                    bound = n / self._ask(spec, {"gemm_bound": n})
+                    bound = n / self._seconds(spec, {"gemm_bound": n})
                 except WorkerError as error:
-                    _say(f"no bound for n={n}: {error}")
+                    log(f"no bound for n={n}: {error}")
                 else:
-                    self.report.bounds[n] = max(bound, self.report.bounds.get(n, 0.0))
+                    bounds = self.measurements.bounds
+                    bounds[n] = max(bound, bounds.get(n, 0.0))
 
-    def _ask(self, spec: Spec, request: dict[str, Any]) -> float:
-        """Seconds; a worker that ended is started again by the next request."""
+    def _seconds(self, spec: Spec, request: dict[str, Any]) -> float:
+        """The seconds of one request. A worker that ended is started again by the next request."""
         worker = self._workers.get(spec.name) or self._start(spec)
         time.sleep(self._settle_s)
         try:
-            return worker.ask(request)
+            return worker.measure(request)
         except WorkerError:
             if worker.has_ended():
                 self._workers.pop(spec.name).stop()
             raise
 
     def _start(self, spec: Spec) -> Worker:
-        """Raises WorkerError if it does not start: then it is missing from here on."""
-        _say(f"starting {spec.name}")
-        worker = self._workers[spec.name] = spec.start(self._threads)
+        """Raises WorkerError if the engine cannot be started; from then on it is missing."""
+        log(f"starting {spec.name}")
         try:
-            self.report.versions[spec.name] = worker.ready()
+            worker = self._workers[spec.name] = spec.start(self._threads)
+            self.measurements.versions[spec.name] = worker.ready()
         except WorkerError as error:
-            self._workers.pop(spec.name).stop()
-            self._miss(spec, str(error))
+            if spec.name in self._workers:
+                self._workers.pop(spec.name).stop()
+            self.measurements.missing[spec.name] = str(error)
+            log(f"{spec.name} is missing: {error}")
             raise
         return worker
 
-    def _miss(self, spec: Spec, reason: str) -> None:
-        self.report.missing[spec.name] = reason
-        _say(f"{spec.name} is missing: {reason}")
-
 
 def main() -> None:
-    """Measure, print a table and a JSON object."""
-    arguments = _arguments()
-    specs = all_engines(arguments.model, _limits(arguments.cases))
+    """Measure and report; Ctrl-C reports what is complete."""
+    arguments = parse_arguments(
+        __doc__,
+        model=(MODEL, "folder of the weights"),
+        cases=("", 'such as "n=64,prompt=40,new=64;n=128"; a key left out takes all its values'),
+        engines=(ENGINES, "engines to compare"),
+        rounds=(3, "measured rounds"),
+        threads=(len(os.sched_getaffinity(0)), "threads of each engine"),
+    )
+    try:
+        cases = parse_cases(arguments.cases)
+    except ValueError as error:
+        sys.exit(f"bench-peers: {error}")
+    limits = Limits(
+        slots=max(case.n * case.new_tokens + case.prompt_tokens for case in cases),
+        context_tokens=max(case.prompt_tokens + case.new_tokens for case in cases),
+    )
+    specs = [s for s in all_engines(arguments.model, limits) if s.name in arguments.engines]
     bench = Bench(specs, arguments.threads, arguments.rounds)
     interrupted = False
     try:
-        bench.install()
-        for case in arguments.cases:
+        for case in cases:
             bench.measure(case)
     except KeyboardInterrupt:
         interrupted = True
-        _say("interrupted: this is what was complete")
+        log("interrupted: the report holds the complete cases")
     finally:
         bench.stop()
-    Console(width=120).print(table(bench.report, specs))
-    setup = {"threads": arguments.threads, "num_rounds": arguments.rounds, **describe_machine()}
-    print(json.dumps({**as_json(bench.report, specs), **setup}))
+    report(
+        "tokens/s, median of the rounds; in brackets ours as a multiple",
+        ("N", "prompt", "new", *(spec.name for spec in specs), "products alone"),
+        table_rows(bench.measurements, specs),
+        {
+            **as_json(bench.measurements, specs),
+            "threads": arguments.threads,
+            "num_rounds": arguments.rounds,
+        },
+        notes=notes(bench.measurements, specs),
+    )
     sys.exit(130 if interrupted else 0)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path(".models/SmolLM2-135M-Instruct"))
-    parser.add_argument(
-        "--cases",
-        type=parse_cases,
-        default=parse_cases(""),
-        help='such as "n=64,prompt=40,new=64;n=128"; what is left out takes all its values',
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    return parser.parse_args()
-
-
 def parse_cases(text: str) -> list[Case]:
-    """Cases of `key=value,...;...`, each once; nothing means all.
+    """Distinct cases from `key=value,...;...`; an empty text means all cases.
 
     Raises:
-        argparse.ArgumentTypeError: it reads otherwise.
+        ValueError: the text has another form.
     """
     parts = [part for part in text.split(";") if part.strip()] or [""]
     cases = (Case(*values) for part in parts for values in itertools.product(*_values(part)))
@@ -243,84 +226,66 @@ def parse_cases(text: str) -> list[Case]:
 
 
 def _values(part: str) -> list[Sequence[int]]:
-    """The values of n, prompt and new that one part of CASES allows."""
+    """The values of n, prompt and new in one part."""
     values: dict[str, Sequence[int]] = {}
     for item in filter(None, map(str.strip, part.split(","))):
         key, _, value = (word.strip() for word in item.partition("="))
         if key not in CASE_VALUES:
-            raise argparse.ArgumentTypeError(f'"{item}" in CASES: not one of n=, prompt=, new=')
+            raise ValueError(f'"{item}" in CASES: must be one of n=, prompt=, new=')
         if key in values:
-            raise argparse.ArgumentTypeError(f'"{part}" in CASES: {key} is there twice')
+            raise ValueError(f'"{part}" in CASES: {key} occurs twice')
         if not value.isdecimal() or int(value) < 1:
-            raise argparse.ArgumentTypeError(f'"{item}" in CASES: {key} is a whole number from 1')
+            raise ValueError(f'"{item}" in CASES: {key} must be a whole number from 1')
         values[key] = (int(value),)
-    return [values.get(key, every) for key, every in CASE_VALUES.items()]
+    return [values.get(key, defaults) for key, defaults in CASE_VALUES.items()]
 
 
-def prompt_ids(length: int, number: int) -> list[int]:
-    """The `number`-th prompt: no two begin alike, so no engine can reuse what it read before."""
-    return [1 + 37 * (position + number) % 40_000 for position in range(length)]
-
-
-def _limits(cases: Sequence[Case]) -> Limits:
-    return Limits(
-        slots=max(case.n * case.new_tokens + case.prompt_tokens for case in cases),
-        context_tokens=max(case.prompt_tokens + case.new_tokens for case in cases),
-    )
-
-
-def as_json(report: Report, specs: Sequence[EngineSpec]) -> dict[str, Any]:
-    """The report for machines."""
+def as_json(measurements: Measurements, specs: Iterable[EngineSpec]) -> dict[str, Any]:
+    """The content of the JSON line."""
     return {
         "results": [
             {
-                "engine": result.engine,
-                **asdict(result.case),
-                "tokens_per_s": round(result.tokens_per_s, 1),
-                "rounds": [round(value, 1) for value in result.rounds],
+                "engine": name,
+                **asdict(case),
+                "tokens_per_s": round(statistics.median(speeds), 1),
+                "rounds": rounded(speeds),
             }
-            for result in report.results
+            for (name, case), speeds in measurements.speeds.items()
         ],
-        "gemm_bound_tokens_per_s": {str(n): round(s, 1) for n, s in report.bounds.items()},
-        "missing": report.missing,
+        "gemm_bound_tokens_per_s": {str(n): round(s, 1) for n, s in measurements.bounds.items()},
+        "missing": measurements.missing,
         "failed": [
             {"engine": name, **asdict(case), "reason": reason}
-            for name, case, reason in report.failed
+            for (name, case), reason in measurements.failed.items()
         ],
         "settings": {spec.name: spec.settings for spec in specs},
-        "versions": report.versions,
+        "versions": measurements.versions,
     }
 
 
-def table(report: Report, specs: Sequence[EngineSpec]) -> Table:
-    """The report for people: a row per case; after a peer's figure, ours as a multiple of it."""
-    speeds = {(result.case, result.engine): result.tokens_per_s for result in report.results}
-    names = [spec.name for spec in specs]
-    out = Table(title="tokens/s, median of the rounds; in brackets ours as a multiple")
-    for heading in ("N", "prompt", "new", *names, "products alone"):
-        out.add_column(heading, justify="right")
-    for case in dict.fromkeys(result.case for result in report.results):
-        cells = (_cell(speeds.get((case, name)), speeds.get((case, OURS)), name) for name in names)
-        bound = report.bounds.get(case.n)
-        numbers = map(str, (case.n, case.prompt_tokens, case.new_tokens))
-        out.add_row(*numbers, *cells, f"{bound:.0f}" if bound else "-")
-    notes = [f"{spec.name}: {spec.settings}" for spec in specs]
-    notes += [f"{name} is missing: {reason}" for name, reason in report.missing.items()]
-    notes += [f"{name} failed at {case}: {reason}" for name, case, reason in report.failed]
-    out.caption = "\n".join(notes)
-    out.caption_justify = "left"
-    return out
+def table_rows(measurements: Measurements, specs: Sequence[Spec]) -> Iterator[Sequence[object]]:
+    """One row per case; after a peer's figure comes ours as a multiple of it."""
+    speeds = {key: statistics.median(values) for key, values in measurements.speeds.items()}
+    for case in dict.fromkeys(case for _, case in speeds):
+        ours = speeds.get((OURS, case))
+        cells = []
+        for spec in specs:
+            speed = speeds.get((spec.name, case))
+            ratio = f" ({ours / speed:.2f}x)" if ours and speed and spec.name != OURS else ""
+            cells.append(f"{speed:.0f}{ratio}" if speed else "-")
+        bound = measurements.bounds.get(case.n)
+        numbers = (case.n, case.prompt_tokens, case.new_tokens)
+        yield (*numbers, *cells, f"{bound:.0f}" if bound else "-")
 
 
-def _cell(speed: float | None, ours: float | None, name: str) -> str:
-    if speed is None:
-        return "-"
-    ratio = f" ({ours / speed:.2f}x)" if ours and name != OURS else ""
-    return f"{speed:.0f}{ratio}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def notes(measurements: Measurements, specs: Iterable[EngineSpec]) -> Iterator[str]:
+    """Settings of the engines, and what could not be measured."""
+    for spec in specs:
+        yield f"{spec.name}: {spec.settings}"
+    for name, reason in measurements.missing.items():
+        yield f"{name} is missing: {reason}"
+    for (name, case), reason in measurements.failed.items():
+        yield f"{name} failed at {case}: {reason}"
 
 
 if __name__ == "__main__":

@@ -1,44 +1,32 @@
-"""A rolling restart of everything, one process at a time, under load: `make rolling`.
+"""A rolling restart of all processes, one at a time, under load: `make rolling`.
 
-Two orchestrators, two generators, two reward services; clients with the published retry policy ask
-all the time. A request that fails is one too many. The last line on stdout is one JSON object.
+Two orchestrators, two generators and two reward services run; clients with the published retry
+policy send requests without a pause. The exit code is 1 if a request failed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.machine import describe_machine
-from benchmarks.rejection import PROMPTS
+from benchmarks.harness import PROMPTS, TOYS, full_length, parse_arguments, report
+from deploy.local.stack import Stack
 from specrej import Client
-from specrej.client import Options
-from specrej.contracts import CacheControl
 from specrej.errors import SpecrejError
-from specrej.stack import Stack
 
-# Deterministic words instead of models: seconds instead of minutes.
-TOYS = {
-    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
-}
+_TIMEOUT_S = 600.0
 
 
 @dataclass(slots=True)
 class Phase:
-    """What came of the requests that ended while one process was started again, and after."""
+    """Requests that ended during and after the restart of one process; "" restarts none."""
 
     restarted: str
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the restart
     answered: int = 0
     degraded: int = 0
     failures: list[str] = field(default_factory=list)
@@ -46,101 +34,95 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Who asks for what; each asks again as soon as it is answered."""
+    """What is sent; each client sends its next request when it has an answer."""
 
     clients: int
     n: int
     max_tokens: int
-    settle: int = 3  # requests to be answered between two restarts
+    settle: int = 3  # requests per client between two restarts
 
 
 def main() -> None:
-    """Restart everything once; exit code 1 if a request failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--toys", action="store_true", help="no models")
-    parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--n", type=int, default=16)
-    parser.add_argument("--new", type=int, default=48)
-    arguments = parser.parse_args()
+    """Restart everything once and report."""
+    arguments = parse_arguments(
+        __doc__,
+        toys=(False, "toys instead of models"),
+        clients=(3, "clients"),
+        n=(16, "candidates"),
+        new=(48, "new tokens per candidate"),
+    )
     load = Load(arguments.clients, arguments.n, arguments.new)
     phases = asyncio.run(rolling(load, TOYS if arguments.toys else {}))
-    _print(phases)
-    failed = sum(len(each.failures) for each in phases)
-    result = {"failed": failed, "load": asdict(load), "phases": [asdict(each) for each in phases]}
-    print(json.dumps(result | describe_machine()))
-    sys.exit(1 if failed else 0)
+    failures = [(phase.restarted, text) for phase in phases for text in phase.failures]
+    report(
+        "rolling restart under load",
+        ("restarted", "seconds", "answered", "degraded", "failed"),
+        [
+            (p.restarted or "-", f"{p.seconds:.1f}", p.answered, p.degraded, len(p.failures))
+            for p in phases
+        ],
+        {
+            "failed": len(failures),
+            "load": asdict(load),
+            "phases": [asdict(phase) for phase in phases],
+        },
+        notes=[f"{restarted}: {text}" for restarted, text in failures],
+    )
+    sys.exit(1 if failures else 0)
 
 
 async def rolling(load: Load, environment: dict[str, str]) -> list[Phase]:
-    """A phase for each process, and one of rest before and after."""
-    told = {"SPECREJ_GENERATOR_THREADS": "1", "SPECREJ_REWARD_THREADS": "1", **environment}
-    stack = Stack(environment=told, orchestrators=2, generators=2, reward_services=2, grace_s=60)
+    """One phase per process, and one without a restart before and after."""
+    threads = {"SPECREJ_GENERATOR_THREADS": "1", "SPECREJ_REWARD_THREADS": "1"}
+    stack = Stack(
+        environment={**threads, **environment},
+        orchestrators=2,
+        generators=2,
+        reward_services=2,
+        grace_s=60,
+    )
     phases = [Phase("")]
     async with stack:
         target = f"ipv4:{stack.orchestrator_addresses}"
-        asking = [
-            asyncio.ensure_future(_ask(target, load, number, lambda: phases[-1]))
+        clients = [
+            asyncio.ensure_future(_send(target, load, number, lambda: phases[-1]))
             for number in range(load.clients)
         ]
-        await _settled(phases, load)
+        await _settled(phases[-1], load)
         for name in [name for name in stack.processes if name != "redis"]:
             phases.append(Phase(name))
-            began = time.monotonic()
+            started = time.monotonic()
             await stack.restart(name)
-            phases[-1].seconds = time.monotonic() - began
-            await _settled(phases, load)
+            phases[-1].seconds = time.monotonic() - started
+            await _settled(phases[-1], load)
         phases.append(Phase(""))
-        await _settled(phases, load)
-        for task in asking:
+        await _settled(phases[-1], load)
+        for task in clients:
             task.cancel()
-        await asyncio.wait(asking)
+        await asyncio.wait(clients)
     return phases
 
 
-async def _ask(target: str, load: Load, client: int, phase: Callable[[], Phase]) -> None:
-    async with Client(target, timeout_s=120) as service:
-        for number in itertools.count():
-            options = Options(
-                n=load.n,
-                max_tokens=load.max_tokens,
-                seed=1000 * client + number,
-                ignore_eos=True,
-                cache=CacheControl.BYPASS,
-            )
-            prompt = PROMPTS[(client + number) % len(PROMPTS)]
+async def _send(target: str, load: Load, number: int, phase: Callable[[], Phase]) -> None:
+    """Requests without end; each counts in the phase in which it ends."""
+    async with Client(target, timeout_s=120) as client:
+        for index in itertools.count():
+            options = full_length(load.n, load.max_tokens, seed=1000 * number + index)
             try:
-                generation = await service.generate(prompt, **options)
+                answer = await client.generate(PROMPTS[(number + index) % len(PROMPTS)], **options)
             except SpecrejError as error:
                 phase().failures.append(f"{type(error).__name__}: {error}")
             else:
                 phase().answered += 1
-                phase().degraded += generation.degraded
+                phase().degraded += answer.degraded
 
 
-async def _settled(phases: list[Phase], load: Load) -> None:
-    """Every client has been answered some times since the phase began."""
-    wanted = phases[-1].answered + load.settle * load.clients
-    await _until(lambda: phases[-1].answered >= wanted or bool(phases[-1].failures))
-
-
-async def _until(condition: Callable[[], bool], bound_s: float = 600.0) -> None:
-    async with asyncio.timeout(bound_s):
-        while not condition():  # noqa: ASYNC110  # counted by other tasks
+async def _settled(phase: Phase, load: Load) -> None:
+    """Wait for some more answers per client, or a failure."""
+    goal = phase.answered + load.settle * load.clients
+    async with asyncio.timeout(_TIMEOUT_S):
+        while phase.answered < goal and not phase.failures:  # noqa: ASYNC110  # other tasks count
             await asyncio.sleep(0.05)
-
-
-def _print(phases: list[Phase]) -> None:
-    table = Table(title="rolling restart under load")
-    for heading in ("started again", "seconds", "answered", "degraded", "failed"):
-        table.add_column(heading)
-    for each in phases:
-        counts = map(str, (each.answered, each.degraded, len(each.failures)))
-        table.add_row(each.restarted or "nothing", f"{each.seconds:.1f}", *counts)
-    console = Console(width=100)
-    console.print(table)
-    for each in phases:
-        for failure in each.failures:
-            console.print(f"{each.restarted}: {failure}")
 
 
 if __name__ == "__main__":

@@ -1,51 +1,54 @@
-"""What scoring costs a causal reward model, by rounds and by texts: `python -m benchmarks.scoring`.
+"""The cost of scoring with a causal reward model: `make bench-scoring`.
 
-A classifier of the embedded backbone's shape (its own weights, a random head) scores growing
-candidates of one prompt, round after round: incrementally, and from scratch with transformers,
-which reads prompt and prefix of every candidate again. Then 64 finished texts once, with ours, with
-transformers' pipeline and with vLLM's pooling runner (`--texts` does only this). Interleaved;
-seconds are medians; 15 minutes. The last line on stdout is one JSON object.
+A classifier with the embedded backbone and a random head scores growing candidates of one prompt,
+round after round: incrementally, and from scratch with transformers, which reads prompt and prefix
+of every candidate again. Then 64 finished texts are scored once, by ours, by transformers' pipeline
+and by vLLM's pooling runner (`--texts` does only this). All take turns; seconds are medians. Takes
+15 minutes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from benchmarks.machine import describe_machine
+from benchmarks.harness import (
+    MODEL,
+    SETTLE_S,
+    interleave,
+    log,
+    medians,
+    parse_arguments,
+    report,
+    timed,
+)
 from benchmarks.workers.engines import vllm_pooling
-from reward_service.batching import pad, plan
-from reward_service.causal_reward import CausalReward, Options
+from benchmarks.workers.process import WorkerError
+from reward_service.causal_reward import CausalReward
 from reward_service.classifier import load_classifier
+from reward_service.encoder import plan
 from reward_service.reward import score, score_batch
+from reward_service.specs import ClassifierSpec, Resources
 from specrej.contracts import Candidate, Prompt
 
-_BACKBONE = Path(".models/SmolLM2-135M-Instruct")
 _PROMPT = Prompt.from_user("Explain to a curious child why the sky is blue, step by step.")
 _TOKEN_BUDGET = 2048
 _N = 64
 
-# Decision tokens and the part of the candidates that each cut rejects.
+# Decision tokens, and the fraction of the candidates that each cut rejects.
 _SCHEDULES = {
     "16, 32, 64, 128": ((16, 32, 64, 128), 0.5),
     "24 rounds of 8": (tuple(range(8, 8 * 24 + 1, 8)), 0.1),
 }
-
-# OpenMP's threads wait busily, for a fifth of a second at most, before they sleep.
-_SETTLE_S = 0.3
+_VOCABULARY = "sky blue light red sun air scatters waves short because small eye we see it the"
 
 # Per round, the text of each candidate that is left.
 Rounds = list[dict[int, str]]
@@ -55,39 +58,43 @@ Outcome = tuple[list[float], int]
 
 
 def main() -> None:
-    """Measure, print a table and a JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--texts", action="store_true", help="only the 64 finished texts")
-    arguments = parser.parse_args()
+    """Measure and report."""
+    arguments = parse_arguments(
+        __doc__,
+        rounds=(3, "measured rounds"),
+        texts=(False, "only the 64 finished texts"),
+    )
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         make_classifier(directory)
-        ours = load_classifier(Options("bt", directory, token_budget=_TOKEN_BUDGET))
+        spec = ClassifierSpec(name="bt", directory=directory)
+        ours = load_classifier(spec, Resources(token_budget=_TOKEN_BUDGET))
         for name, (decision_tokens, alpha) in {} if arguments.texts else _SCHEDULES.items():
+            rounds = make_rounds(ours.conversation.tokenizer, decision_tokens, alpha)
             plain = Plain(directory, ours)
-            found = _compare_rounds(ours, plain, decision_tokens, alpha, arguments.rounds)
-            results[f"{name}: from scratch"] = found
-            print(f"{name}: {found}", file=sys.stderr, flush=True)
-        results |= _compare_texts(ours, directory, arguments.rounds)
-    table = Table(title=f"scoring, N={_N}: ours as a share of theirs")
-    for heading in ("what", "tokens", "seconds", "largest difference of scores"):
-        table.add_column(heading)
-    for name, found in results.items():
-        tokens = f"{found['tokens_ratio']:.3f}" if "tokens_ratio" in found else "-"
-        difference = f"{found['difference']:.1e}" if "difference" in found else "< 1e-3"
-        table.add_row(name, tokens, f"{found['seconds_ratio']:.3f}", difference)
-    Console(width=100).print(table)
-    print(json.dumps({"results": results, **describe_machine()}))
+            runs: dict[str, Callable[[], Outcome]] = {
+                "ours": partial(_incrementally, ours, rounds),
+                "theirs": partial(_from_scratch, plain, rounds),
+            }
+            results[f"{name}: from scratch"] = _compare(runs, arguments.rounds)["theirs"]
+            log(f"{name}: {results[f'{name}: from scratch']}")
+        for name, result in _compare_texts(ours, directory, arguments.rounds).items():
+            results[f"64 texts: {name}"] = result
+    report(
+        f"scoring, N={_N}: ours as a share of theirs",
+        ("what", "tokens", "seconds", "largest difference of scores"),
+        [_row(name, result) for name, result in results.items()],
+        {"results": results},
+    )
 
 
 def make_classifier(directory: Path) -> None:
     """The embedded backbone with a random head."""
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(_BACKBONE, num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=1)
     model.save_pretrained(directory)
-    tokenizer: Any = AutoTokenizer.from_pretrained(_BACKBONE)
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.save_pretrained(directory)
 
 
@@ -99,7 +106,7 @@ class Plain:
         self._model: Any = AutoModelForSequenceClassification.from_pretrained(directory).eval()
 
     @torch.inference_mode()
-    def score(self, texts: Sequence[str]) -> tuple[list[float], int]:
+    def score(self, texts: Sequence[str]) -> Outcome:
         sequences = self._conversation.encode(self._conversation.render(_PROMPT, texts))
         scores = [0.0] * len(sequences)
         for indices in plan([len(sequence) for sequence in sequences], _TOKEN_BUDGET):
@@ -109,9 +116,10 @@ class Plain:
         return scores, sum(map(len, sequences))
 
     def _logits(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        mask = torch.tensor(pad([[1] * len(row) for row in rows]))
+        tokens = [torch.tensor(row) for row in rows]
+        mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
         hidden = self._model.base_model(
-            input_ids=torch.tensor(pad(rows)), attention_mask=mask, use_cache=False
+            input_ids=pad_sequence(tokens, batch_first=True), attention_mask=mask, use_cache=False
         ).last_hidden_state
         states = hidden[torch.arange(len(rows)), mask.sum(dim=1) - 1]
         logits: list[float] = self._model.score(states).squeeze(-1).tolist()
@@ -119,26 +127,9 @@ class Plain:
 
 
 def make_rounds(tokenizer: Any, decision_tokens: Sequence[int], alpha: float) -> Rounds:
-    """Random words, cut to as many tokens as each round's decision token says."""
+    """Random words, cut to each round's decision token."""
     rng = random.Random(0)
-    words = [
-        "sky",
-        "blue",
-        "light",
-        "red",
-        "sun",
-        "air",
-        "scatters",
-        "waves",
-        "short",
-        "because",
-        "small",
-        "eye",
-        "we",
-        "see",
-        "it",
-        "the",
-    ]
+    words = _VOCABULARY.split()
     whole = [tokenizer.encode(" ".join(rng.choice(words) for _ in range(400))) for _ in range(_N)]
     left = list(range(_N))
     rounds = []
@@ -148,38 +139,26 @@ def make_rounds(tokenizer: Any, decision_tokens: Sequence[int], alpha: float) ->
     return rounds
 
 
-def _compare_rounds(
-    ours: CausalReward,
-    plain: Plain,
-    decision_tokens: Sequence[int],
-    alpha: float,
-    repeats: int,
-) -> dict[str, float]:
-    rounds = make_rounds(ours.conversation.tokenizer, decision_tokens, alpha)
-
-    def incrementally() -> Outcome:
-        session = ours.open(_PROMPT)
-        scores: list[float] = []
-        num_tokens = 0
-        for texts in rounds:
-            batch = [Candidate(key, text, 0, 0.0) for key, text in texts.items()]
-            found = score_batch(session, ours, batch)
-            scores += found.values
-            num_tokens += found.computed_tokens
-        session.close()
-        return scores, num_tokens
-
-    def from_scratch() -> Outcome:
-        parts = [plain.score(list(texts.values())) for texts in rounds]
-        return [score for scores, _ in parts for score in scores], sum(count for _, count in parts)
-
-    return _compare(incrementally, {"from scratch": from_scratch}, repeats)["from scratch"]
+def _incrementally(reward: CausalReward, rounds: Rounds) -> Outcome:
+    session = reward.open(_PROMPT)
+    scores: list[float] = []
+    num_tokens = 0
+    for texts in rounds:
+        batch = [Candidate(key, text, 0, 0.0) for key, text in texts.items()]
+        scored = score_batch(session, reward, batch)
+        scores += scored.values
+        num_tokens += scored.computed_tokens
+    session.close()
+    return scores, num_tokens
 
 
-def _compare_texts(
-    ours: CausalReward, directory: Path, repeats: int
-) -> dict[str, dict[str, float]]:
-    """Against transformers' pipeline, in batches of 16, the fastest found; and vLLM's pooling."""
+def _from_scratch(plain: Plain, rounds: Rounds) -> Outcome:
+    outcomes = [plain.score(list(texts.values())) for texts in rounds]
+    return [value for scores, _ in outcomes for value in scores], sum(n for _, n in outcomes)
+
+
+def _compare_texts(ours: CausalReward, directory: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """Ours, transformers' pipeline in batches of 16 (its fastest), and vLLM if it is there."""
     texts = list(make_rounds(ours.conversation.tokenizer, (128,), 0.5)[0].values())
     rendered = ours.conversation.render(_PROMPT, texts)
     token_ids = ours.conversation.encode(rendered)
@@ -187,14 +166,10 @@ def _compare_texts(
     scorer: Any = pipeline("text-classification", model=str(directory), device="cpu")
     scorer.tokenizer.pad_token = scorer.tokenizer.eos_token
     scorer.model.config.pad_token_id = scorer.tokenizer.pad_token_id
-    right = list(score(ours, _PROMPT, texts).values)
-    spec = vllm_pooling(directory, context_tokens=512)
-    spec.install()
-    vllm = spec.start(torch.get_num_threads())
 
     def by_ours() -> Outcome:
-        found = score(ours, _PROMPT, texts)
-        return list(found.values), found.computed_tokens
+        scored = score(ours, _PROMPT, texts)
+        return list(scored.values), scored.computed_tokens
 
     def by_pipeline() -> Outcome:
         outputs = scorer(
@@ -202,63 +177,73 @@ def _compare_texts(
         )
         return [output["score"] for output in outputs], num_tokens
 
-    def by_vllm() -> float:
-        # It compares the scores itself, and fails where they differ by a thousandth.
-        return vllm.ask({"token_ids": token_ids, "scores": right})
-
+    runs: dict[str, Callable[[], Outcome | float]] = {
+        "ours": by_ours,
+        "transformers pipeline": by_pipeline,
+    }
+    spec = vllm_pooling(directory, context_tokens=512)
+    worker = None
     try:
-        print(f"vLLM: {vllm.ready()}", file=sys.stderr, flush=True)
-        others: dict[str, Callable[[], Outcome | float]] = {
-            "transformers pipeline": by_pipeline,
-            "vLLM pooling": by_vllm,
-        }
-        found = _compare(by_ours, others, repeats)
+        worker = spec.start(torch.get_num_threads())
+        log(f"vLLM: {worker.ready()}")
+        # The worker compares the scores and fails if they differ by a thousandth.
+        request = {"token_ids": token_ids, "scores": by_ours()[0]}
+        runs["vLLM pooling"] = partial(worker.measure, request)
+    except WorkerError as error:
+        log(f"vLLM is missing: {error}")
+    try:
+        return _compare(runs, rounds)
     finally:
-        vllm.stop()
-    return {f"64 texts: {name}": result for name, result in found.items()}
+        if worker:
+            worker.stop()
 
 
 def _compare(
-    ours: Callable[[], Outcome], others: dict[str, Callable[[], Outcome | float]], repeats: int
+    runs: Mapping[str, Callable[[], Outcome | float]], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Ours and the others in turn; the first round warms up. Who times itself returns seconds."""
-    seconds: dict[str, list[float]] = {"ours": [], **{name: [] for name in others}}
+    """Every other run against "ours", by name. A run that returns a float measured its seconds."""
     outcomes: dict[str, Outcome] = {}
-    runs: dict[str, Callable[[], Outcome | float]] = {"ours": ours, **others}
-    for number in range(repeats + 1):
-        for name, measured in runs.items():
-            time.sleep(_SETTLE_S)
-            began = time.perf_counter()
-            found = measured()
-            taken = found if isinstance(found, float) else time.perf_counter() - began
-            if not isinstance(found, float):
-                outcomes[name] = found
-            if number:
-                seconds[name].append(taken)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {name: _result(medians, outcomes, name) for name in others}
 
+    def measured(name: str) -> float:
+        outcome: Outcome | float = 0.0
 
-def _result(medians: dict[str, float], outcomes: dict[str, Outcome], name: str) -> dict[str, float]:
-    """Of who times itself, seconds are all that is known."""
-    result = {
-        "seconds_ratio": round(medians["ours"] / medians[name], 3),
-        "seconds": round(medians["ours"], 3),
-        "their_seconds": round(medians[name], 3),
-    }
-    if theirs := outcomes.get(name):
-        scores, num_tokens = outcomes["ours"]
-        result |= {
-            "tokens_ratio": round(num_tokens / theirs[1], 3),
-            "tokens": num_tokens,
-            "their_tokens": theirs[1],
-            "difference": _largest(scores, theirs[0]),
+        def run() -> None:
+            nonlocal outcome
+            outcome = runs[name]()
+
+        seconds = timed(run)
+        if isinstance(outcome, float):
+            return outcome
+        outcomes[name] = outcome
+        return seconds
+
+    median = medians(interleave({name: partial(measured, name) for name in runs}, rounds, SETTLE_S))
+    return {
+        name: {
+            "seconds_ratio": round(median["ours"] / median[name], 3),
+            "seconds": round(median["ours"], 3),
+            "their_seconds": round(median[name], 3),
+            **(_differences(outcomes["ours"], outcomes[name]) if name in outcomes else {}),
         }
-    return result
+        for name in runs
+        if name != "ours"
+    }
 
 
-def _largest(first: Sequence[float], second: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+def _differences(ours: Outcome, theirs: Outcome) -> dict[str, float]:
+    (scores, num_tokens), (their_scores, their_tokens) = ours, theirs
+    return {
+        "tokens_ratio": round(num_tokens / their_tokens, 3),
+        "tokens": num_tokens,
+        "their_tokens": their_tokens,
+        "difference": max(abs(a - b) for a, b in zip(scores, their_scores, strict=True)),
+    }
+
+
+def _row(name: str, result: Mapping[str, float]) -> Sequence[object]:
+    tokens = f"{result['tokens_ratio']:.3f}" if "tokens_ratio" in result else "-"
+    difference = f"{result['difference']:.1e}" if "difference" in result else "< 1e-3"
+    return (name, tokens, f"{result['seconds_ratio']:.3f}", difference)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,32 @@
-"""What services and gRPC cost: `python -m benchmarks.services`.
+"""The cost of services and gRPC: `make bench-services`.
 
-The same request through three processes and by `run()` with everything in this one, interleaved,
-same seeds, so the same tokens; what part of it is scoring; then one request of 1,024 candidates
-through the services. The last line on stdout is one JSON object.
+The same requests are answered through three processes and by `run()` within this process, by turns
+and with the same seeds, so with the same tokens. Then one request of 1,024 candidates goes through
+the services.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import statistics
 import time
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.machine import describe_machine
-from benchmarks.rejection import PROMPTS
+from benchmarks.harness import (
+    PROMPTS,
+    RELEVANCE,
+    full_length,
+    medians,
+    parse_arguments,
+    report,
+    running_client,
+)
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
-from orchestrator.run import run
-from reward_service.relevance import RelevanceReward
+from orchestrator.loop.run import run
+from reward_service.specs import RelevanceSpec, Resources
 from reward_service.worker import Worker
-from specrej import Client
-from specrej.client import Options
 from specrej.contracts import (
     CacheControl,
     Finished,
@@ -40,91 +39,73 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.stack import Stack
 
-RELEVANCE = Path(".models/relevance")
 _MANY = 1024
 
 
 def main() -> None:
-    """Measure, print a table and a JSON object."""
-    arguments = _arguments()
+    """Measure and report."""
+    arguments = parse_arguments(
+        __doc__,
+        n=(64, "candidates"),
+        new=(128, "new tokens per candidate"),
+        rounds=(3, "measured rounds"),
+    )
     result = asyncio.run(_measure(arguments))
-    table = Table(title=f"N={arguments.n}, {arguments.new} new tokens")
-    for heading in ("where", "seconds (median)", "seconds"):
-        table.add_column(heading)
-    for name in ("services", "in_process"):
-        seconds = result["seconds"][name]
-        table.add_row(name, f"{statistics.median(seconds):.2f}", str(seconds))
-    Console(width=100).print(table)
-    print(f"services / in process {result['ratio']:.3f}; N={_MANY}: {result['many']}")
-    print(f"scoring, as a share of a request's time: {result['scoring_share']}")
-    print(json.dumps({**result, "n": arguments.n, **describe_machine()}))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--n", type=int, default=64, help="candidates")
-    parser.add_argument("--new", type=int, default=128, help="new tokens per candidate")
-    parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args()
+    seconds = result["seconds"]
+    report(
+        f"N={arguments.n}, {arguments.new} new tokens",
+        ("where", "seconds (median)", "seconds"),
+        [(name, f"{median:.2f}", seconds[name]) for name, median in medians(seconds).items()],
+        {**result, "n": arguments.n},
+        notes=(
+            f"services / in process {result['ratio']:.3f}; N={_MANY}: {result['many']}",
+            f"scoring, as a share of a request's time: {result['scoring_share']}",
+        ),
+    )
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     generator = await asyncio.to_thread(load_generator, GeneratorSettings())
-    scorer = await Worker.start(lambda: RelevanceReward(RELEVANCE))
+    spec = RelevanceSpec(name="relevance", directory=RELEVANCE)
+    scorer = await Worker.start(lambda: spec.load(Resources()))
     seconds: dict[str, list[float]] = {"services": [], "in_process": []}
     shares: list[float] = []
-    async with Stack() as stack, Client(stack.orchestrator_address, timeout_s=600) as client:
+    async with running_client() as client:
         for number in range(arguments.rounds + 1):
-            request = _request(arguments, PROMPTS[number % len(PROMPTS)], seed=number)
-            began = time.perf_counter()
-            remote = await _through_services(client, request)
+            prompt = PROMPTS[number % len(PROMPTS)]
+            options = full_length(arguments.n, arguments.new, seed=number)
+            started = time.perf_counter()
+            remote = await client.generate(prompt, **options)
             between = time.perf_counter()
-            local = await _in_process(request, generator, scorer)
+            local = await _in_process(arguments, prompt, number, generator, scorer)
             ended = time.perf_counter()
             assert remote.usage.generated_tokens == local.usage.generated_tokens
-            if number:  # the first one warms up
-                seconds["services"].append(round(between - began, 3))
-                shares.append(round(remote.timings.score_ms / remote.timings.total_ms, 4))
+            if number:  # the first round warms up
+                seconds["services"].append(round(between - started, 3))
                 seconds["in_process"].append(round(ended - between, 3))
-        many = await client.generate(
-            PROMPTS[0], n=_MANY, max_tokens=16, cache=CacheControl.BYPASS, ignore_eos=True
-        )
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+                shares.append(round(remote.timings.score_ms / remote.timings.total_ms, 4))
+        many = await client.generate(PROMPTS[0], **full_length(_MANY, 16, seed=0))
+    median = medians(seconds)
     return {
-        "ratio": round(medians["services"] / medians["in_process"], 4),
+        "ratio": round(median["services"] / median["in_process"], 4),
         "seconds": seconds,
         "scoring_share": shares,
         "many": {"n": many.n, "generated_tokens": many.usage.generated_tokens},
     }
 
 
-def _request(arguments: argparse.Namespace, prompt: str, seed: int) -> GenerationRequest:
-    return GenerationRequest(
+async def _in_process(
+    arguments: argparse.Namespace, prompt: str, seed: int, generator: Generator, scorer: Scorer
+) -> Generation:
+    request = GenerationRequest(
         prompt=Prompt.from_user(prompt),
         sampling=Sampling(max_tokens=arguments.new, seed=seed, ignore_eos=True),
         selection=Selection(n=arguments.n, rewards=(WeightedReward("relevance"),)),
         cache=CacheControl.BYPASS,
     )
-
-
-async def _through_services(client: Client, request: GenerationRequest) -> Generation:
-    options = Options(
-        n=request.selection.n,
-        max_tokens=request.sampling.max_tokens,
-        seed=request.sampling.seed,
-        ignore_eos=True,
-        cache=request.cache,
-    )
-    return await client.generate(request.prompt.messages[0].content, **options)
-
-
-async def _in_process(
-    request: GenerationRequest, generator: Generator, scorer: Scorer
-) -> Generation:
     async with aclosing(run(request, generator, scorer)) as events:
-        last = [event async for event in events][-1]
+        *_, last = [event async for event in events]
     assert isinstance(last, Finished)
     return last.generation
 

@@ -1,50 +1,39 @@
-"""What telemetry costs: `python -m benchmarks.telemetry`.
+"""The cost of telemetry: `make bench-telemetry`.
 
-Two whole services of real processes on the embedded models: one tells nothing, the other sends
-traces and metrics to a collector, a process of its own that throws them away, and is asked for its
-metrics between blocks. The same requests, same seeds, go to one and the other in turns, in blocks
-of some at once; which is first changes from pair to pair. The last line on stdout is one JSON
-object.
+Two stacks of real processes on the embedded models: "off" exports nothing; "on" sends traces and
+metrics to a collector in this process, and its metrics are scraped between blocks. The same
+requests with the same seeds go to both, in blocks of concurrent requests; the stack that goes first
+alternates.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.request import urlopen
 
-import grpc.aio
+import grpc
 import psutil  # type: ignore[import-untyped]
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.machine import describe_machine
-from benchmarks.rejection import PROMPTS
+from benchmarks.harness import PROMPTS, TOYS, full_length, medians, parse_arguments, report, rounded
+from deploy.local.stack import Stack
 from specrej import Client
-from specrej.client import Options
-from specrej.contracts import CacheControl
-from specrej.stack import Stack
 
 _HOST = "127.0.0.1"
 _SERVICES = ("orchestrator", "generator", "reward")
-_TOYS = {
-    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
-}
 _SIGNALS = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 
 
 @dataclass(slots=True)
 class Side:
-    """A service, and what was measured of its blocks."""
+    """A stack and the measurements of its blocks."""
 
     stack: Stack
     client: Client
@@ -52,167 +41,142 @@ class Side:
     cpu_ms_per_token: list[float] = field(default_factory=list)
 
     def cpu_s(self) -> float:
-        """Of all its processes so far."""
-        times = (psutil.Process(pid).cpu_times() for pid in self.stack.processes.values())
-        return float(sum(each.user + each.system for each in times))
+        """CPU seconds of all processes since their start."""
+        times = [psutil.Process(pid).cpu_times() for pid in self.stack.processes.values()]
+        return float(sum(process.user + process.system for process in times))
 
 
 def main() -> None:
-    """Measure, print a table and a JSON object."""
-    arguments = _arguments()
-    if arguments.collect:
-        asyncio.run(_collect())
-        return
-    result = asyncio.run(_measure(arguments))
-    table = Table("telemetry", "tokens/s (median)", "CPU ms per token (median)")
-    for name in ("off", "on"):
-        measured = result[name]
-        table.add_row(
-            name,
-            f"{statistics.median(measured['tokens_per_s']):.1f}",
-            f"{statistics.median(measured['cpu_ms_per_token']):.3f}",
-        )
-    Console(width=100).print(table)
-    low, high = result["ratio_interval"]
-    print(f"throughput on / off {result['ratio']:.4f} (95 % interval {low:.4f} .. {high:.4f})")
-    print(f"the collector was sent {result['collected']}")
-    print(json.dumps({**result, **vars(arguments), **describe_machine()}))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--n", type=int, default=16, help="candidates")
-    parser.add_argument("--new", type=int, default=64, help="new tokens per candidate")
-    parser.add_argument("--at-once", type=int, default=4, help="requests of a block")
-    parser.add_argument("--pairs", type=int, default=20, help="blocks of each side")
-    parser.add_argument("--toys", action="store_true", help="no models: to try this file")
-    parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    async with AsyncExitStack() as undo:
-        endpoint, collector = await undo.enter_async_context(_collector())
-        told = {f"SPECREJ_{name.upper()}_OTLP_ENDPOINT": endpoint for name in _SERVICES}
-        silent = {f"SPECREJ_{name.upper()}_METRICS_PORT": "0" for name in _SERVICES}
-        sides = {
-            "off": await undo.enter_async_context(_side(arguments, silent)),
-            # Metrics are sent every five seconds, where the usual is a minute.
-            "on": await undo.enter_async_context(
-                _side(arguments, {**told, "OTEL_METRIC_EXPORT_INTERVAL": "5000"})
-            ),
-        }
-        for number in range(arguments.pairs + 1):
-            order = ["off", "on"] if number % 2 else ["on", "off"]
-            for name in order:
-                await _block(arguments, sides[name], number, counts=number > 0)
-            await asyncio.to_thread(_scrape, sides["on"].stack)
-    said, _ = await collector.communicate()
-    measured = {
+    """Measure and report."""
+    arguments = parse_arguments(
+        __doc__,
+        n=(16, "candidates"),
+        new=(64, "new tokens per candidate"),
+        at_once=(4, "requests of a block"),
+        pairs=(20, "blocks of each stack"),
+        toys=(False, "toys instead of models, to try this benchmark"),
+    )
+    with _collector() as (endpoint, collected):
+        sides = asyncio.run(_measure(arguments, endpoint))
+    ratios = _ratios(sides["on"], sides["off"])
+    low, high = ratios["ratio_interval"]
+    columns = {
         name: {
-            "tokens_per_s": [round(value, 2) for value in side.tokens_per_s],
-            "cpu_ms_per_token": [round(value, 4) for value in side.cpu_ms_per_token],
+            "tokens_per_s": rounded(side.tokens_per_s, 2),
+            "cpu_ms_per_token": rounded(side.cpu_ms_per_token, 4),
         }
         for name, side in sides.items()
     }
-    return {**measured, **_compared(sides["on"], sides["off"]), "collected": json.loads(said)}
+    report(
+        f"N={arguments.n}, {arguments.new} new tokens, {arguments.at_once} requests at once",
+        ("telemetry", "tokens/s (median)", "CPU ms per token (median)"),
+        [
+            (name, *(f"{median:.3f}" for median in medians(values).values()))
+            for name, values in columns.items()
+        ],
+        {**columns, **ratios, "collected": collected, **vars(arguments)},
+        notes=(
+            f"throughput on / off {ratios['ratio']:.4f} (95 % interval {low:.4f} .. {high:.4f})",
+            f"requests and bytes at the collector: {collected}",
+        ),
+    )
 
 
-def _compared(on: Side, off: Side) -> dict[str, Any]:
-    """Ratios of neighbours; the interval is that of their mean."""
-    ratios = _ratios(on.tokens_per_s, off.tokens_per_s)
-    mean = statistics.fmean(ratios)
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
-    cpu = statistics.median(_ratios(on.cpu_ms_per_token, off.cpu_ms_per_token))
-    return {
-        "ratio": round(mean, 4),
-        "ratio_interval": [round(mean - 1.96 * error, 4), round(mean + 1.96 * error, 4)],
-        "cpu_ratio": round(cpu, 4),
+async def _measure(arguments: argparse.Namespace, endpoint: str) -> dict[str, Side]:
+    environments = {
+        "off": {f"SPECREJ_{name.upper()}_METRICS_PORT": "0" for name in _SERVICES},
+        "on": {
+            **{f"SPECREJ_{name.upper()}_OTLP_ENDPOINT": endpoint for name in _SERVICES},
+            "OTEL_METRIC_EXPORT_INTERVAL": "5000",  # milliseconds; the default is a minute
+        },
     }
-
-
-def _ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
-    return [this / that for this, that in zip(these, those, strict=True)]
+    async with AsyncExitStack() as stack:
+        sides = {
+            name: await stack.enter_async_context(_side(arguments, environment))
+            for name, environment in environments.items()
+        }
+        for number in range(arguments.pairs + 1):  # the first pair warms up
+            for name in ("off", "on") if number % 2 else ("on", "off"):
+                await _block(arguments, sides[name], number, counts=number > 0)
+            await asyncio.to_thread(_scrape, sides["on"].stack)
+    return sides
 
 
 @asynccontextmanager
-async def _side(arguments: argparse.Namespace, told: dict[str, str]) -> AsyncIterator[Side]:
-    models = _TOYS if arguments.toys else {"SPECREJ_GENERATOR_KV_SLOTS": "40000"}
+async def _side(
+    arguments: argparse.Namespace, environment: Mapping[str, str]
+) -> AsyncIterator[Side]:
+    models = TOYS if arguments.toys else {"SPECREJ_GENERATOR_KV_SLOTS": "40000"}
     async with (
-        Stack(environment={**models, **told}) as stack,
+        Stack(environment={**models, **environment}) as stack,
         Client(stack.orchestrator_address, timeout_s=600) as client,
     ):
         yield Side(stack, client)
 
 
 async def _block(arguments: argparse.Namespace, side: Side, number: int, *, counts: bool) -> None:
-    """Some requests at once."""
-    cpu_s, began = side.cpu_s(), time.perf_counter()
+    """Send concurrent requests; add the measurements if the block counts."""
+    cpu_s, started = side.cpu_s(), time.perf_counter()
     answers = await asyncio.gather(
         *(
             side.client.generate(
                 PROMPTS[index % len(PROMPTS)],
-                **Options(
-                    n=arguments.n,
-                    max_tokens=arguments.new,
-                    seed=number * arguments.at_once + index,
-                    ignore_eos=True,
-                    cache=CacheControl.BYPASS,
-                ),
+                **full_length(arguments.n, arguments.new, number * arguments.at_once + index),
             )
             for index in range(arguments.at_once)
         )
     )
-    seconds, cpu_s = time.perf_counter() - began, side.cpu_s() - cpu_s
+    seconds, cpu_s = time.perf_counter() - started, side.cpu_s() - cpu_s
     tokens = sum(answer.usage.generated_tokens for answer in answers)
-    if counts:  # the first one warms up
+    if counts:
         side.tokens_per_s.append(tokens / seconds)
         side.cpu_ms_per_token.append(cpu_s * 1e3 / tokens)
 
 
+def _ratios(on: Side, off: Side) -> dict[str, Any]:
+    """Ratios of neighbouring blocks; the interval is that of their mean."""
+    ratios = _quotients(on.tokens_per_s, off.tokens_per_s)
+    mean = statistics.fmean(ratios)
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    cpu_ratio = statistics.median(_quotients(on.cpu_ms_per_token, off.cpu_ms_per_token))
+    return {
+        "ratio": round(mean, 4),
+        "ratio_interval": rounded((mean - 1.96 * error, mean + 1.96 * error), 4),
+        "cpu_ratio": round(cpu_ratio, 4),
+    }
+
+
+def _quotients(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
 def _scrape(stack: Stack) -> None:
-    for name in _SERVICES:
-        port = getattr(stack.ports, f"metrics_{name}")
-        with urlopen(f"http://{_HOST}:{port}/metrics", timeout=10) as answer:
-            assert answer.read()
+    for url in stack.metrics_urls:
+        with urlopen(url, timeout=10) as response:
+            assert response.read()
 
 
-@asynccontextmanager
-async def _collector() -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """Its endpoint and its process, which ends, and says what it was sent, with the context."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.telemetry", "--collect"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout
-    assert process.stdin
-    try:
-        yield (await process.stdout.readline()).decode().strip(), process
-    finally:
-        process.stdin.close()
-
-
-async def _collect() -> None:
-    """Take everything, look at nothing, until stdin ends; then say how much it was."""
-    taken = dict.fromkeys((*_SIGNALS, "bytes"), 0)
-    server = grpc.aio.server()
+@contextmanager
+def _collector() -> Iterator[tuple[str, dict[str, int]]]:
+    """A collector's endpoint, and how many requests of each kind and bytes it received."""
+    received = dict.fromkeys((*_SIGNALS, "bytes"), 0)
+    server = grpc.server(ThreadPoolExecutor(2))
     for signal in _SIGNALS:
 
-        async def take(request: bytes, context: Any, signal: str = signal) -> bytes:
-            taken[signal] += 1
-            taken["bytes"] += len(request)
-            return b""  # an empty answer of any kind
+        def export(request: bytes, context: Any, signal: str = signal) -> bytes:
+            received[signal] += 1
+            received["bytes"] += len(request)
+            return b""  # an empty message of any type
 
-        handlers: dict[str, Any] = {"Export": grpc.unary_unary_rpc_method_handler(take)}
+        handlers: dict[str, Any] = {"Export": grpc.unary_unary_rpc_method_handler(export)}
         service = f"opentelemetry.proto.collector.{signal}"
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
     port = server.add_insecure_port(f"{_HOST}:0")
-    await server.start()
-    print(f"http://{_HOST}:{port}", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await server.stop(0)
-    print(json.dumps(taken))
+    server.start()
+    try:
+        yield f"http://{_HOST}:{port}", received
+    finally:
+        server.stop(0)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,165 @@
-"""The experiments' command line: `specrej experiment`, or `python -m experiments`."""
+"""Reproduce the paper's studies, and find the best settings for your models."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import sys
+from pathlib import Path
+from typing import Any
 
-from experiments import collecting, commands, everything, live
-from experiments.collect import CollectError
+import typer
+
+from experiments import commands
+from experiments.collect import DEFAULT_CHUNK, CollectError
+from experiments.prompts import DEFAULT_PROMPTS
+from experiments.studies.plans import DOUBLING
+from orchestrator.loop.composition import LIKELIHOOD
+from specrej import threads
+from specrej.cli_options import parse_schedule
+from specrej.contracts import Schedule
 from specrej.errors import SpecrejError
+
+_ROOT = Path("build/experiments")
+_TRAJECTORIES = _ROOT / "trajectories"
+_RESUME = "Stop it at any time: the same command continues with what is missing."
 
 
 def main() -> None:
-    """One command; what stops it is one line on stderr."""
+    """Run one command; an error is one line on stderr."""
     parser = argparse.ArgumentParser(prog="specrej experiment", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (everything, collecting, commands, live):
-        module.add_to(subparsers)
+    for add in (_run, _collect, _replay, _sweep, _recommend, _live):
+        add(subparsers)
     arguments = parser.parse_args()
+    threads.bound_spinning()
     try:
         asyncio.run(arguments.command(arguments))
     except (CollectError, SpecrejError, OSError, ValueError) as error:
         parser.exit(1, f"specrej experiment: {error}\n")
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command continues from here", file=sys.stderr)
         parser.exit(130)
+
+
+def _run(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "run",
+        help="collect what is missing, replay all settings, and write the report",
+        description=_RESUME,
+    )
+    _add_collection(parser, _ROOT)
+    parser.add_argument(
+        "--lengths",
+        type=_numbers,
+        default=(),
+        help="also study these smaller token limits, by comma: the same answers, cut off",
+    )
+    parser.add_argument("--live", type=Path, help="output of live: seconds of real requests")
+    parser.set_defaults(command=commands.run_all)
+
+
+def _collect(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "collect", help="generate and score all answers of every prompt", description=_RESUME
+    )
+    _add_collection(parser, _TRAJECTORIES)
+    parser.set_defaults(command=commands.collect)
+
+
+def _replay(subparsers: Any) -> None:
+    parser = subparsers.add_parser("replay", help="one setting on all prompts, without a model")
+    _add_source(parser)
+    parser.add_argument("--alpha", type=float, default=0.5)
+    parser.add_argument("--schedule", type=_schedule, default=DOUBLING, help="as of generate")
+    parser.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
+    parser.add_argument(
+        "--snap",
+        action="store_true",
+        help="where full slots end a round off the grid, end it at the position before",
+    )
+    parser.set_defaults(command=commands.replay)
+
+
+def _sweep(subparsers: Any) -> None:
+    parser = subparsers.add_parser("sweep", help="hundreds of settings on all prompts")
+    _add_source(parser)
+    parser.add_argument("--out", type=Path, help="JSON lines; a CSV file is written beside it")
+    parser.set_defaults(command=commands.sweep)
+
+
+def _recommend(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "recommend",
+        help="the best setting of a sweep for a target",
+        description="Regret: 0 is Best-of-N with all candidates, 1 is the mean of one candidate.",
+    )
+    parser.add_argument("--sweep", type=Path, required=True, help="output of sweep")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--regret", type=float, help="fewest tokens with at most this regret")
+    target.add_argument("--tokens", type=float, help="least regret with at most this many tokens")
+    target.add_argument("--cost", type=float, help="the same, as a share of all candidates' tokens")
+    parser.set_defaults(command=commands.recommend)
+
+
+def _live(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "live", help="time real requests, and compare them with replays", description=_RESUME
+    )
+    parser.add_argument("--trajectories", type=Path, default=_TRAJECTORIES)
+    parser.add_argument("--out", type=Path, default=_ROOT / "live.json")
+    parser.add_argument("--limit", type=int, default=3, help="number of prompts")
+    parser.add_argument("--n", type=_numbers, default=(8, 64), help="numbers, by comma")
+    parser.add_argument("--alpha", type=float, action="append", help="repeatable; default 0.5")
+    parser.add_argument(
+        "--schedule", type=_schedule, action="append", help="repeatable; default geometric:16,2"
+    )
+    _add_models(parser)
+    parser.set_defaults(command=commands.live)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trajectories", type=Path, default=_TRAJECTORIES, help="directory")
+    parser.add_argument("--reward", default=LIKELIHOOD)
+    parser.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
+
+
+def _add_collection(parser: argparse.ArgumentParser, out: Path) -> None:
+    parser.add_argument("--out", type=Path, default=out, help="directory")
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSON or JSON lines")
+    parser.add_argument("--limit", type=int, default=0, help="number of prompts; 0: all")
+    parser.add_argument("--n", type=int, default=512, help="candidates per prompt")
+    parser.add_argument("--max-tokens", type=int, default=128, help="most tokens per candidate")
+    parser.add_argument("--grid", type=_numbers, help="token positions at which to score prefixes")
+    parser.add_argument("--rewards", default="relevance", help="by comma; likelihood is added")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--stop", action="append", default=[], help="text that ends an answer")
+    parser.add_argument("--min-tokens", type=int, default=0)
+    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--seed", type=int, default=1, help="of prompt 0; prompt i adds i")
+    parser.add_argument("--chunk", type=int, default=DEFAULT_CHUNK, help="candidates per session")
+    _add_models(parser)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kv-slots", type=int, default=0, help="in-process; 0: from memory")
+    parser.add_argument("--generator-address", default="", help="HOST:PORT; default: in-process")
+    parser.add_argument("--reward-address", default="127.0.0.1:50052")
+
+
+def _schedule(text: str) -> Schedule:
+    """A schedule in the syntax of `specrej generate`."""
+    try:
+        return parse_schedule(text)
+    except typer.BadParameter as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Numbers separated by commas; raises ValueError if they are not."""
+    return tuple(int(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

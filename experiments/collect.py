@@ -1,22 +1,23 @@
-"""Writes all candidates of every prompt to their ends, and scores their prefixes on a grid.
+"""Generates all candidates of every prompt to their ends, and scores their prefixes on a grid.
 
-What a candidate says depends on its id, not on the session it is in: so many candidates come from
-several sessions, one after the other, and memory holds one of them and one prompt's results.
-Nobody is rejected. Knows no policy.
+The tokens of a candidate depend on its id, not on its session. So the candidates of a prompt come
+from several sessions in turn, and memory holds one session and one prompt's results at a time. No
+candidate is rejected.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 import numpy as np
 
-from experiments.backends import Backends
+from deploy.local.machine import describe_machine
+from experiments.models import Models
 from experiments.prompts import Item
 from experiments.settings import Settings
 from experiments.trajectories import (
@@ -27,110 +28,103 @@ from experiments.trajectories import (
     PrefixScores,
     Store,
     Trajectories,
-    likelihood,
-    plain,
+    prompt_line,
 )
-from loadtest.sweep.machine import describe_machine
-from orchestrator.composition import LIKELIHOOD
-from orchestrator.scoring import checked
-from specrej.contracts import FinishReason, Round, RoundEnd, Scores, ScoringSession, Session
-from specrej.errors import InvalidRequest
+from orchestrator.loop.scoring import checked
+from specrej.contracts import FinishReason, Round, RoundEnd, Scores, SessionSpec
+from specrej.errors import SlotsExceeded
 
-# Called with the number of candidate-tokens, of all that there can be, that need no more work.
+# Called with the number of candidate-tokens, of n * max_tokens, that need no more work.
 Advance = Callable[[int], None]
 
-# Larger sessions are hardly faster, and take longer to empty as their candidates end.
+# Larger sessions are hardly faster, and run longer with few live candidates at their end.
 DEFAULT_CHUNK = 256
 
 
 class CollectError(Exception):
-    """The collection cannot begin, or go on; says why."""
+    """The collection cannot begin or continue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Watcher:
-    """Who is told how it goes: candidate-tokens that are settled, and prompts that are done."""
+class Progress:
+    """Callbacks of a collection: for finished candidate-tokens, and for finished prompts.
+
+    done: called with the prompt, its trajectories, and the seconds they took.
+    """
 
     advance: Advance
     done: Callable[[Item, Trajectories, float], None]
 
 
 def missing(store: Store, settings: Settings, items: Sequence[Item]) -> tuple[Item, ...]:
-    """The prompts that are not there yet.
+    """The prompts that are not in the store yet.
 
     Raises:
-        CollectError: what is there was made otherwise, or of other prompts.
+        CollectError: the store has other settings, or other prompts with the same ids.
     """
     head = store.head()
     if head is None:
         return tuple(items)
     if Settings.from_json(head["settings"]) != settings:
-        raise CollectError("holds a collection with other settings: choose another directory")
-    kept = {line["prompt_id"]: (line["seed"], line["prompt"]) for line in store.lines()}
-    wanted = {item.id: (settings.seed + item.number, plain(item.prompt)) for item in items}
-    if other := [name for name in wanted if kept.get(name, wanted[name]) != wanted[name]]:
-        raise CollectError(f"holds other prompts by the ids {', '.join(other)}")
-    return tuple(item for item in items if item.id not in kept)
+        raise CollectError("the directory holds a collection with other settings: choose another")
+    stored = {line["prompt_id"]: (line["seed"], line["prompt"]) for line in store.lines()}
+    given = {item.id: (settings.seed + item.number, prompt_line(item.prompt)) for item in items}
+    if other := [name for name in given if stored.get(name, given[name]) != given[name]]:
+        raise CollectError(f"the directory holds other prompts with the ids {', '.join(other)}")
+    return tuple(item for item in items if item.id not in stored)
 
 
 async def collect(
     store: Store,
     settings: Settings,
     items: Sequence[Item],
-    backends: Backends,
-    watcher: Watcher,
+    models: Models,
+    progress: Progress,
     chunk: int = DEFAULT_CHUNK,
 ) -> None:
-    """Add what is missing to the store, a prompt at a time.
+    """Add the missing prompts to the store, one at a time.
 
     Raises:
-        CollectError: what is there was made otherwise.
-        SpecrejError: a backend cannot do it.
+        CollectError: the store has other settings, prompts or models.
+        SpecrejError: a model failed.
     """
-    left = missing(store, settings, items)
+    remaining = missing(store, settings, items)
     head = store.head()
     if head is None:
-        store.begin(_head(settings, backends))
-    elif head["identity"] != backends.identity():
-        raise CollectError("was begun with other models than these")
-    for item in left:
-        began = time.perf_counter()
-        trajectories, notes = await collect_prompt(item, settings, backends, watcher.advance, chunk)
-        store.add(trajectories, notes)
-        watcher.done(item, trajectories, time.perf_counter() - began)
+        store.begin(_head(settings, models))
+    elif head["identity"] != models.identity():
+        raise CollectError("the collection was begun with other models")
+    for item in remaining:
+        start_s = time.perf_counter()
+        trajectories = await collect_prompt(item, settings, models, progress.advance, chunk)
+        store.add(trajectories)
+        progress.done(item, trajectories, time.perf_counter() - start_s)
 
 
 async def collect_prompt(
-    item: Item, settings: Settings, backends: Backends, advance: Advance, chunk: int = DEFAULT_CHUNK
-) -> tuple[Trajectories, Line]:
-    """All candidates of one prompt, and how long they took, session by session."""
+    item: Item, settings: Settings, models: Models, advance: Advance, chunk: int = DEFAULT_CHUNK
+) -> Trajectories:
+    """All candidates of one prompt."""
     draft = _Draft.empty(settings)
-    sessions: list[Line] = []
     first = 0
     while first < settings.n:
         size = min(chunk, settings.n - first)
         try:
-            sessions.append(await _chunk(item, settings, backends, draft, (first, size), advance))
-        except InvalidRequest as error:
-            chunk = _what_fits(error, size)
+            await _chunk(item, settings, models, draft, (first, size), advance)
+        except SlotsExceeded as error:  # retry with as many candidates as fit
+            if not 0 < error.max_candidates < size:
+                raise
+            chunk = error.max_candidates
         else:
             first += size
-    return draft.trajectories(item, settings), {"sessions": sessions}
+    return draft.trajectories(item, settings)
 
 
-def _what_fits(error: InvalidRequest, size: int) -> int:
-    """Candidates that a session can have, where it cannot have so many."""
-    fitting = int(error.metadata.get("candidates", 0)) if error.reason == "SLOTS_EXCEEDED" else 0
-    if not 0 < fitting < size:
-        raise error
-    return fitting
+def unique_salt() -> str:
+    """A cache salt that no other session has, so that the prompt is computed anew.
 
-
-def unshared_salt() -> str:
-    """For a session whose prompt is read anew, whoever has read it before.
-
-    So that every request that is timed pays for its prompt. What is said does not depend on it: a
-    prompt's last token, which first tokens are drawn from, is always computed alone.
+    Every timed request then includes the cost of its prompt. Tokens do not depend on the salt: the
+    last token of a prompt, from which first tokens are drawn, is always computed alone.
     """
     return f"experiments {secrets.token_hex(16)}"
 
@@ -138,88 +132,50 @@ def unshared_salt() -> str:
 async def _chunk(
     item: Item,
     settings: Settings,
-    backends: Backends,
+    models: Models,
     draft: _Draft,
     chunk: tuple[int, int],
     advance: Advance,
-) -> Line:
-    """One session, from its first candidate's id on; returns how long each part took."""
+) -> None:
+    """One session of `chunk` = (first candidate, size)."""
     first, size = chunk
-    laps: list[Line] = []
-    # Room to the end for everybody, so that full slots never end a round.
-    opening = backends.generator.open(
-        item.prompt,
-        size,
-        settings.sampling(item.number),
-        settings.max_tokens,
-        cache_salt=unshared_salt(),
-        first_candidate=first,
-    )
+    # Slots for every candidate up to the limit, so that full slots never end a round.
+    sampling, salt = settings.sampling(item.number), unique_salt()
+    spec = SessionSpec(item.prompt, size, sampling, settings.max_tokens, salt, first)
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(opening)
+        session = await stack.enter_async_context(models.generator.open(spec))
         draft.prompt_tokens = session.prompt_tokens
-        judges = {
+        scoring = {
             name: await stack.enter_async_context(scorer.open(item.prompt))
-            for name, scorer in backends.scorers.items()
+            for name, scorer in models.scorers.items()
         }
         reached = 0
         for column, position in enumerate(settings.grid):
-            is_over, lap = await _column(session, judges, draft, column, position)
-            laps.append(lap)
-            until = settings.max_tokens if is_over else position
+            ended = await session.extend(position)
+            if ended.ended_by is RoundEnd.SLOTS_FULL:
+                raise CollectError("the generator's slots are full: it must have no other sessions")
+            draft.add_tokens(ended)
+            for name, scoring_session in scoring.items():
+                scores = await checked(scoring_session, ended.candidates)
+                draft.add_scores(name, column, ended, scores)
+            all_finished = ended.ended_by is RoundEnd.ALL_FINISHED
+            until = settings.max_tokens if all_finished else position
             advance((until - reached) * size)
             reached = until
-            if is_over:
+            if all_finished:
                 break
-    return {"first": first, "size": size, "laps": laps}
 
 
-async def _column(
-    session: Session, judges: Mapping[str, ScoringSession], draft: _Draft, column: int, until: int
-) -> tuple[bool, Line]:
-    """To the next position of the grid; returns whether all have ended, and what it took."""
-    watch = _Watch()
-    ended = await session.extend(until)
-    extend_s = watch.lap_s()
-    if ended.ended_by is RoundEnd.SLOTS_FULL:
-        raise CollectError("the generator's slots are full: it must have no other sessions")
-    draft.take(ended)
-    score_s: dict[str, float] = {}
-    for name, judge in judges.items():
-        watch.lap_s()
-        draft.judge(name, column, ended, await checked(judge, ended.candidates))
-        score_s[name] = watch.lap_s()
-    lap = {
-        "until": ended.num_tokens,
-        "rows": len(ended.candidates),
-        "tokens": sum(len(candidate.new_token_ids) for candidate in ended.candidates),
-        "slots": ended.slots.session,
-        "extend_s": extend_s,
-        "score_s": score_s,
-    }
-    return ended.ended_by is RoundEnd.ALL_FINISHED, lap
-
-
-class _Watch:
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def lap_s(self) -> float:
-        """Seconds since the last one."""
-        before, self._at = self._at, time.perf_counter()
-        return round(self._at - before, 4)
-
-
-def _head(settings: Settings, backends: Backends) -> Line:
+def _head(settings: Settings, models: Models) -> Line:
     return {
-        "settings": settings.to_json(),
-        "identity": backends.identity(),
+        "settings": asdict(settings),
+        "identity": models.identity(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": describe_machine(),
-        "device": backends.model.device,
-        "slot_bytes": backends.model.slot_bytes,
-        "sizes": {name: asdict(each) for name, each in backends.sizes.items()},
-        "rewards": {each.name: each.description for each in backends.rewards},
+        "device": models.description.device,
+        "slot_bytes": models.description.slot_bytes,
+        "sizes": {name: asdict(sizes) for name, sizes in models.sizes.items()},
+        "rewards": {reward.name: reward.description for reward in models.rewards},
     }
 
 
@@ -249,33 +205,31 @@ class _Draft:
             },
         )
 
-    def take(self, ended: Round) -> None:
-        """The tokens of a round."""
+    def add_tokens(self, ended: Round) -> None:
+        """Add the tokens of a round."""
         for candidate in ended.candidates:
             if len(candidate.new_logprobs) != len(candidate.new_token_ids):
-                raise CollectError("the generator does not tell log-probabilities")
+                raise CollectError("the generator returns no log-probabilities")
             end = candidate.num_tokens
-            self.logprobs[candidate.id, end - len(candidate.new_logprobs) : end] = (
-                candidate.new_logprobs
-            )
+            start = end - len(candidate.new_logprobs)
+            self.logprobs[candidate.id, start:end] = candidate.new_logprobs
             if candidate.finish:
                 self.num_tokens[candidate.id] = candidate.num_tokens
                 self.finished[candidate.id] = candidate.finish is FinishReason.STOP
                 self.texts[candidate.id] = candidate.text
 
-    def judge(self, name: str, column: int, ended: Round, scores: Scores) -> None:
-        """What a reward says of a round."""
+    def add_scores(self, name: str, column: int, ended: Round, scores: Scores) -> None:
+        """Add a reward's scores of a round."""
         partial, final = self.rewards[name].partial, self.rewards[name].final
         for candidate, value in zip(ended.candidates, scores.values, strict=True):
             if candidate.finish:
                 final[candidate.id] = value
-            # Whoever ended before the position has no prefix of that length.
+            # A candidate that ended before the position has no prefix of that length.
             if candidate.num_tokens == self.positions[column]:
                 partial[candidate.id, column] = value
 
     def trajectories(self, item: Item, settings: Settings) -> Trajectories:
-        """What has come of it."""
-        own = likelihood(self.logprobs, self.num_tokens, self.positions)
+        """The finished arrays."""
         return Trajectories(
             prompt_id=item.id,
             prompt=item.prompt,
@@ -286,6 +240,6 @@ class _Draft:
             num_tokens=self.num_tokens,
             finished=self.finished,
             logprobs=self.logprobs,
-            rewards={**self.rewards, LIKELIHOOD: own},
+            rewards=self.rewards,
             texts=tuple(self.texts[number] for number in range(settings.n)),
         )

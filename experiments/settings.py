@@ -1,33 +1,35 @@
-"""What a collection is made of: kept with it, so that a second start goes on with the same."""
+"""Settings of a collection. They are stored with it and must be equal when it is resumed."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from specrej.contracts import Sampling
 
-_FIRST = 8  # shorter prefixes tell little
-_PER_OCTAVE = 4
+_FIRST = 8  # scores of shorter prefixes predict little
+_PER_DOUBLING = 4
 
 
 def default_grid(max_tokens: int) -> tuple[int, ...]:
-    """8, 10, 12, 14, 16, 20, ... four positions until each doubling, the last one `max_tokens`."""
+    """8, 10, 12, 14, 16, 20, ...: four positions per doubling, and `max_tokens`."""
     positions = {max_tokens}
-    octave = _FIRST
-    while octave < max_tokens:
-        steps = range(_PER_OCTAVE)
-        positions |= {octave + octave * step // _PER_OCTAVE for step in steps}
-        octave *= 2
-    return tuple(sorted(each for each in positions if each <= max_tokens))
+    start = _FIRST
+    while start < max_tokens:
+        positions |= {start + start * step // _PER_DOUBLING for step in range(_PER_DOUBLING)}
+        start *= 2
+    return tuple(sorted(position for position in positions if position <= max_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that decides what is written and scored; the prompts are kept with their answers.
+    """How candidates are generated and scored.
 
     n: candidates per prompt. grid: token positions at which prefixes are scored, the last one
     `max_tokens`. Prompt number i of a file is answered with seed `seed + i`.
+
+    Raises:
+        ValueError: the grid, n or max_tokens is out of range.
     """
 
     n: int = 512
@@ -43,35 +45,21 @@ class Settings:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError: says what is wrong."""
         if self.n < 1 or self.max_tokens < 1:
-            raise ValueError("there must be a candidate and a token")
+            raise ValueError("n and max_tokens must be at least 1")
         if list(self.grid) != sorted(set(self.grid)) or self.grid[:1] < (1,):
             raise ValueError("the grid must have ascending positions from 1 on, each once")
         if self.grid[-1] != self.max_tokens:
-            raise ValueError(f"the grid must end at {self.max_tokens}, where answers do")
+            raise ValueError(f"the grid must end at max_tokens, {self.max_tokens}")
 
     def sampling(self, number: int) -> Sampling:
-        """How prompt `number` of its file is answered."""
-        return Sampling(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            stop=self.stop,
-            seed=self.seed + number,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            logprobs=True,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """As it is kept."""
-        lists = {name: list(getattr(self, name)) for name in ("grid", "rewards", "stop")}
-        return asdict(self) | lists
+        """Sampling of prompt `number` of its file."""
+        names = ["max_tokens", "temperature", "top_k", "top_p", "stop", "ignore_eos", "min_tokens"]
+        values = {name: getattr(self, name) for name in names}
+        return Sampling(**values, seed=self.seed + number, logprobs=True)
 
     @classmethod
-    def from_json(cls, kept: dict[str, Any]) -> Settings:
-        """The same again."""
-        tuples = {name: tuple(kept[name]) for name in ("grid", "rewards", "stop")}
-        return cls(**(kept | tuples))
+    def from_json(cls, stored: dict[str, Any]) -> Settings:
+        """The settings from their fields as JSON, in which tuples are lists."""
+        tuples = {name: tuple(stored[name]) for name in ("grid", "rewards", "stop")}
+        return cls(**(stored | tuples))

@@ -1,25 +1,24 @@
-"""All candidates of a prompt, written to their ends, and how they are kept on disk.
+"""All candidates of a prompt, generated to their ends, and their storage on disk.
 
-A directory holds `trajectories.jsonl` and an `.npz` per prompt. The first line of the JSON lines
-has the settings; every other one is a prompt: its texts, lengths and how they ended. Its arrays,
-log-probabilities and scores, are in the `.npz` that the line names, which is written first: so a
-collection that was stopped, or killed, goes on with the prompts that are missing.
-
-Knows no model, no policy and no figure.
+A directory holds `trajectories.jsonl` and one `.npz` file per prompt. The first JSON line has the
+settings of the collection; each further line describes one prompt: texts, lengths and finish
+reasons. Log-probabilities and scores are in the `.npz` file that the line names. That file is
+written before the line, so an interrupted collection can resume with the prompts that are missing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.composition import LIKELIHOOD
+from orchestrator.loop.composition import LIKELIHOOD
 from specrej.contracts import Message, Prompt
 
 IntArray = NDArray[np.int64]
@@ -28,18 +27,19 @@ FloatArray = NDArray[np.float64]
 Line = dict[str, Any]
 
 _FILE = "trajectories.jsonl"
+_SCALARS = ("prompt_id", "prompt_tokens", "max_tokens", "seed")  # fields stored as they are
 
 
 class OffGrid(ValueError):
-    """Prefixes were not scored at this position; says which neighbours there are."""
+    """Prefixes were not scored at this position; the message has the nearest scored positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixScores:
-    """What one reward says of one prompt's candidates.
+    """Scores of one reward for one prompt's candidates.
 
-    partial: [N, P] of the first positions[p] tokens; NaN where the answer has ended before, the
-        whole answer's where it ends just there.
+    partial: [N, P] of the first positions[p] tokens; NaN where the answer has fewer tokens, the
+        final score where it has exactly that many.
     final: [N] of the whole answer.
     """
 
@@ -47,15 +47,15 @@ class PrefixScores:
     final: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `logprob_sums` is cached
 class Trajectories:
     """All candidates of one prompt; candidate i is row i of every array.
 
     positions: [P] ascending token positions at which prefixes were scored: the grid.
     num_tokens: [N] tokens of each whole answer.
-    finished: [N] STOP (True) or LENGTH.
+    finished: [N] finish reason STOP (True) or LENGTH.
     logprobs: [N, T] of each token, NaN past the end.
-    rewards: by name; "likelihood" follows from `logprobs` and is exact at every position.
+    rewards: by name, without "likelihood", which follows from `logprobs` at every position.
     """
 
     prompt_id: str
@@ -72,136 +72,134 @@ class Trajectories:
 
     @property
     def n(self) -> int:
-        """Candidates."""
+        """Number of candidates."""
         return len(self.num_tokens)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """All that can be asked for, the likelihood last."""
-        return (*(name for name in self.rewards if name != LIKELIHOOD), LIKELIHOOD)
+        """The available rewards, the likelihood last."""
+        return (*self.rewards, LIKELIHOOD)
 
-    def scores(self, reward: str) -> PrefixScores:
-        """A reward's scores on the grid.
+    @cached_property
+    def logprob_sums(self) -> FloatArray:
+        """[N, T] running sums, added in the engine's order so that results are equal bit by bit."""
+        sums: FloatArray = np.cumsum(np.nan_to_num(self.logprobs, nan=0.0), axis=1)
+        return sums
+
+    def final(self, reward: str) -> FloatArray:
+        """[N] scores of the whole answers.
 
         Raises:
-            KeyError: it was not collected.
+            KeyError: the reward was not collected.
         """
-        if reward == LIKELIHOOD and LIKELIHOOD not in self.rewards:
-            return likelihood(self.logprobs, self.num_tokens, self.positions)
-        return self.rewards[reward]
+        if reward == LIKELIHOOD:
+            return self.logprob_sums[:, -1] / self.num_tokens
+        return self.rewards[reward].final
 
-    def partial_at(self, reward: str, position: int) -> FloatArray:
-        """[N] scores of the first `position` tokens; NaN where the answer has ended before.
+    def partial(self, reward: str, position: int) -> FloatArray:
+        """[N] scores of the first `position` tokens; NaN where the answer has fewer.
 
         Raises:
             OffGrid: no prefix was scored there.
         """
         if reward == LIKELIHOOD:
-            return _mean_logprob(self.logprobs, self.num_tokens, position)
+            means = self.logprob_sums[:, position - 1] / position
+            return np.where(self.num_tokens >= position, means, np.nan)
         index = int(np.searchsorted(self.positions, position))
         if index == len(self.positions) or self.positions[index] != position:
-            raise OffGrid(_neighbours(self.positions, index, position))
+            nearest = " and ".join(map(str, self.positions[max(0, index - 1) : index + 1]))
+            raise OffGrid(
+                f"no prefix was scored at token {position}: the nearest on the grid are "
+                f"{nearest or 'none'}"
+            )
         return self.rewards[reward].partial[:, index]
 
-    def take(self, candidates: Sequence[int] | IntArray) -> Trajectories:
-        """Only these candidates, as 0, 1, ...; one may be there several times."""
-        rows = np.asarray(candidates, dtype=np.int64)
-        rewards = {
-            name: PrefixScores(scores.partial[rows], scores.final[rows])
-            for name, scores in self.rewards.items()
-        }
+    def best(self, reward: str) -> int:
+        """The candidate with the highest final score, the first of equals."""
+        return int(np.argmax(self.final(reward)))
+
+    def shortened(self, max_tokens: int) -> Trajectories:
+        """The same answers under a smaller token limit.
+
+        This is exact: a token depends on seed, candidate and step only, so a short answer is the
+        beginning of the long one. Texts stay whole, since the text of a prefix is not stored.
+
+        Raises:
+            ValueError: `max_tokens` is above the limit of this collection.
+            OffGrid: prefixes were not scored there.
+        """
+        if max_tokens > self.max_tokens:
+            raise ValueError(f"{self.prompt_id} was generated up to {self.max_tokens} tokens only")
+        columns = self.positions <= max_tokens
+        is_cut = self.num_tokens > max_tokens
+        rewards = {}
+        for name, scores in self.rewards.items():
+            final = scores.final
+            if max_tokens < self.max_tokens:
+                final = np.where(is_cut, self.partial(name, max_tokens), final)
+            rewards[name] = PrefixScores(scores.partial[:, columns], final)
         return replace(
             self,
-            num_tokens=self.num_tokens[rows],
-            finished=self.finished[rows],
-            logprobs=self.logprobs[rows],
+            max_tokens=max_tokens,
+            positions=self.positions[columns],
+            num_tokens=self.num_tokens.clip(max=max_tokens),
+            finished=self.finished & ~is_cut,
+            logprobs=self.logprobs[:, :max_tokens],
             rewards=rewards,
-            texts=tuple(self.texts[row] for row in rows),
         )
 
 
-def likelihood(logprobs: FloatArray, num_tokens: IntArray, positions: IntArray) -> PrefixScores:
-    """The mean log-probability, which the generator's own reward is, on a grid."""
-    columns = [_mean_logprob(logprobs, num_tokens, int(position)) for position in positions]
-    partial = np.stack(columns, axis=1) if columns else np.empty((len(num_tokens), 0))
-    return PrefixScores(
-        partial, likelihood_sums(logprobs)[np.arange(len(num_tokens)), -1] / num_tokens
-    )
-
-
-def likelihood_sums(logprobs: FloatArray) -> FloatArray:
-    # Added one after the other, as the engine does, so that not even the last bit differs.
-    sums: FloatArray = np.cumsum(np.nan_to_num(logprobs, nan=0.0), axis=1)
-    return sums
-
-
-def _mean_logprob(logprobs: FloatArray, num_tokens: IntArray, position: int) -> FloatArray:
-    """[N] of the first `position` tokens."""
-    means: FloatArray = likelihood_sums(logprobs[:, :position])[:, -1] / position
-    return np.where(num_tokens >= position, means, np.nan)
-
-
-def _neighbours(positions: IntArray, index: int, position: int) -> str:
-    near = " and ".join(str(each) for each in positions[max(0, index - 1) : index + 1])
-    return f"no prefix was scored at token {position}: the nearest on the grid are {near or 'none'}"
-
-
 class Store:
-    """A directory of trajectories; made by the first write."""
+    """A directory of trajectories, created by `begin`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._path = directory / _FILE
 
     def begin(self, head: Line) -> None:
-        """A new collection; `head` has its "settings", and whatever else is known."""
+        """Start a collection; `head` is its first line and must have "settings"."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(head) + "\n", "utf-8")
 
-    def add(self, trajectories: Trajectories, notes: Line | None = None) -> None:
-        """One more prompt; `notes` are kept with it."""
+    def add(self, trajectories: Trajectories) -> None:
+        """Append a prompt."""
         name = f"{len(self.lines()):04d}.npz"
-        arrays = self._directory / name
-        torn = arrays.with_suffix(".tmp")
-        with torn.open("wb") as file:
+        path = self._directory / name
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
             np.savez_compressed(file, **_arrays(trajectories))
-        torn.replace(arrays)
-        line = _line(trajectories) | {"arrays": name, "notes": notes or {}}
+        temporary.replace(path)
+        line = _line(trajectories) | {"arrays": name}
         with self._path.open("a", encoding="utf-8") as file:
-            # A line that was torn by a kill must not swallow the next.
-            file.write("" if self._ends_whole() else "\n")
+            # After an interrupted write, end the incomplete line so that this one can be parsed.
+            file.write("" if self._path.read_bytes().endswith(b"\n") else "\n")
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def head(self) -> Line | None:
-        """The first line; None where there is nothing yet.
+        """The first line; None if the collection does not exist.
 
         Raises:
-            ValueError: it is not a collection.
+            ValueError: the file is not a collection.
         """
-        lines = self._whole_lines()
+        lines = self._complete_lines()
         if lines and "settings" not in lines[0]:
             raise ValueError(f"{self._path} is not a collection of trajectories")
         return lines[0] if lines else None
 
     def lines(self) -> list[Line]:
-        """A line per prompt that is there, without its arrays."""
-        return self._whole_lines()[1:]
+        """One line per stored prompt, without its arrays."""
+        return self._complete_lines()[1:]
 
     def __iter__(self) -> Iterator[Trajectories]:
-        """Every prompt that is there, one at a time."""
+        """The stored prompts, loaded one at a time."""
         for line in self.lines():
             with np.load(self._directory / line["arrays"]) as arrays:
                 yield _trajectories(line, arrays)
 
-    def _ends_whole(self) -> bool:
-        with self._path.open("rb") as file:
-            file.seek(-1, 2)
-            return file.read(1) == b"\n"
-
-    def _whole_lines(self) -> list[Line]:
-        """All that parse; a line that was torn is nothing."""
+    def _complete_lines(self) -> list[Line]:
+        """The lines that parse; an interrupted write leaves one that does not."""
         lines = []
-        # As bytes: what was torn may not even be text.
+        # Bytes, since an incomplete line may not be valid UTF-8.
         for line in self._path.read_bytes().split(b"\n") if self._path.exists() else []:
             try:
                 lines.append(json.loads(line))
@@ -210,80 +208,68 @@ class Store:
         return lines
 
 
-def load(directory: Path) -> tuple[Trajectories, ...]:
+def load(directory: Path, reward: str = LIKELIHOOD) -> tuple[Trajectories, ...]:
     """All prompts of a collection, in memory.
 
     Raises:
-        ValueError: it is not a collection, or an empty one.
+        ValueError: it is not a collection, is empty, or does not have the reward.
     """
     store = Store(directory)
     store.head()
-    kept = tuple(store)
-    if not kept:
+    prompts = tuple(store)
+    if not prompts:
         raise ValueError(f"{directory} holds no trajectories yet")
-    return kept
+    if any(reward not in prompt.reward_names for prompt in prompts):
+        available = ", ".join(prompts[0].reward_names)
+        raise ValueError(f"{directory} has no reward {reward}, but {available}")
+    return prompts
 
 
-def _line(kept: Trajectories) -> Line:
+def prompt_line(prompt: Prompt) -> Line:
+    """A prompt as it is stored."""
+    return {"messages": [asdict(turn) for turn in prompt.messages], "text": prompt.text}
+
+
+def _line(prompt: Trajectories) -> Line:
+    arrays = ("positions", "num_tokens", "finished")
     return {
-        "prompt_id": kept.prompt_id,
-        "prompt": plain(kept.prompt),
-        "prompt_tokens": kept.prompt_tokens,
-        "max_tokens": kept.max_tokens,
-        "seed": kept.seed,
-        "positions": kept.positions.tolist(),
-        "num_tokens": kept.num_tokens.tolist(),
-        "finished": kept.finished.tolist(),
-        "rewards": [name for name in kept.rewards if name != LIKELIHOOD],
-        "texts": list(kept.texts),
+        **{name: getattr(prompt, name) for name in _SCALARS},
+        **{name: getattr(prompt, name).tolist() for name in arrays},
+        "prompt": prompt_line(prompt.prompt),
+        "rewards": list(prompt.rewards),
+        "texts": list(prompt.texts),
     }
 
 
-def _arrays(kept: Trajectories) -> dict[str, Any]:
-    arrays: dict[str, Any] = {"logprobs": _narrowed(kept.logprobs)}
-    for name, scores in kept.rewards.items():
-        if name != LIKELIHOOD:
-            arrays[f"partial/{name}"] = _narrowed(scores.partial)
-            arrays[f"final/{name}"] = _narrowed(scores.final)
+def _arrays(prompt: Trajectories) -> dict[str, Any]:
+    arrays: dict[str, Any] = {"logprobs": _compact(prompt.logprobs)}
+    for name, scores in prompt.rewards.items():
+        arrays[f"partial/{name}"] = _compact(scores.partial)
+        arrays[f"final/{name}"] = _compact(scores.final)
     return arrays
 
 
-def _narrowed(values: FloatArray) -> NDArray[np.floating[Any]]:
-    """As float32 where that loses nothing: a model's own are."""
+def _compact(values: FloatArray) -> NDArray[np.floating[Any]]:
+    """As float32 where that is exact, which holds for values that a model computed in float32."""
     narrow = values.astype(np.float32)
     return narrow if np.array_equal(narrow.astype(np.float64), values, equal_nan=True) else values
 
 
 def _trajectories(line: Line, arrays: Mapping[str, NDArray[Any]]) -> Trajectories:
-    positions = np.array(line["positions"], dtype=np.int64)
-    num_tokens = np.array(line["num_tokens"], dtype=np.int64)
-    logprobs = arrays["logprobs"].astype(np.float64)
-    rewards = {
-        name: PrefixScores(
-            arrays[f"partial/{name}"].astype(np.float64), arrays[f"final/{name}"].astype(np.float64)
-        )
-        for name in line["rewards"]
-    }
+    def floats(name: str) -> FloatArray:
+        return arrays[name].astype(np.float64)
+
+    messages = tuple(Message(**turn) for turn in line["prompt"]["messages"])
     return Trajectories(
-        prompt_id=line["prompt_id"],
-        prompt=_prompt(line["prompt"]),
-        prompt_tokens=line["prompt_tokens"],
-        max_tokens=line["max_tokens"],
-        seed=line["seed"],
-        positions=positions,
-        num_tokens=num_tokens,
+        **{name: line[name] for name in _SCALARS},
+        prompt=Prompt(messages=messages, text=line["prompt"]["text"]),
+        positions=np.array(line["positions"], dtype=np.int64),
+        num_tokens=np.array(line["num_tokens"], dtype=np.int64),
         finished=np.array(line["finished"], dtype=np.bool_),
-        logprobs=logprobs,
-        rewards={**rewards, LIKELIHOOD: likelihood(logprobs, num_tokens, positions)},
+        logprobs=floats("logprobs"),
+        rewards={
+            name: PrefixScores(floats(f"partial/{name}"), floats(f"final/{name}"))
+            for name in line["rewards"]
+        },
         texts=tuple(line["texts"]),
     )
-
-
-def plain(prompt: Prompt) -> Line:
-    """A prompt as it is kept."""
-    return {"messages": [asdict(turn) for turn in prompt.messages], "text": prompt.text}
-
-
-def _prompt(kept: Line) -> Prompt:
-    messages = tuple(Message(**each) for each in kept["messages"])
-    return Prompt(messages=messages, text=kept["text"])

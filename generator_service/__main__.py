@@ -6,7 +6,7 @@ import asyncio
 import os
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from generator_service import instruments
 from generator_service.servicer import GeneratorServicer
@@ -19,11 +19,13 @@ from specrej.settings import load
 
 if TYPE_CHECKING:
     from generator_service.local import LocalGenerator
+    from generator_service.vllm_generator import VLLMGenerator
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Serve until a signal."""
     settings = load(GeneratorSettings)
+    threads.bound_spinning()
     try:
         with telemetry.configured("generator", settings):
             asyncio.run(_serve(settings))
@@ -48,53 +50,33 @@ async def _serve(settings: GeneratorSettings) -> None:
 async def _load(
     settings: GeneratorSettings, resources: AsyncExitStack
 ) -> tuple[Generator, Heartbeat]:
-    """A generator; whatever must be ended after it goes to `resources`."""
+    """The generator of the settings, which `resources` closes, and its heartbeat."""
     if is_toy(settings.model):
         toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
         instruments.observe(toy.load)
         return toy, lambda: 0.0
-    _check_model(settings)
-    if settings.engine == "vllm":
-        return await _load_vllm(settings, resources)
-    return await _load_own(settings, resources)
-
-
-async def _load_vllm(
-    settings: GeneratorSettings, resources: AsyncExitStack
-) -> tuple[Generator, Heartbeat]:
-    # Here, as it has an environment of its own.
-    from generator_service.vllm_generator import load_vllm
-
-    generator = await threads.load(partial(load_vllm, settings, instruments.count_step))
-    resources.callback(generator.close)
-    await generator.warm_up()
-    instruments.observe(generator.load)
-    return generator, generator.heartbeat_s
-
-
-def _check_model(settings: GeneratorSettings) -> None:
-    """Raises FileNotFoundError: there is none."""
     if not (settings.model_directory / "config.json").is_file():
         raise FileNotFoundError(
             f"no model in {settings.model} (SPECREJ_GENERATOR_MODEL): run make models"
         )
-
-
-async def _load_own(
-    settings: GeneratorSettings, resources: AsyncExitStack
-) -> tuple[Generator, Heartbeat]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-    def load_own() -> LocalGenerator:
-        # Here, so that --help and a bad setting answer at once.
-        from generator_service.loading import load_generator
-
-        return load_generator(settings, instruments.count_step)
-
-    generator = await threads.load(load_own)
+    generator = await threads.load(partial(_load_model, settings))
     resources.callback(generator.close)
+    if settings.engine == "vllm":
+        await cast("VLLMGenerator", generator).warm_up()
     instruments.observe(generator.load)
     return generator, generator.heartbeat_s
+
+
+def _load_model(settings: GeneratorSettings) -> LocalGenerator | VLLMGenerator:
+    # Imported here: --help must not load torch, and vLLM has an environment of its own.
+    if settings.engine == "vllm":
+        from generator_service.vllm_generator import load_vllm
+
+        return load_vllm(settings, instruments.count_step)
+    from generator_service.loading import load_generator
+
+    return load_generator(settings, instruments.count_step)
 
 
 if __name__ == "__main__":

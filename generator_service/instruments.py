@@ -1,4 +1,4 @@
-"""What telemetry is told of a generator; the engine itself knows no telemetry."""
+"""Telemetry of a generator: counters of steps, gauges of slots and sessions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specrej.telemetry.metrics import Observed
 
 
 def count_step(step: Step) -> None:
-    """From any thread, a few microseconds."""
+    """Count a step; from any thread, in a few microseconds."""
     metrics.record(names.STEP_DURATION, step.seconds)
     if step.rows:
         metrics.record(names.STEP_ROWS, step.rows)
@@ -24,7 +24,7 @@ def count_step(step: Step) -> None:
 
 
 def observe(load: Callable[[], Load]) -> None:
-    """From now on gauges show slots and sessions."""
+    """Register gauges that show slots and sessions as `load` returns them."""
 
     def slots() -> Iterator[Observed]:
         gauge = load().slots

@@ -8,8 +8,11 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from generator_service import memory
-from generator_service.engine import Engine, OpenCommand
-from generator_service.local import LocalGenerator, ModelCard
+from generator_service.commands import OpenCommand
+from generator_service.engine import Engine
+from generator_service.engine_thread import EngineThread
+from generator_service.frontend import ModelCard
+from generator_service.local import LocalGenerator
 from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import OnStep
@@ -21,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -> LocalGenerator:
-    """A generator whose engine runs and has made its first tokens; takes seconds.
+    """A generator on an engine that runs and is warmed up; takes seconds.
 
     `on_step` is called after every step, in the engine's thread.
     """
@@ -29,7 +32,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = _device(settings.device)
-    model = _load_model(settings, device)
+    model = CausalLM.load(settings.model_directory, device)
     capacity = settings.kv_slots or slots_from_memory(model, settings)
     engine = Engine(
         model,
@@ -41,8 +44,9 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         prefix_cache_slots=int(capacity * settings.prefix_cache),
         on_step=on_step,
     )
-    engine.start()
-    _warm_up(engine)
+    thread = EngineThread(engine)
+    thread.start()
+    _warm_up(thread)
     card = ModelCard(
         name=settings.model_directory.resolve().name,
         fingerprint=fingerprint.of_directory(
@@ -54,28 +58,17 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         slot_bytes=model.shape.slot_bytes,
         device=f"{device} {str(model.shape.dtype).removeprefix('torch.')}",
     )
-    return LocalGenerator(engine, Text.load(settings.model_directory, model.eos_ids), card)
-
-
-def _load_model(settings: GeneratorSettings, device: str) -> CausalLM:
-    if device.startswith("cuda"):
-        # Here, as Triton is there for GPUs only.
-        from generator_service.graphs import GraphedLM
-
-        return GraphedLM.load(settings.model_directory, device, max_rows=settings.max_candidates)
-    return CausalLM.load(settings.model_directory, device)
+    return LocalGenerator(thread, Text.load(settings.model_directory, model.eos_ids), card)
 
 
 def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
-    """Slots that fit the generator's part of the memory, less weights and workspace.
+    """Slots that fit the generator's share of the memory, less weights and workspace.
 
     Raises:
         ValueError: not even one fits.
     """
     device = model.shape.device
-    workspace = memory.workspace_bytes(
-        model.sizes, settings.max_candidates, settings.prefill_chunk, device
-    )
+    workspace = model.workspace_bytes(settings.max_candidates, settings.prefill_chunk)
     budget = memory.budget(device, settings.memory_fraction, model.weight_bytes, workspace)
     log.info("memory in bytes: %s, %d per KV slot", budget, model.shape.slot_bytes)
     slots = budget.kv_bytes // model.shape.slot_bytes
@@ -88,14 +81,14 @@ def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
     return slots
 
 
-def _device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
+def _device(setting: str) -> str:
+    if setting != "auto":
+        return setting
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _warm_up(engine: Engine) -> None:
-    """A few tokens, so that the first request does not pay for first-time work."""
+def _warm_up(engine: EngineThread) -> None:
+    """A few tokens, so that first-time work is done before the first request."""
     sampling = Sampling(max_tokens=2, ignore_eos=True)
     session_id, opened = engine.open(OpenCommand([0] * 8, 2, sampling, 1))
     opened.result()

@@ -1,7 +1,6 @@
 """Draws the next token of each candidate, keyed by (seed, candidate, step) and nothing else.
 
-A candidate's draw does not depend on its row or on who else is in the batch, so survivors of a
-prune go on exactly as they would have.
+A candidate's draw depends neither on its row nor on other rows, so a prune changes no survivor.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from torch import Tensor
 
 from specrej.contracts import Sampling
 
-# Most of the probability usually lies in far fewer tokens; a full sort is the fallback.
+# top_p usually needs far fewer tokens than this; a full sort is the fallback.
 _NUCLEUS_GUESS = 256
 
-# Tokens whose weights are summed up together before the one to draw is looked for.
+# Tokens per block: a draw finds its block by the blocks' sums, then its token in the block.
 _BLOCK = 256
 
 
-# Logits that are looked at together: on a CPU, few enough not to need much memory.
+# Logits drawn from at once; few on a CPU, to bound the memory.
 _AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
 
-# Float32 tensors of a block's size that sampling holds at once at most: weights, weights without
-# the forbidden, and a full sort of them with its indices, running sums and what is cut off.
+# Float32 tensors of this size that sampling holds at once at most: weights, weights without the
+# forbidden tokens, a full sort with its indices, running sums and the nucleus.
 WORKSPACE_TENSORS = 8
 
 
 def rows_at_once(vocabulary: int, device: torch.device) -> int:
-    """Rows whose next tokens are drawn together."""
+    """Rows with which tokens are drawn in one block."""
     return max(1, _AT_ONCE.get(device.type, 1 << 22) // vocabulary)
 
 
@@ -49,7 +48,7 @@ def sample(
     """
     uncut = sampling.top_p == 1 and not 0 < sampling.top_k < logits.shape[1]
     if logits.device.type == "cpu" and (uncut or sampling.temperature == 0):
-        # Here, as other devices do without the compiler behind it.
+        # Imported here: other devices do not need numba.
         from generator_service import cpu_sampling
 
         uniform = None
@@ -128,7 +127,7 @@ def _draw(logits: Tensor, weights: Tensor, sampling: Sampling, uniform: Tensor) 
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Weights exp(logits / temperature), the largest of a row 1: nothing can overflow."""
+    """Weights exp(logits / temperature), scaled so that a row's largest is 1: none overflows."""
     weights = logits - logits.amax(dim=-1, keepdim=True)
     if temperature != 1:
         weights /= temperature
@@ -150,10 +149,9 @@ def _nucleus(descending: Tensor, enough: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index where the running sum of `weights` [rows, m] passes `uniform` of the total: [rows].
+    """[rows]: index at which the running sum of `weights` [rows, m] exceeds `uniform` of the total.
 
-    In two levels, blocks and then tokens, so that a whole vocabulary is read once and its running
-    sum never written.
+    First the block, then the token in it, so that the running sum of a vocabulary is not stored.
     """
     sums = _block_sums(weights)
     running = sums.cumsum(dim=-1)
@@ -180,9 +178,9 @@ def _blocks(weights: Tensor) -> list[Tensor]:
 
 
 def _pass(weights: Tensor, running: Tensor, target: Tensor) -> Tensor:
-    """First index whose running sum is above the target, [rows, 1]; always one of weight > 0."""
+    """First index at which the running sum exceeds the target, [rows, 1]; its weight is > 0."""
     index = torch.searchsorted(running, target, right=True)
-    # Rounding may push a target past the end: the last index of positive weight is meant then.
+    # Rounding may move a target past the end: then the last index of positive weight.
     places = torch.arange(weights.shape[1], device=weights.device)
     last = torch.where(weights > 0, places, 0).amax(dim=-1, keepdim=True)
     return torch.minimum(index, last)

@@ -1,6 +1,6 @@
-"""The generator's gRPC port: unpacks commands, calls the generator, packs what it returns.
+"""The generator's gRPC port: unpacks commands, calls the generator, packs its results.
 
-Validates every field for itself, whoever calls. Works with any `Generator`.
+Validates every field, also of trusted callers. Works with any `Generator`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,22 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from specrej import telemetry, wire
-from specrej.contracts import Generator, GeneratorDescription, Prompt, Sampling, Session
+from specrej.contracts import (
+    Generator,
+    GeneratorDescription,
+    Session,
+    SessionSpec,
+)
 from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation
 from specrej.serving import Context, Service, answer_commands
 from specrej.telemetry import names
-from specrej.v1 import generator_pb2 as pb
-from specrej.v1 import generator_pb2_grpc
+from specrej.v1 import (
+    common_pb2,
+    generator_pb2_grpc,
+)
+from specrej.v1 import (
+    generator_pb2 as pb,
+)
 from specrej.validation import check_candidates, check_prompt, check_sampling, raise_if_any
 
 MAX_CACHE_SALT_CHARACTERS = 128
@@ -26,12 +36,12 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     """`specrej.v1.GeneratorService` over a generator that may still be loading."""
 
     def __init__(self, lease_s: float) -> None:
-        """`lease_s`: a peer silent for so long loses its session."""
+        """`lease_s`: seconds without a command after which a session is closed."""
         self._lease_s = lease_s
         self._generator: Generator | None = None
 
     def load(self, generator: Generator) -> None:
-        """From now on serve `generator`."""
+        """Serve `generator`; until then every call fails with UNAVAILABLE."""
         self._generator = generator
 
     def service(self) -> Service:
@@ -41,7 +51,7 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
             lambda server: generator_pb2_grpc.add_GeneratorServiceServicer_to_server(self, server),
         )
 
-    # The stubs know only async generators; see specrej/serving.py for why this is a coroutine.
+    # The stubs declare an async generator; specrej/serving.py explains why this is a coroutine.
     async def Session(  # type: ignore[override] # noqa: N802
         self, request_iterator: Any, context: Context
     ) -> None:
@@ -52,7 +62,7 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     async def Describe(  # noqa: N802
         self, request: pb.GeneratorServiceDescribeRequest, context: Context
     ) -> pb.GeneratorServiceDescribeResponse:
-        return wire.generator_to_wire(await self._loaded().describe())
+        return wire.to_message(await self._loaded().describe(), pb.GeneratorServiceDescribeResponse)
 
     def _loaded(self) -> Generator:
         if self._generator is None:
@@ -92,24 +102,15 @@ class _Commands:
         if self._session or self._closed:
             raise OutOfOrder("the session is open already")
         description = await self._generator.describe()
-        prompt = wire.prompt_from_wire(command.prompt)
-        sampling = wire.sampling_from_wire(command.sampling)
-        raise_if_any(list(_check_open(command, prompt, sampling, description)))
-        opening = self._generator.open(
-            prompt,
-            command.n,
-            sampling,
-            command.first_round_tokens,
-            command.cache_salt,
-            command.first_candidate_id,
-        )
-        session = await self._resources.enter_async_context(opening)
-        self._session, self._max_tokens = session, sampling.max_tokens
+        spec = wire.from_message(command, SessionSpec)
+        raise_if_any(list(_check_open(spec, description)))
+        session = await self._resources.enter_async_context(self._generator.open(spec))
+        self._session, self._max_tokens = session, spec.sampling.max_tokens
         description = await self._generator.describe()
         opened = pb.SessionOpened(
             n=session.n,
             prompt_tokens=session.prompt_tokens,
-            slots=wire.gauge_to_wire(description.slots),
+            slots=wire.to_message(description.slots, common_pb2.SlotGauge),
             fingerprint=description.fingerprint,
         )
         return pb.SessionResponse(opened=opened)
@@ -120,11 +121,11 @@ class _Commands:
             description = f"must be 1 .. {self._max_tokens}, is {command.until_tokens}"
             raise InvalidRequest([Violation("extend.until_tokens", description)])
         ended = await session.extend(command.until_tokens)
-        return pb.SessionResponse(prefix_batch=wire.round_to_wire(ended))
+        return pb.SessionResponse(prefix_batch=wire.to_message(ended, pb.PrefixBatch))
 
     async def _prune(self, command: pb.PruneSession) -> pb.SessionResponse:
         pruned = await self._opened().prune(frozenset(command.keep))
-        slots = wire.gauge_to_wire(pruned.slots)
+        slots = wire.to_message(pruned.slots, common_pb2.SlotGauge)
         return pb.SessionResponse(
             pruned=pb.SessionPruned(freed_slots=pruned.freed_slots, slots=slots)
         )
@@ -140,18 +141,16 @@ class _Commands:
         return self._session
 
 
-def _check_open(
-    command: pb.OpenSession, prompt: Prompt, sampling: Sampling, description: GeneratorDescription
-) -> Iterator[Violation]:
-    yield from check_prompt(prompt, "open.prompt")
-    yield from check_candidates(command.n, description.max_candidates, "open.n")
-    yield from check_sampling(sampling, command.n, description.context_tokens, "open.sampling")
-    if command.first_round_tokens < 1:
+def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterator[Violation]:
+    yield from check_prompt(spec.prompt, "open.prompt")
+    yield from check_candidates(spec.n, description.max_candidates, "open.n")
+    yield from check_sampling(spec.sampling, spec.n, description.context_tokens, "open.sampling")
+    if spec.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
-    if not 0 <= command.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
-        accepted = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {command.first_candidate_id}"
+    if not 0 <= spec.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
+        accepted = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {spec.first_candidate_id}"
         yield Violation("open.first_candidate_id", accepted)
-    if len(command.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
+    if len(spec.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         accepted = f"must have at most {MAX_CACHE_SALT_CHARACTERS} characters"
         yield Violation("open.cache_salt", accepted)
 

@@ -23,21 +23,21 @@ class GeneratorSettings(ServiceSettings):
     port: Port = Field(50051, description="port to listen on; 0 picks a free one")
     model: str = Field(
         ".models/SmolLM2-135M-Instruct",
-        description="directory of a transformers causal language model, or 'toy', the test double",
+        description="directory of a transformers causal language model, or 'toy', a test double",
     )
     engine: Literal["own", "vllm"] = Field(
-        "own", description="what computes: this service's own engine, or vLLM (docs/vllm.md)"
+        "own", description="this service's own engine, or vLLM (docs/vllm.md)"
     )
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,
         description='vLLM engine arguments as JSON: {"tensor_parallel_size": 4,'
-        ' "pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}; they win over what'
-        " follows from other settings",
+        ' "pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}; they override'
+        " other settings",
     )
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="where it runs: cpu (float32), cuda or cuda:N (bfloat16); auto: cuda if there",
+        description="cpu (float32), cuda or cuda:N (bfloat16); auto: cuda if available, else cpu",
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
     kv_slots: int = Field(0, ge=0, description="KV capacity in slots; 0: from memory")
@@ -48,21 +48,19 @@ class GeneratorSettings(ServiceSettings):
         description="share of the device's memory for weights, workspace and KV, if kv_slots is 0",
     )
     prefix_cache: float = Field(
-        0.25, ge=0, le=1, description="share of the slots for prompts that no session uses now"
+        0.25, ge=0, le=1, description="share of the slots for cached prompts, which no session uses"
     )
     max_candidates: int = Field(
         1024, ge=1, le=65536, description="most candidates per session, and per step of all"
     )
     auto_candidates: int = Field(
-        64, ge=1, le=65536, description="most candidates when a request leaves N open"
+        64, ge=1, le=65536, description="most candidates if a request does not set n"
     )
     max_waiting: int = Field(64, ge=0, description="sessions that may wait for slots")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens read in one step")
-    # Scoring lies between two commands; a dead peer is found sooner, by keepalive.
-    lease_s: Seconds = Field(300, description="seconds a silent peer keeps its session")
-    deadline_s: Seconds = Field(
-        3600, description="seconds a call may take whose client set no deadline"
-    )
+    # Scoring takes place between two commands; keepalive detects a dead peer sooner.
+    lease_s: Seconds = Field(300, description="seconds without a command that end a session")
+    deadline_s: Seconds = Field(3600, description="deadline in seconds of calls without one")
 
     @property
     def model_directory(self) -> Path:

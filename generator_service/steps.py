@@ -1,6 +1,4 @@
-"""What can be seen of a generator at work: numbers, for whoever counts them. Standard library only,
-and the contract's values.
-"""
+"""Numbers that describe a generator at work, for telemetry; imports no telemetry itself."""
 
 from __future__ import annotations
 
@@ -12,39 +10,25 @@ from specrej.contracts import SlotGauge
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Slots and sessions at a moment; `waiting`: for slots."""
+    """Slots and sessions at a moment; `waiting`: sessions that wait for slots."""
 
     slots: SlotGauge
     sessions: int
     waiting: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """One forward pass: how long it took, the candidates in it, and the tokens that came of it.
+    """One forward pass: its duration, the candidates in it and the tokens it computed.
 
-    `reused`: prompt tokens of sessions admitted since the last step that others had left, or were
-    reading already.
+    `reused`: prompt tokens of newly admitted sessions that were stored, or being computed, already.
     """
 
-    seconds: float
-    rows: int
+    seconds: float = 0.0
+    rows: int = 0
     generated: int = 0
     prefilled: int = 0
     reused: int = 0
 
 
 OnStep = Callable[[Step], None]
-
-
-@dataclass(slots=True)
-class Tally:
-    """Tokens since the last step."""
-
-    generated: int = 0
-    prefilled: int = 0
-    reused: int = 0
-
-    def step(self, seconds: float, rows: int) -> Step:
-        """As of the end of a step."""
-        return Step(seconds, rows, self.generated, self.prefilled, self.reused)

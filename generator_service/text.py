@@ -1,7 +1,7 @@
-"""Prompts to token ids and token ids to text: the only file that knows the tokenizer.
+"""Prompts to token ids and token ids to text: the only file that uses the tokenizer.
 
-Candidates are decoded whole, never delta by delta, so that no character is torn at a border.
-Calls take milliseconds: never on an event loop.
+Candidates are decoded whole, never token by token, so that no character is cut at a border. Calls
+take milliseconds: too long for an event loop.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 from specrej.contracts import Prompt
 from specrej.errors import InvalidRequest, Violation
 
-# What a tokenizer decodes the first bytes of a torn character to.
-_TORN = "\ufffd"
+# A tokenizer decodes an incomplete character to this.
+_INCOMPLETE = "\ufffd"
 
 
 class Text:
-    """A model's tokenizer and chat template; `end_ids` are tokens that are no text."""
+    """A model's tokenizer and chat template; a last token of `end_ids` is left out of texts."""
 
     def __init__(self, tokenizer: Any, end_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +31,7 @@ class Text:
         return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True), end_ids)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids: raw text as it is, messages through the chat template up to the answer.
+        """Token ids: of raw text, or of messages in the chat template up to the answer.
 
         Raises:
             InvalidRequest: messages for a model without a chat template.
@@ -50,26 +50,26 @@ class Text:
         return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, special ones and a torn last character left out."""
+        """The text of tokens without special ones and without an incomplete last character."""
         if token_ids and token_ids[-1] in self._end_ids:
             token_ids = token_ids[:-1]
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return text.rstrip(_TORN)
+        return text.rstrip(_INCOMPLETE)
 
     def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
-        """Text up to the first stop text that token number `min_tokens` or a later one ends."""
+        """Text up to the first stop text completed by token number `min_tokens` or a later one."""
         text = self.decode(token_ids)
         if not stop:
             return text
-        ends = _found(text, self.decode(token_ids[: max(0, min_tokens - 1)]), stop)
+        ends = _starts(text, self.decode(token_ids[: max(0, min_tokens - 1)]), stop)
         return text[: min(ends)] if ends else text
 
     def stops(self, stop: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-        """A check whether a candidate's newest token has completed one of the stop texts.
+        """A function that returns whether a candidate's newest token completes a stop text.
 
-        Only the tail is decoded: every token but those of a torn character holds a byte or more.
+        It decodes the tail only: each token is a byte or more, but in an incomplete character.
         """
         if not stop:
             return None
@@ -77,12 +77,19 @@ class Text:
 
         def has_stopped(token_ids: Sequence[int]) -> bool:
             newest = token_ids[-tail:]
-            return bool(_found(self.decode(newest), self.decode(newest[:-1]), stop))
+            return bool(_starts(self.decode(newest), self.decode(newest[:-1]), stop))
 
         return has_stopped
 
 
-def _found(text: str, before: str, stop: Sequence[str]) -> list[int]:
-    """Where stop texts begin that end behind `before`, which `text` begins with."""
+def _starts(text: str, before: str, stop: Sequence[str]) -> list[int]:
+    """Where in `text` the stop texts begin that end after its beginning `before`."""
     starts = (text.find(ending, max(0, len(before) - len(ending) + 1)) for ending in stop)
     return [at for at in starts if at >= 0]
+
+
+def eos_ids(generation: Any, config: Any) -> frozenset[int]:
+    """End tokens, of the generation config if it names any, else of the model's config."""
+    ids = getattr(generation, "eos_token_id", None)
+    ids = config.eos_token_id if ids is None else ids
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)

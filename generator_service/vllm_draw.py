@@ -1,8 +1,8 @@
-"""Our draws inside vLLM: runs in its worker, after the forward pass, before its own sampler.
+"""Keyed draws inside vLLM: runs in its worker, after the forward pass, before its own sampler.
 
-vLLM seeds a request's generator once and steps it per token; what a candidate says would depend on
-how its tokens were asked for. Here each token is drawn as the own engine draws it, keyed by (seed,
-candidate, step), and handed to vLLM's sampler as the only possible one. Knows no session. An
+vLLM seeds a request's generator once and steps it per token, so a candidate's tokens would depend
+on how they are divided into requests. Here each token is drawn as the own engine draws it, keyed by
+(seed, candidate, step), and made the only possible one for vLLM's sampler. Logits processors are an
 interface of vLLM's first model runner; the second one has another.
 """
 
@@ -20,18 +20,21 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 from generator_service.sampling import sample
 from specrej.contracts import Sampling
 
-# What a request's extra arguments are found under.
+# The key of a request's extra arguments.
 KEY = "specrej"
+
+# The fields of Sampling that a draw depends on.
+_FIELDS = ("seed", "temperature", "top_k", "top_p", "min_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A request in the batch; `made` is vLLM's own list of what it has made so far, and grows."""
+    """A request in the batch; `made` is vLLM's own list of its tokens so far, and grows."""
 
     sampling: Sampling
     candidate: int
     first_step: int
-    forbidden: tuple[int, ...]
+    ends: tuple[int, ...]  # not drawn before min_tokens
     made: Sequence[int]
 
     @property
@@ -39,32 +42,26 @@ class _Row:
         return self.first_step + len(self.made)
 
     @property
-    def taboo(self) -> tuple[int, ...]:
-        return self.forbidden if self.step < self.sampling.min_tokens else ()
+    def forbidden(self) -> tuple[int, ...]:
+        return self.ends if self.step < self.sampling.min_tokens else ()
 
 
-def arguments(
-    sampling: Sampling, candidate: int, step: int, forbidden: Sequence[int]
-) -> dict[str, Any]:
-    """A request's extra arguments: whose tokens it makes from `step` on, and how.
+def arguments(sampling: Sampling, candidate: int, step: int, ends: Sequence[int]) -> dict[str, Any]:
+    """A request's extra arguments: its candidate, the step of its first token, and how to draw.
 
-    `forbidden` are not drawn before min_tokens.
+    `ends` are tokens that are not drawn before min_tokens.
     """
-    told = {
-        "seed": sampling.seed,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_tokens": sampling.min_tokens,
+    draw = {
+        **{name: getattr(sampling, name) for name in _FIELDS},
         "candidate": candidate,
         "step": step,
-        "forbidden": list(forbidden),
+        "ends": list(ends),
     }
-    return {KEY: told}
+    return {KEY: draw}
 
 
 class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
-    """Makes the token that is drawn infinitely likely, for vLLM's greedy sampler to find."""
+    """Gives the drawn token an infinite logit, which vLLM's greedy sampler then takes."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
@@ -80,24 +77,18 @@ class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
         groups: dict[tuple[Sampling, int, tuple[int, ...]], list[int]] = {}
         for index in range(len(logits)):
             if row := self._rows.get(index):
-                groups.setdefault((row.sampling, row.step, row.taboo), []).append(index)
-        for (sampling, step, taboo), indices in groups.items():
+                groups.setdefault((row.sampling, row.step, row.forbidden), []).append(index)
+        for (sampling, step, forbidden), indices in groups.items():
             part = logits if len(indices) == len(logits) else logits[indices]
             ids = [self._rows[index].candidate for index in indices]
-            tokens, _ = sample(part, sampling, ids, step, taboo)
+            tokens, _ = sample(part, sampling, ids, step, forbidden)
             logits[torch.tensor(indices, device=logits.device), tokens] = torch.inf
         return logits
 
 
 def _row(params: SamplingParams, _prompt: list[int] | None, made: list[int]) -> _Row | None:
-    told = (params.extra_args or {}).get(KEY)
-    if told is None:
+    draw = (params.extra_args or {}).get(KEY)
+    if draw is None:
         return None
-    sampling = Sampling(
-        seed=told["seed"],
-        temperature=told["temperature"],
-        top_k=told["top_k"],
-        top_p=told["top_p"],
-        min_tokens=told["min_tokens"],
-    )
-    return _Row(sampling, told["candidate"], told["step"], tuple(told["forbidden"]), made)
+    sampling = Sampling(**{name: draw[name] for name in _FIELDS})
+    return _Row(sampling, draw["candidate"], draw["step"], tuple(draw["ends"]), made)

@@ -1,15 +1,15 @@
-"""vLLM as an engine of candidates that write, pause and write on; public interfaces of it only.
+"""vLLM as an engine of candidates that pause between rounds; uses its public interfaces only.
 
-A candidate is one request with *streaming input*: vLLM runs it for so many tokens, then lets it
-wait for more input with its keys and values in place. The newest token of a chunk is not stored
-yet; it is the input of the next one. So a pause computes nothing again, nothing runs ahead, and
-what waits cannot be preempted. Two other ways were weighed. A request per round finds whole blocks
-in the prefix cache, if they were not given up, and computes each survivor's last block, 16 tokens
-on average, again in every round. A request that runs on while its output is held back computes what
-rejection is there to save.
+A candidate is one request with *streaming input*: vLLM runs it for a number of tokens, then keeps
+it waiting for more input with its keys and values in place. The newest token of a chunk is not
+stored yet; it is the input of the next one. So a pause computes nothing again, nothing runs ahead,
+and a request that waits cannot be preempted. Two alternatives were rejected. A request per round
+finds whole blocks in the prefix cache, if they were not evicted, and computes each survivor's last
+block, 16 tokens on average, again in every round. A request that runs on while its output is held
+back computes tokens that rejection discards.
 
-Likelihoods are vLLM's `raw_logprobs`: temperature 1, the whole distribution. Draws are ours
-(vllm_draw.py). Knows no text, no prompt's meaning and no slots but their number.
+Log-probabilities are vLLM's `raw_logprobs`: temperature 1, the whole distribution. Draws are those
+of vllm_draw.py.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from generator_service import vllm_draw
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import OnStep, Step
+from generator_service.text import eos_ids
 from specrej.contracts import Sampling
 from specrej.errors import InternalError, Unavailable
 
@@ -44,11 +45,11 @@ log = logging.getLogger(__name__)
 
 VERSION = vllm.__version__
 
-# Tokens of a block where the settings say nothing: on CPUs the fewest that its kernels like.
+# Default tokens per block on CPUs: the fewest with which vLLM's kernels are fast.
 _CPU_BLOCK_TOKENS = 32
 
-# Blocks that no candidate is given: vLLM keeps one for itself, the other makes up for its counting
-# the newest token, which is never stored, against the longest text.
+# Blocks that no candidate gets: vLLM reserves one, and counts the newest token, which is never
+# stored, against the longest text.
 _SPARE_BLOCKS = 2
 
 
@@ -62,7 +63,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is known of a model from its configuration."""
+    """Sizes of a model, from its configuration."""
 
     context_tokens: int
     vocabulary: int
@@ -80,14 +81,14 @@ class Shape:
         return cls(
             context_tokens=config.max_position_embeddings,
             vocabulary=config.vocab_size,
-            eos_ids=_eos_ids(directory, config),
+            eos_ids=eos_ids(_generation_config(directory), config),
             slot_bytes=2 * config.num_hidden_layers * kv_heads * head_dim * bytes_each,
             dtype=dtype,
         )
 
 
-class Writer:
-    """One candidate's request."""
+class CandidateRequest:
+    """One candidate's request to vLLM."""
 
     def __init__(
         self,
@@ -98,14 +99,14 @@ class Writer:
         candidate: int,
         eos_ids: frozenset[int],
         salt: str,
-        watched: bool,
+        streams: bool,
     ) -> None:
-        """`watched`: each token is wanted as soon as it is there, not at the end of a chunk."""
+        """`streams`: vLLM returns each token as soon as it is drawn, not at the end of a chunk."""
         self.name = name
         self._sampling = sampling
         self._candidate = candidate
         self._eos_ids = sorted(eos_ids)
-        self._watched = watched
+        self._streams = streams
         self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
         self._next = tokens_input(list(prompt_ids), cache_salt=salt or None)
         self._num_tokens = 0
@@ -113,8 +114,8 @@ class Writer:
             self._inputs(), self._params(sampling.max_tokens), name
         )
 
-    async def write(self, count: int) -> AsyncGenerator[Token, None]:
-        """At most `count` more tokens, fewer if one of them ends the text; then it waits."""
+    async def generate(self, count: int) -> AsyncGenerator[Token, None]:
+        """At most `count` more tokens, fewer if one of them ends the text; then it pauses."""
         self._chunks.put_nowait(StreamingInput(self._next, self._params(count)))
         finished = None
         while finished is None:
@@ -128,11 +129,10 @@ class Writer:
             raise InternalError(f"vLLM ended a candidate by {finished}")
 
     async def close(self) -> None:
-        """Let go of the request; `abort` comes first where there are many."""
         await self._outputs.aclose()
 
     async def _output(self) -> Any:
-        """Raises Unavailable: vLLM is gone; InternalError: it failed."""
+        """Raises Unavailable: vLLM has ended; InternalError: it failed."""
         try:
             return (await anext(self._outputs)).outputs[0]
         except EngineDeadError as error:
@@ -149,13 +149,13 @@ class Writer:
         sampling = self._sampling
         return SamplingParams(
             max_tokens=count,
-            temperature=0.0,  # of the tokens there is one left that can be
+            temperature=0.0,  # KeyedDraws leaves one possible token
             ignore_eos=True,
             stop_token_ids=[] if sampling.ignore_eos else self._eos_ids,
             detokenize=False,
-            logprobs=0,  # of the token that is drawn alone
+            logprobs=0,  # of the drawn token only
             output_kind=RequestOutputKind.DELTA,
-            stream_interval=1 if self._watched else max(2, count),
+            stream_interval=1 if self._streams else max(2, count),
             extra_args=vllm_draw.arguments(
                 sampling,
                 self._candidate,
@@ -168,9 +168,9 @@ class Writer:
 class VLLMEngine:
     """A running vLLM. Its calls belong to one event loop, that of the first of them."""
 
-    def __init__(self, llm: Any, shape: Shape, watch: Watch) -> None:
+    def __init__(self, llm: Any, shape: Shape, statistics: Statistics) -> None:
         self._llm: Any | None = llm
-        self._watch = watch
+        self._statistics = statistics
         self._names = itertools.count(1)
         cache = llm.vllm_config.cache_config
         self.shape = shape
@@ -185,56 +185,58 @@ class VLLMEngine:
         """A vLLM of the settings' model; `on_step` is called on the event loop.
 
         Raises:
-            Exception: whatever vLLM says when it cannot start.
+            Exception: any of vLLM's, if it cannot start.
         """
-        watch = Watch(on_step)
+        statistics = Statistics(on_step)
         on_cpu = current_platform.is_cpu()
         shape = Shape.read(settings.model_directory, "float32" if on_cpu else "bfloat16")
         arguments = AsyncEngineArgs(**_arguments(settings, shape, on_cpu=on_cpu))
         llm = AsyncLLMEngine.from_engine_args(
-            arguments, stat_loggers=[lambda config, index: _Stats(watch)]
+            arguments, stat_loggers=[lambda config, index: statistics]
         )
-        if "max_model_len" in settings.vllm_options:  # else few slots may have made it less
+        if "max_model_len" in settings.vllm_options:  # else a small kv_slots may have reduced it
             longest = llm.vllm_config.model_config.max_model_len
             shape = replace(shape, context_tokens=longest)
-        return cls(llm, shape, watch)
+        return cls(llm, shape, statistics)
 
-    def writer(
+    def request(
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
         candidate: int,
         *,
         salt: str = "",
-        watched: bool = False,
-    ) -> Writer:
-        """A candidate's request, which costs nothing until it writes."""
+        streams: bool = False,
+    ) -> CandidateRequest:
+        """A candidate's request, which takes no resources before `generate`."""
         name = f"{next(self._names)}"
         ends = self.eos_ids
-        return Writer(self._llm, name, prompt_ids, sampling, candidate, ends, salt, watched)
+        return CandidateRequest(
+            self._llm, name, prompt_ids, sampling, candidate, ends, salt, streams
+        )
 
-    async def abort(self, writers: Sequence[Writer]) -> None:
-        """Take everything from them; in vLLM's order of things, before whatever is asked next."""
-        if self._llm and writers:
-            await self._llm.abort([writer.name for writer in writers])
-        for writer in writers:
-            await writer.close()
+    async def abort(self, requests: Sequence[CandidateRequest]) -> None:
+        """Free all that requests hold; vLLM does so before it handles any later call."""
+        if self._llm and requests:
+            await self._llm.abort([request.name for request in requests])
+        for request in requests:
+            await request.close()
 
     def growing(self, *, more: int) -> None:
-        """So many more requests are to make tokens; fewer if it is negative."""
-        self._watch.grow(more)
+        """Count `more` requests that generate tokens now; negative: fewer."""
+        self._statistics.grow(more)
 
     @property
     def used_slots(self) -> int:
-        """What vLLM said last of the blocks that requests hold."""
+        """Slots of the blocks that requests hold, in vLLM's latest statistics."""
         slots = self.capacity_slots + self.block_tokens  # vLLM counts one of the spare blocks
-        return int(self._watch.usage * slots + 0.5)
+        return int(self._statistics.usage * slots + 0.5)
 
     def heartbeat_s(self) -> float:
-        """Seconds since the last step, while there is something to do; infinite without a vLLM."""
+        """Seconds since the last step while requests generate; infinite if vLLM has ended."""
         if self._llm is None or self._llm.errored:
             return math.inf
-        return self._watch.silent_s()
+        return self._statistics.silent_s()
 
     def close(self) -> None:
         """End vLLM's processes."""
@@ -243,40 +245,22 @@ class VLLMEngine:
             llm.shutdown()
 
 
-class Watch:
-    """What is seen of vLLM at work."""
+class Statistics(StatLoggerBase):  # type: ignore[misc]
+    """Receives vLLM's statistics of each step."""
 
     def __init__(self, on_step: OnStep | None) -> None:
-        self.usage: float = 0.0  # of the blocks that can be had
+        self.usage: float = 0.0  # share of the blocks that requests hold
         self._on_step = on_step
         self._num_growing = 0
-        self._last_sign = 0.0
+        self._last_step = 0.0  # time of the last step, or of the first request that grows
 
     def grow(self, more: int) -> None:
         if not self._num_growing:
-            self._last_sign = time.monotonic()
+            self._last_step = time.monotonic()
         self._num_growing += more
 
     def silent_s(self) -> float:
-        return time.monotonic() - self._last_sign if self._num_growing else 0.0
-
-    def step(self, scheduler: Any, iteration: Any) -> None:
-        """vLLM's statistics of a step."""
-        seconds, self._last_sign = time.monotonic() - self._last_sign, time.monotonic()
-        self.usage = scheduler.kv_cache_usage if scheduler else self.usage
-        if self._on_step and iteration:
-            prompts = iteration.prompt_token_stats
-            generated = iteration.num_generation_tokens
-            self._on_step(
-                Step(seconds, generated, generated, prompts.computed, prompts.local_cache_hit)
-            )
-
-
-class _Stats(StatLoggerBase):  # type: ignore[misc]
-    """Where vLLM puts its statistics."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+        return time.monotonic() - self._last_step if self._num_growing else 0.0
 
     def record(
         self,
@@ -285,14 +269,22 @@ class _Stats(StatLoggerBase):  # type: ignore[misc]
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        self._watch.step(scheduler_stats, iteration_stats)
+        now = time.monotonic()
+        seconds, self._last_step = now - self._last_step, now
+        self.usage = scheduler_stats.kv_cache_usage if scheduler_stats else self.usage
+        if self._on_step and iteration_stats:
+            prompts = iteration_stats.prompt_token_stats
+            generated = iteration_stats.num_generation_tokens
+            self._on_step(
+                Step(seconds, generated, generated, prompts.computed, prompts.local_cache_hit)
+            )
 
     def log_engine_initialized(self) -> None:
-        """It speaks for itself."""
+        """Nothing is logged."""
 
 
 def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's own, those of the settings last: theirs win."""
+    """vLLM's engine arguments; `vllm_options` override the others."""
     arguments: dict[str, Any] = {
         "model": str(settings.model_directory),
         "dtype": shape.dtype,
@@ -315,20 +307,18 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
 def _capacity(
     slots: int, arguments: dict[str, Any], shape: Shape, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """What makes vLLM have so many slots, in whole blocks; its texts cannot be longer than that."""
+    """Engine arguments for so many slots in whole blocks; texts cannot be longer than that."""
     block = arguments.setdefault("block_size", 16)
     blocks = slots // block + _SPARE_BLOCKS
     longest = min(arguments["max_model_len"], (blocks - 1) * block)
-    told: dict[str, Any] = {"num_gpu_blocks_override": blocks, "max_model_len": longest}
+    capacity: dict[str, Any] = {"num_gpu_blocks_override": blocks, "max_model_len": longest}
     if on_cpu:
-        told["kv_cache_memory_bytes"] = blocks * block * shape.slot_bytes
-    return told
+        capacity["kv_cache_memory_bytes"] = blocks * block * shape.slot_bytes
+    return capacity
 
 
-def _eos_ids(directory: Path, config: Any) -> frozenset[int]:
+def _generation_config(directory: Path) -> GenerationConfig | None:
     try:
-        ids = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
     except OSError:
-        ids = None
-    ids = config.eos_token_id if ids is None else ids
-    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+        return None

@@ -1,11 +1,12 @@
-"""One call of the public API on a blocking stub, timed: what a user sees of it.
+"""One timed call of the public API on a blocking stub. Imports nothing of Locust.
 
-Knows nothing of Locust. With grpc's gevent support on, a call blocks its greenlet alone.
+With grpc's gevent support enabled, a call blocks only its greenlet.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -18,8 +19,8 @@ from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)
-class RoundSeen:
-    """A round's end as it arrived: seconds since the one before, or since the beginning."""
+class RoundEvent:
+    """A completed round: seconds since the previous round or the start, tokens generated in it."""
 
     seconds: float
     tokens: int
@@ -27,20 +28,17 @@ class RoundSeen:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: a status name, seconds, tokens generated for it, rounds that arrived.
-
-    An answer from the cache took no tokens.
-    """
+    """How a call ended: a status name, seconds, generated tokens (0 from the cache), rounds."""
 
     code: str
     seconds: float
     tokens: int = 0
     cached: bool = False
-    rounds: tuple[RoundSeen, ...] = ()
+    rounds: tuple[RoundEvent, ...] = ()
 
 
 class Caller:
-    """A channel to "host:port" and its stub; calls are never retried, so that refusals show."""
+    """A channel to "host:port" and its stub. Calls are not retried, so that refusals count."""
 
     def __init__(self, address: str, timeout_s: float, **credentials: Unpack[Credentials]) -> None:
         self._timeout_s = timeout_s
@@ -48,51 +46,41 @@ class Caller:
         self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     def close(self) -> None:
-        """Cancel what runs and disconnect."""
+        """Cancel all calls and disconnect."""
         self._channel.close()
 
-    def generate(self, prompt: str, began: float, **options: Unpack[Options]) -> Outcome:
-        """Wait for the whole answer; `began` is a reading of time.perf_counter()."""
-        watch = _Watch(began)
+    def generate(self, prompt: str, started: float, **options: Unpack[Options]) -> Outcome:
+        """Make a unary call; `started` is a reading of time.perf_counter()."""
         try:
             answer = self._stub.Generate(build_request(prompt, **options), timeout=self._timeout_s)
         except grpc.RpcError as error:
-            return watch.failed(error)
-        return watch.answered(answer)
+            return _failed(error, started, [])
+        return _answered(answer, started, [])
 
-    def stream(self, prompt: str, began: float, **options: Unpack[Options]) -> Outcome:
-        """The same, following every round."""
-        watch = _Watch(began)
+    def stream(self, prompt: str, started: float, **options: Unpack[Options]) -> Outcome:
+        """Make a streaming call and time every round."""
         message = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
+        rounds: list[RoundEvent] = []
+        previous = started
         try:
-            for event in self._stub.GenerateStream(message, timeout=self._timeout_s):
+            events: Iterator[Any] = self._stub.GenerateStream(message, timeout=self._timeout_s)
+            for event in events:
                 if event.HasField("round_completed"):
-                    watch.saw_round(event.round_completed.round.generated_tokens)
+                    now = time.perf_counter()
+                    tokens = event.round_completed.round.generated_tokens
+                    rounds.append(RoundEvent(now - previous, tokens))
+                    previous = now
                 elif event.HasField("finished"):
-                    return watch.answered(event.finished)
+                    return _answered(event.finished, started, rounds)
         except grpc.RpcError as error:
-            return watch.failed(error)
-        return Outcome("NO_ANSWER", watch.seconds())
+            return _failed(error, started, rounds)
+        return Outcome("NO_ANSWER", time.perf_counter() - started)
 
 
-class _Watch:
-    """Times of one call."""
+def _answered(answer: Any, started: float, rounds: list[RoundEvent]) -> Outcome:
+    tokens = 0 if answer.cached else answer.usage.generated_tokens
+    return Outcome("OK", time.perf_counter() - started, tokens, answer.cached, tuple(rounds))
 
-    def __init__(self, began: float) -> None:
-        self._began = self._since = began
-        self._rounds: list[RoundSeen] = []
 
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began
-
-    def saw_round(self, tokens: int) -> None:
-        now = time.perf_counter()
-        self._rounds.append(RoundSeen(now - self._since, tokens))
-        self._since = now
-
-    def answered(self, answer: orchestrator_pb2.GenerateResponse) -> Outcome:
-        tokens = 0 if answer.cached else answer.usage.generated_tokens
-        return Outcome("OK", self.seconds(), tokens, answer.cached, tuple(self._rounds))
-
-    def failed(self, error: Any) -> Outcome:
-        return Outcome(error.code().name, self.seconds(), rounds=tuple(self._rounds))
+def _failed(error: Any, started: float, rounds: list[RoundEvent]) -> Outcome:
+    return Outcome(error.code().name, time.perf_counter() - started, rounds=tuple(rounds))

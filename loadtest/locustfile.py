@@ -1,8 +1,8 @@
-"""Users who wait for answers: `locust -f loadtest/locustfile.py --host HOST:PORT`.
+"""Closed-loop users: `locust -f loadtest/locustfile.py --host HOST:PORT`.
 
-All users are streaming ones and unary ones, 3 to 1; name a class to have one kind only. A token and
-certificates come by SPECREJ_TOKEN or SPECREJ_TOKEN_FILE, SPECREJ_TLS, SPECREJ_TLS_CA,
-SPECREJ_TLS_CERT, SPECREJ_TLS_KEY. More in docs/loadtest.md.
+Streaming and unary users come 3 to 1; name a class on the command line to use only that one.
+SPECREJ_TOKEN or SPECREJ_TOKEN_FILE, SPECREJ_TLS, SPECREJ_TLS_CA, SPECREJ_TLS_CERT and
+SPECREJ_TLS_KEY set credentials. See docs/loadtest.md.
 """
 
 from __future__ import annotations

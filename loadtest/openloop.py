@@ -1,9 +1,9 @@
-"""Requests that come as they please: `locust -f loadtest/openloop.py --users 4 --rate 0.5 ...`.
+"""Open-loop users: `locust -f loadtest/openloop.py --users 4 --rate 0.5 ...`.
 
-Each user is a source of its own and sends --rate requests per second, as a Poisson process. Nobody
-waits for an answer before the next request is sent. Times are measured from the moment a request
-was due, so that a client or a service that falls behind does not hide its delay. What was sent more
-than 50 ms late is counted ("late start"), as is what was not sent at all ("missed").
+Each user sends --rate requests per second as a Poisson process and does not wait for answers.
+Times count from the moment a request was due, so a slow client or service does not hide delays.
+Requests sent more than 50 ms late are counted as "late start", requests that were not sent, because
+--max-in-flight of the user were unanswered, as "missed".
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from locust import events, task
 
 from loadtest import options, shapes, thresholds
 from loadtest.arrivals import LATE_S, poisson
-from loadtest.kinds import FAILED, LATE, MISSED
-from loadtest.questions import Question
-from loadtest.users import AskingUser, CallFailed
+from loadtest.thresholds import Kind
+from loadtest.users import ApiUser, CallFailed
+from loadtest.workload import LoadRequest
 
 events.init_command_line_parser.add_listener(options.add_options)  # type: ignore[no-untyped-call]
 events.init.add_listener(shapes.use_shape)  # type: ignore[no-untyped-call]
 events.quitting.add_listener(thresholds.judge)  # type: ignore[no-untyped-call]
 
 
-class PoissonUser(AskingUser):
+class PoissonUser(ApiUser):
     """A source of streaming requests."""
 
     def on_start(self) -> None:
@@ -34,9 +34,9 @@ class PoissonUser(AskingUser):
         super().on_start()
         parsed: Any = self.environment.parsed_options
         self._pool = Pool(parsed.max_in_flight)
-        self._began = time.perf_counter()
-        self._arrivals = poisson(parsed.rate, random.SystemRandom().getrandbits(64))
-        self._due = self._began + next(self._arrivals)
+        self._started = time.perf_counter()
+        self._arrivals_s = poisson(parsed.rate, random.SystemRandom().getrandbits(64))
+        self._due = self._started + next(self._arrivals_s)
 
     def wait_time(self) -> float:
         """Seconds until the next request is due."""
@@ -44,30 +44,31 @@ class PoissonUser(AskingUser):
 
     @task
     def arrive(self) -> None:
-        """Send what is due, and wait for nothing."""
+        """Send the request that is due; do not wait for its answer."""
         late_s = time.perf_counter() - self._due
         if late_s < 0:  # Locust does not wait before the first task.
             return
-        asked, due = next(self.questions), self._due
-        self._due = self._began + next(self._arrivals)
+        request, due = next(self.requests), self._due
+        self._due = self._started + next(self._arrivals_s)
         if self._pool.full():
-            self.fire(MISSED, asked, late_s)
+            self.fire(Kind.MISSED, request, late_s)
             return
         if late_s > LATE_S:
-            self.fire(LATE, asked, late_s)
-        self._pool.spawn(self._ask, asked, due)
+            self.fire(Kind.LATE, request, late_s)
+        self._pool.spawn(self._send, request, due)
 
     def on_stop(self) -> None:
-        """Wait for what is under way, as long as --stop-timeout; the rest has failed."""
+        """Wait up to --stop-timeout for calls; report unfinished ones as failed."""
         try:
             self._pool.join(timeout=self.environment.stop_timeout or 0)
         finally:
-            # Greenlets that are killed report nothing by themselves.
+            # A killed greenlet reports nothing itself.
             for greenlet in list(self._pool):
-                asked, due = greenlet.args
-                self.fire(FAILED, asked, time.perf_counter() - due, 0, CallFailed("UNFINISHED"))
+                request, due = greenlet.args
+                seconds = time.perf_counter() - due
+                self.fire(Kind.FAILED, request, seconds, 0, CallFailed("UNFINISHED"))
             super().on_stop()
             self._pool.kill(block=False)
 
-    def _ask(self, asked: Question, due: float) -> None:
-        self.report(asked, self.caller.stream(asked.prompt, due, **asked.options))
+    def _send(self, request: LoadRequest, due: float) -> None:
+        self.report(request, self.caller.stream(request.prompt, due, **request.options))

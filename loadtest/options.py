@@ -1,4 +1,4 @@
-"""What Locust's command line takes besides its own options."""
+"""Options of the load test, added to Locust's command line."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from specrej.contracts import Algorithm
 BOTH = "both"
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """To Locust's own parser."""
-    _add_request_options(parser)
-    _add_load_options(parser)
-    _add_thresholds(parser)
-
-
 def counts(text: str) -> tuple[int, ...]:
-    """Candidates, "16" or "1,4,16".
+    """Candidates per request: "16" or "1,4,16".
 
     Raises:
-        ArgumentTypeError: it is not a list of numbers from 1.
+        ArgumentTypeError: the text is not a list of numbers from 1.
     """
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ArgumentTypeError("wants candidates per request, such as 16 or 1,4,16")
+        raise ArgumentTypeError("must be candidates per request, such as 16 or 1,4,16")
     return tuple(int(part) for part in parts)
 
 
+def add_options(parser: ArgumentParser) -> None:
+    """Listener of Locust's `init_command_line_parser`."""
+    _add_request_options(parser)
+    _add_load_options(parser)
+    _add_limits(parser)
+
+
 def _checked_counts(text: str) -> str:
-    # Stays text: it travels to workers and shows in the browser.
+    # The value stays text: Locust sends it to workers and shows it in the browser.
     counts(text)
     return text
 
@@ -40,14 +40,14 @@ def _add_request_options(parser: ArgumentParser) -> None:
         "--n",
         type=_checked_counts,
         default="16",
-        help="candidates per request; several, such as 1,4,16, take turns of --step-seconds each",
+        help="candidates per request; several, such as 1,4,16, are used for --step-seconds each",
     )
-    parser.add_argument("--step-seconds", type=float, default=30, help="how long each of --n lasts")
+    parser.add_argument("--step-seconds", type=float, default=30, help="duration of each --n")
     parser.add_argument(
         "--algorithm",
-        choices=[*(each.value for each in Algorithm), BOTH],
+        choices=[*(algorithm.value for algorithm in Algorithm), BOTH],
         default=Algorithm.SPECULATIVE_REJECTION.value,
-        help="both: each question is asked twice, with the same seed",
+        help="both: send each request twice, with the same prompt and seed",
     )
     parser.add_argument("--alpha", type=float, default=0.5, help="fraction rejected per round")
     parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens per candidate")
@@ -55,7 +55,7 @@ def _add_request_options(parser: ArgumentParser) -> None:
         "--cache",
         choices=["bypass", "on"],
         default="bypass",
-        help="bypass: every request is generated; on: prompts come back, and are answered from it",
+        help="bypass: generate every answer; on: repeat prompts, so that the cache answers them",
     )
     parser.add_argument("--prompts", default=str(OWN_PROMPTS), help="file with one prompt per line")
     parser.add_argument("--request-timeout", type=float, default=120, help="deadline in seconds")
@@ -66,22 +66,25 @@ def _add_load_options(parser: ArgumentParser) -> None:
         "--shape",
         choices=["constant", "ramp", "spike", "steps"],
         default="constant",
-        help="of the users over --run-time: all at once; one more and more; a tenth, all, a tenth. "
-        "steps: all, until every one of --n had its turn",
+        help="number of users over --run-time: all; rising evenly to all; a tenth, all, a tenth. "
+        "steps: all, until every --n was used",
     )
     parser.add_argument(
-        "--rate", type=float, default=0.5, help="open loop: arrivals per second, of each user"
+        "--rate", type=float, default=0.5, help="open loop: arrivals per second of each user"
     )
     parser.add_argument(
-        "--max-in-flight", type=int, default=1000, help="open loop: per user; more are missed"
+        "--max-in-flight",
+        type=int,
+        default=1000,
+        help="open loop: most unanswered requests per user; further requests are missed",
     )
 
 
-def _add_thresholds(parser: ArgumentParser) -> None:
-    limits = parser.add_argument_group("limits", "the exit code is 1 if one of them is not kept")
-    limits.add_argument("--max-p95-ms", type=float, help="of whole answers")
-    limits.add_argument("--max-first-round-p95-ms", type=float, help="until the first round's end")
-    limits.add_argument("--max-failure-ratio", type=float, help="of calls; none may fail otherwise")
+def _add_limits(parser: ArgumentParser) -> None:
+    limits = parser.add_argument_group("limits", "the exit code is 1 if a limit is broken")
+    limits.add_argument("--max-p95-ms", type=float, help="latency of whole answers")
+    limits.add_argument("--max-first-round-p95-ms", type=float, help="time to the first round")
+    limits.add_argument("--max-failure-ratio", type=float, help="of calls; default: 0")
     limits.add_argument("--max-late-ratio", type=float, help="open loop: sent late, or missed")
     limits.add_argument("--min-goodput", type=float, help="answers within --slo-ms, per second")
-    limits.add_argument("--slo-ms", type=float, default=10_000, help="what a good answer may take")
+    limits.add_argument("--slo-ms", type=float, default=10_000, help="limit of a good answer")

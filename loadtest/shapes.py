@@ -1,4 +1,4 @@
-"""The curves of curves.py as Locust's shapes of load."""
+"""The number of users over time, as shapes for Locust."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from locust import LoadTestShape
 from loadtest.curves import constant, ramp, spike
 from loadtest.options import counts
 
-# Users come and go as fast as the shape wants them to.
-_PER_SECOND = 100.0
+# Users start and stop per second: effectively at once.
+_SPAWN_RATE = 100.0
 
 
 _SHAPES = {"ramp": ramp, "spike": spike, "steps": constant}
 
 
 class Shape(LoadTestShape):
-    """What --shape names, for as long as --run-time, or as --n takes."""
+    """The shape that --shape names. It lasts --run-time; steps last until every --n was used."""
 
-    # Locust would use it without being asked if it were found in a locustfile.
+    # Locust would instantiate a concrete class that it finds in a locustfile.
     abstract = True
 
     def __init__(self, parsed: Any) -> None:
@@ -30,15 +30,15 @@ class Shape(LoadTestShape):
         self._length_s = steps_s if parsed.shape == "steps" else parsed.run_time or 60
 
     def tick(self) -> tuple[int, float] | None:
-        """Users and how many come or go per second; None at the end."""
+        """The number of users and the spawn rate; None ends the test."""
         elapsed_s = self.get_run_time()  # type: ignore[no-untyped-call]
         if elapsed_s >= self._length_s:
             return None
-        return self._users_at(elapsed_s, self._length_s, self._users), _PER_SECOND
+        return self._users_at(elapsed_s, self._length_s, self._users), _SPAWN_RATE
 
 
 def use_shape(environment: Any, **_: Any) -> None:
-    """Listens to Locust's `init`; workers are told how many users to have."""
+    """Listener of Locust's `init`; workers get their number of users from the master."""
     parsed = environment.parsed_options
     if parsed.shape != "constant" and not parsed.worker:
         environment.shape_class = Shape(parsed)

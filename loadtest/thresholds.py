@@ -1,24 +1,36 @@
-"""What a load test must not exceed, or fall short of: sets Locust's exit code.
+"""Limits of a load test: sets Locust's exit code from the statistics of the whole run.
 
-Judged once, where all figures come together: by the master, or by the only process.
+Evaluated by the master, or by the only process.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from loadtest import kinds
+
+class Kind(StrEnum):
+    """Types of the rows in Locust's statistics."""
+
+    ANSWER = "answer"
+    CACHED = "cached answer"  # generated no tokens
+    FAILED = "failed"  # separate rows: quick refusals must not lower the latency of answers
+    FIRST_ROUND = "first round"
+    BETWEEN_ROUNDS = "between rounds"
+    LATE = "late start"  # open loop: by how much
+    MISSED = "missed"  # open loop: not sent
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A whole run: counts, milliseconds, answers within the limit of good ones per second.
+    """A whole run; times in milliseconds, NaN if nothing was measured.
 
-    Locust keeps times rounded to two digits, above 100 ms, and so are these. NaN: nothing was seen.
+    Locust rounds times above 100 ms to two digits. `goodput`: answers within the SLO per second.
     """
 
     num_answers: int
@@ -28,17 +40,17 @@ class Summary:
     p95_ms: float
     first_round_p95_ms: float
     goodput: float
-    failures: dict[str, int]  # by status name
+    failures: Mapping[str, int]  # by status name
 
     @property
     def failure_ratio(self) -> float:
-        """Of the calls that were made; all of them, if there was none."""
+        """Failed calls of all calls; 1 if there was no call."""
         called = self.num_answers + self.num_failed
         return self.num_failed / called if called else 1.0
 
     @property
     def late_ratio(self) -> float:
-        """Sent late, or not at all, of what was due."""
+        """Late and missed requests of all that were due."""
         due = self.num_answers + self.num_failed + self.num_missed
         return (self.num_late + self.num_missed) / due if due else 0.0
 
@@ -53,7 +65,7 @@ class Summary:
 
 
 def judge(environment: Any, **_: Any) -> None:
-    """Listens to Locust's `quitting`: says how it went, and sets the exit code."""
+    """Listener of Locust's `quitting`: print the summary and set the exit code."""
     parsed = environment.parsed_options
     if parsed.worker:
         return
@@ -61,15 +73,15 @@ def judge(environment: Any, **_: Any) -> None:
     print(summary, file=sys.stderr)
     broken = broken_limits(summary, parsed)
     if environment.runner.exceptions:
-        broken.append("no errors of the load test's own")
+        broken.append("exceptions in the load test itself")
     for limit in broken:
-        print(f"limit not kept: {limit}", file=sys.stderr)
+        print(f"limit broken: {limit}", file=sys.stderr)
     environment.process_exit_code = 1 if broken else 0
 
 
 def broken_limits(summary: Summary, limits: Any) -> list[str]:
-    """Each limit that was not kept, with what was measured; a NaN keeps none."""
-    highest = (
+    """Each broken limit with the measured value; a NaN breaks its limit."""
+    maxima = (
         ("p95 ms", summary.p95_ms, limits.max_p95_ms),
         ("first round p95 ms", summary.first_round_p95_ms, limits.max_first_round_p95_ms),
         ("failure ratio", summary.failure_ratio, limits.max_failure_ratio or 0.0),
@@ -77,7 +89,7 @@ def broken_limits(summary: Summary, limits: Any) -> list[str]:
     )
     broken = [
         f"{name} {value:.4g}, at most {limit:g}"
-        for name, value, limit in highest
+        for name, value, limit in maxima
         if limit is not None and not value <= limit
     ]
     if limits.min_goodput is not None and not summary.goodput >= limits.min_goodput:
@@ -86,55 +98,43 @@ def broken_limits(summary: Summary, limits: Any) -> list[str]:
 
 
 def summarise(stats: Any, slo_ms: float) -> Summary:
-    """Of Locust's `RequestStats`."""
-    answers = _times(stats, (kinds.ANSWER, kinds.CACHED))
+    """The summary of Locust's `RequestStats`."""
+    answers = _times_ms(stats, Kind.ANSWER) + _times_ms(stats, Kind.CACHED)
     good = sum(count for ms, count in answers.items() if ms <= slo_ms)
     seconds = (stats.last_request_timestamp or 0) - stats.start_time
+    failures: Counter[str] = Counter()
+    for error in stats.errors.values():
+        failures[error.parse_error(error.error)] += error.occurrences
     return Summary(
-        num_answers=sum(answers.values()),
-        num_failed=_count(stats, kinds.FAILED),
-        num_late=_count(stats, kinds.LATE),
-        num_missed=_count(stats, kinds.MISSED),
+        num_answers=answers.total(),
+        num_failed=_times_ms(stats, Kind.FAILED).total(),
+        num_late=_times_ms(stats, Kind.LATE).total(),
+        num_missed=_times_ms(stats, Kind.MISSED).total(),
         p95_ms=percentile(answers, 0.95),
-        first_round_p95_ms=percentile(_times(stats, (kinds.FIRST_ROUND,)), 0.95),
+        first_round_p95_ms=percentile(_times_ms(stats, Kind.FIRST_ROUND), 0.95),
         goodput=good / seconds if seconds > 0 else 0.0,
-        failures=_failures(stats),
+        failures=failures,
     )
 
 
-def percentile(counts: dict[float, int], share: float) -> float:
-    """The least time that `share` of all do not exceed; NaN of none."""
+def percentile(counts: Mapping[float, int], share: float) -> float:
+    """The least value that `share` of all counted values do not exceed; NaN if there are none."""
     left = share * sum(counts.values())
-    for ms in sorted(counts):
-        left -= counts[ms]
+    for value in sorted(counts):
+        left -= counts[value]
         if left <= 0:
-            return ms
-    return float("nan")
+            return value
+    return math.nan
 
 
 def _ms(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.0f} ms"
 
 
-def _entries(stats: Any, names: Iterable[str]) -> Iterable[Any]:
-    return [entry for (_, kind), entry in stats.entries.items() if kind in names]
-
-
-def _times(stats: Any, names: Iterable[str]) -> dict[float, int]:
-    together: dict[float, int] = {}
-    for entry in _entries(stats, names):
-        for ms, count in entry.response_times.items():
-            together[ms] = together.get(ms, 0) + count
-    return together
-
-
-def _count(stats: Any, kind: str) -> int:
-    return sum(int(entry.num_requests) for entry in _entries(stats, (kind,)))
-
-
-def _failures(stats: Any) -> dict[str, int]:
-    together: dict[str, int] = {}
-    for error in stats.errors.values():
-        name = error.parse_error(error.error)
-        together[name] = together.get(name, 0) + error.occurrences
-    return together
+def _times_ms(stats: Any, kind: Kind) -> Counter[float]:
+    """How often each time was measured, over all rows of this kind."""
+    times: Counter[float] = Counter()
+    for (_, row_kind), entry in stats.entries.items():
+        if row_kind == kind:
+            times.update(entry.response_times)
+    return times

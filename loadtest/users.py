@@ -1,7 +1,5 @@
-"""Users for Locust, who ask, wait for the answer and ask again: a closed loop.
-
-What they see is reported under the kinds of kinds.py; a response's length is its generated tokens.
-"""
+"""Locust users of the public API. Rows are reported by `Kind`; a response's length is its number of
+generated tokens."""
 
 from __future__ import annotations
 
@@ -14,87 +12,86 @@ import grpc.experimental.gevent as grpc_gevent
 from locust import User, between, events, task
 
 from loadtest.calls import Caller, Outcome
-from loadtest.kinds import ANSWER, BETWEEN_ROUNDS, CACHED, FAILED, FIRST_ROUND
-from loadtest.questions import Question, questions
+from loadtest.thresholds import Kind
+from loadtest.workload import LoadRequest, requests
 from specrej.credentials import credentials_from
 
-# Before any channel is made: grpc's own threads would block every user at once.
+# Must run before the first channel is created: otherwise one call blocks all users.
 grpc_gevent.init_gevent()
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 
 
 class CallFailed(Exception):
-    """A call that ended without an answer; shown as the name of its status."""
+    """A call without an answer; Locust shows it as the name of its status."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
-class _Clock:
-    """When this process's part of the test began: users that come later join the step under way."""
+class _TestStart:
+    """The start of the test in this process; users that start later join the current step."""
 
     def __init__(self) -> None:
-        self.began = time.perf_counter()
+        self.at = time.perf_counter()
 
-    def restart(self, **_: Any) -> None:
-        self.began = time.perf_counter()
-
-
-_clock = _Clock()
-events.test_start.add_listener(_clock.restart)  # type: ignore[no-untyped-call]
+    def reset(self, **_: Any) -> None:
+        self.at = time.perf_counter()
 
 
-def _tell_the_time(**_: Any) -> None:
-    # The event loop has not looked at the clock since before the imports: --run-time would begin
-    # then, and have a second less.
+_test_start = _TestStart()
+events.test_start.add_listener(_test_start.reset)  # type: ignore[no-untyped-call]
+
+
+def _update_loop_time(**_: Any) -> None:
+    # gevent's clock stands at a time before the imports: --run-time would be a second shorter.
     gevent.get_hub().loop.update_now()
 
 
-events.init.add_listener(_tell_the_time)  # type: ignore[no-untyped-call]
+events.init.add_listener(_update_loop_time)  # type: ignore[no-untyped-call]
 
 
-class AskingUser(User):
-    """Has a channel and questions."""
+class ApiUser(User):
+    """Base of all users: a connection and a sequence of requests."""
 
     abstract = True
 
     def on_start(self) -> None:
-        """Connect; a token and certificates come by the command line's variables."""
+        """Connect with the credentials of the command line's environment variables."""
         parsed: Any = self.environment.parsed_options
         worker = max(0, getattr(self.environment.runner, "worker_index", 0))
         self.caller = Caller(
             self.host or DEFAULT_ADDRESS, parsed.request_timeout, **credentials_from(os.environ)
         )
-        self.questions = questions(parsed, worker, _clock.began)
+        self.requests = requests(parsed, worker, _test_start.at)
 
     def on_stop(self) -> None:
-        """Cancel what runs."""
+        """Cancel all calls."""
         self.caller.close()
 
-    def report(self, question: Question, outcome: Outcome) -> None:
-        """All that was seen of a call."""
-        for number, seen in enumerate(outcome.rounds):
-            kind = BETWEEN_ROUNDS if number else FIRST_ROUND
-            self.fire(kind, question, seen.seconds, seen.tokens)
+    def report(self, request: LoadRequest, outcome: Outcome) -> None:
+        """Report a call and its rounds to Locust."""
+        for number, event in enumerate(outcome.rounds):
+            kind = Kind.BETWEEN_ROUNDS if number else Kind.FIRST_ROUND
+            self.fire(kind, request, event.seconds, event.tokens)
         if outcome.code != "OK":
-            self.fire(FAILED, question, outcome.seconds, 0, CallFailed(outcome.code))
+            self.fire(Kind.FAILED, request, outcome.seconds, 0, CallFailed(outcome.code))
         else:
-            kind = CACHED if outcome.cached else ANSWER
-            self.fire(kind, question, outcome.seconds, outcome.tokens)
+            kind = Kind.CACHED if outcome.cached else Kind.ANSWER
+            self.fire(kind, request, outcome.seconds, outcome.tokens)
 
     def fire(
         self,
-        kind: str,
-        question: Question,
+        kind: Kind,
+        request: LoadRequest,
         seconds: float,
         tokens: int = 0,
         failure: Exception | None = None,
     ) -> None:
-        """One row's worth for Locust."""
+        """Add one measurement to the row of this kind, algorithm and N."""
         self.environment.events.request.fire(
-            request_type=kind,
-            name=question.label,
+            request_type=kind.value,
+            name=request.label,
             response_time=seconds * 1e3,
             response_length=tokens,
             exception=failure,
@@ -102,28 +99,28 @@ class AskingUser(User):
         )
 
 
-class StreamingUser(AskingUser):
-    """Follows its requests round by round."""
+class StreamingUser(ApiUser):
+    """Sends streaming requests, each after the answer to the one before."""
 
     wait_time = between(0, 0.1)
     weight = 3
 
     @task
     def stream(self) -> None:
-        """One request, from question to answer."""
-        asked = next(self.questions)
-        began = time.perf_counter()
-        self.report(asked, self.caller.stream(asked.prompt, began, **asked.options))
+        """Send one request and follow its rounds."""
+        request = next(self.requests)
+        started = time.perf_counter()
+        self.report(request, self.caller.stream(request.prompt, started, **request.options))
 
 
-class UnaryUser(AskingUser):
-    """Waits for whole answers."""
+class UnaryUser(ApiUser):
+    """Sends unary requests, each after the answer to the one before."""
 
     wait_time = between(0, 0.1)
 
     @task
     def generate(self) -> None:
-        """One request, from question to answer."""
-        asked = next(self.questions)
-        began = time.perf_counter()
-        self.report(asked, self.caller.generate(asked.prompt, began, **asked.options))
+        """Send one request and wait for the whole answer."""
+        request = next(self.requests)
+        started = time.perf_counter()
+        self.report(request, self.caller.generate(request.prompt, started, **request.options))

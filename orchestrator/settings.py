@@ -1,4 +1,4 @@
-"""How the orchestrator is configured."""
+"""The orchestrator's settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
-from orchestrator.backends.fleet import Pulse
-from orchestrator.composition import Composite, check_composites
-from orchestrator.store import Access, check_access
-from specrej.contracts import Schedule
+from orchestrator.backends import PollSettings
+from orchestrator.cache import RedisAccess, check_access
+from orchestrator.loop import Composite, check_composites
+from specrej.contracts import GeometricSchedule, Schedule
 from specrej.credentials import Credentials, check_credentials
 from specrej.errors import Violation
 from specrej.settings import Port, Seconds, ServiceSettings
@@ -21,12 +21,11 @@ from specrej.validation import check_schedule
 
 Addresses = Annotated[str, Field(pattern=r"^[^\s,]+:\d{1,5}(,[^\s,]+:\d{1,5})*$")]
 ENV_PREFIX = "SPECREJ_ORCHESTRATOR_"
-_SCHEDULES = ("memory", "tokens", "geometric")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 class RedisSettings(BaseSettings):
-    """Where Redis is, and what lets us in: of the orchestrator and of `specrej cache`."""
+    """Address and credentials of Redis, for the orchestrator and `specrej cache`."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True)
 
@@ -36,9 +35,9 @@ class RedisSettings(BaseSettings):
         "", description="file with the password, read again for every new connection"
     )
     redis_ca: str = Field(
-        "", description="PEM file of who signs Redis's certificate; empty: the system's"
+        "", description="PEM file of Redis's certificate authority; empty: the system's"
     )
-    redis_cert: str = Field("", description="PEM file of the certificate that Redis is shown")
+    redis_cert: str = Field("", description="PEM file of the client certificate for Redis")
     redis_key: str = Field("", description="PEM file of its key; empty: it is in redis_cert")
 
     @field_validator("redis_url")
@@ -63,27 +62,27 @@ class RedisSettings(BaseSettings):
         return self
 
     @property
-    def redis_access(self) -> Access:
-        """Where Redis is, and what lets us in."""
+    def redis_access(self) -> RedisAccess:
+        """Address and credentials of Redis."""
         files = (self.redis_password_file, self.redis_ca, self.redis_cert, self.redis_key)
         paths = [Path(path) if path else None for path in files]
-        return Access(self.redis_url, self.redis_username, *paths)
+        return RedisAccess(self.redis_url, self.redis_username, *paths)
 
 
 class OrchestratorSettings(RedisSettings, ServiceSettings):
-    """The orchestrator: the public port; decides who goes on, holds no model.
+    """The orchestrator: the public port and the run loop; holds no model.
 
     Every setting is a flag (--max-running 8) or an environment variable
     (SPECREJ_ORCHESTRATOR_MAX_RUNNING=8); flags win.
 
-    composites is a JSON list of rewards that requests can ask for by one name, such as
+    composites is a JSON list of named sets of rewards, such as
       [{"name": "balanced", "rewards": [
         {"name": "helpful", "normalization": {"kind": "fixed", "mean": 0.2, "deviation": 1.1}},
         {"name": "harmless", "weight": 0.5, "normalization": {"kind": "batch"}, "veto_below": -1}
       ]}]
-    Its rewards are those of the reward service, and likelihood; no composites. Each has a weight
-    (1 if absent), a normalization of kind none, fixed or batch (none if absent), and vetoes what it
-    gives less than veto_below (nothing if absent). A composite hides a reward of its name.
+    Its rewards are those of the reward service, or likelihood; not composites. Each has a weight
+    (default 1), a normalization of kind none, fixed or batch (default none), and vetoes candidates
+    with a raw value below veto_below (default: no veto). A composite hides a reward of its name.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
@@ -91,25 +90,25 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     port: Port = Field(50050, description="port to listen on; 0 picks a free one")
     generator_address: Addresses = Field(
         "127.0.0.1:50051",
-        description="host:port of the generators, commas between several; a name stands for all its"
+        description="host:port of the generators, separated by commas; a name means all its"
         " addresses",
     )
     reward_address: Addresses = Field(
         "127.0.0.1:50052", description="host:port of the reward services, in the same way"
     )
-    backend_poll_s: Seconds = Field(1, description="seconds between two looks at a backend")
+    backend_poll_s: Seconds = Field(1, description="seconds between two polls of a backend")
     backend_resolve_s: Seconds = Field(
         5, description="seconds between two lookups of the backends' names"
     )
     backend_lost_s: Seconds = Field(
         10, description="seconds of silence after which a backend's sessions go elsewhere"
     )
-    cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, give or take 10 %")
+    cache_ttl_s: Seconds = Field(3600, description="seconds an answer is kept, plus or minus 10 %")
     cache_timeout_s: Seconds = Field(0.25, description="seconds a call waits for Redis at most")
     cache_stale_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0,
-        description="seconds more that an answer may be served, while a new one is made in the "
-        "background; 0: never",
+        description="more seconds that an answer may be served, while a new one is generated in "
+        "the background; 0: never",
     )
     shared_flights: bool = Field(
         True, description="equal requests at all orchestrators of a Redis are one generation"
@@ -127,8 +126,8 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     journal_requests: Annotated[int, Field(ge=0, le=100_000)] = Field(
         256,
-        description="requests whose rounds and rewards are remembered for specrej trace, no texts;"
-        " 0: none",
+        description="latest requests whose rounds and rewards are kept for specrej trace, without"
+        " texts; 0: none",
     )
     log_texts: CliImplicitFlag[bool] = Field(
         False, description="a request's line in the log has its prompt and its answer"
@@ -139,7 +138,7 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     backend_tls_ca: str = Field(
         "", description="PEM file of the authorities of the backends' certificates; means TLS"
     )
-    backend_tls_cert: str = Field("", description="PEM file of a certificate to show the backends")
+    backend_tls_cert: str = Field("", description="PEM file of this client's certificate")
     backend_tls_key: str = Field("", description="PEM file of its key")
     backend_token_file: str = Field("", description="file with the token to send to the backends")
     backend_allow_plaintext_token: CliImplicitFlag[bool] = Field(
@@ -155,11 +154,12 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     shadow_regret: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.05,
-        description="share of requests that may lose their best candidate: what the alpha that is "
-        "recommended keeps to",
+        description="share of requests that may lose their best candidate: a bound for the "
+        "recommended alpha",
     )
     default_schedule: Schedule = Field(
-        Schedule(),
+        GeometricSchedule(),
+        discriminator="kind",
         description="JSON of kind (memory, tokens, geometric), tokens, first, factor; such as "
         '{"kind": "geometric", "first": 32, "factor": 2}',
     )
@@ -183,13 +183,13 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         return tuple(self.reward_address.split(","))
 
     @property
-    def pulse(self) -> Pulse:
-        """How often backends are looked for and asked."""
-        return Pulse(self.backend_poll_s, self.backend_resolve_s, self.backend_lost_s)
+    def poll_settings(self) -> PollSettings:
+        """Intervals of the backends' polls."""
+        return PollSettings(self.backend_poll_s, self.backend_resolve_s, self.backend_lost_s)
 
     @property
     def backend_credentials(self) -> Credentials:
-        """What the backends are shown, and how they are known."""
+        """Credentials of the connections to the backends."""
         return Credentials(
             token_file=self.backend_token_file,
             tls=self.backend_tls,
@@ -208,11 +208,14 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
                 raise ValueError(f"backend_*: {error}") from None
         return self
 
+    @field_validator("default_schedule", mode="before")
+    @classmethod
+    def _schedule_is_geometric_by_default(cls, schedule: object) -> object:
+        return {"kind": "geometric", **schedule} if isinstance(schedule, dict) else schedule
+
     @field_validator("default_schedule")
     @classmethod
     def _schedule_is_valid(cls, schedule: Schedule) -> Schedule:
-        if schedule.kind not in _SCHEDULES:
-            raise ValueError(f"kind must be one of {', '.join(_SCHEDULES)}")
         _raise_if_any(check_schedule(schedule, "schedule"))
         return schedule
 
@@ -224,6 +227,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
 
 
 def _raise_if_any(violations: Iterable[Violation]) -> None:
-    """What is wrong, as pydantic wants to be told."""
+    """Raise ValueError, which pydantic reports, with all violations."""
     if problems := [f"{v.field} {v.description}" for v in violations]:
         raise ValueError("; ".join(problems))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from reward_service.catalog import load_reward
 from reward_service.servicer import RewardServicer
 from reward_service.settings import RewardSettings
 from reward_service.worker import Worker
@@ -15,8 +14,9 @@ from specrej.serving import Server
 
 
 def main() -> None:
-    """Serves until SIGTERM, then exits with 0; with 1 and a line of explanation if it cannot."""
+    """Serves until SIGTERM, then exits with 0; with 1 and a one-line explanation if it cannot."""
     settings = settings_loader.load(RewardSettings)
+    threads.bound_spinning()
     try:
         with telemetry.configured("reward", settings):
             asyncio.run(serve(settings))
@@ -33,9 +33,8 @@ async def serve(settings: RewardSettings) -> None:
 
     async def warm_up() -> None:
         for spec in settings.rewards:
-            load = partial(load_reward, spec, settings)
-            merge_s = settings.merge_ms / 1000
-            worker = await Worker.start(load, settings.queue_limit, merge_s)
+            load = partial(spec.load, settings.resources)
+            worker = await Worker.start(load, settings.queue_limit, settings.merge_ms / 1000)
             server.watch(worker.heartbeat_s)
             workers.append(worker)
         servicer.serve(workers)

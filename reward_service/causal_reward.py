@@ -1,128 +1,78 @@
-"""A reward on a decoder-only network: where its texts are read, and what the numbers there mean.
+"""Rewards on a decoder-only network: which tokens are read, and how outputs there make a score.
 
-Ties a conversation's tokens to a scorer that keeps what it has read. The kinds of rewards differ in
-their `Reading` alone, and live in a file each.
+Connects a conversation's tokens to a scorer that keeps what it has computed. The kinds of rewards
+differ in their head and their `Reading`; each has a file of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from reward_service.batching import distinct, take_fairly
-from reward_service.causal import CausalScorer, CausalTask, Tokens
-from reward_service.checkpoint import load_backbone
-from reward_service.conversation import Conversation, Format, Tokenized, Turns, load_tokenizer
-from specrej import fingerprint
-from specrej.contracts import Candidate, FinishReason, Prompt, Scores
-
-# How the assistant's turn of an unfinished text is scored: as if it ended here, or left open.
-Unfinished = Literal["closed", "open"]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What rewards on local models have in common.
-
-    directory: the model; device: "cpu", "cuda" or "cuda:N"; threads: CPU threads of torch, 0 leaves
-    them alone; token_budget: most tokens per forward pass; kept_tokens: most tokens whose keys and
-    values all sessions keep.
-    """
-
-    name: str
-    directory: Path
-    device: str = "cpu"
-    threads: int = 0
-    token_budget: int = 2048
-    kept_tokens: int = 65_536
-    trust_remote_code: bool = False
-    unfinished: Unfinished = "closed"
-    format: Format = field(default_factory=Format)
-
-    def fingerprint(self, **settings: object) -> str:
-        """Of the weights and whatever else changes a score."""
-        plain = {
-            "dtype": str(torch.float32 if self.device == "cpu" else "auto"),
-            "unfinished": self.unfinished,
-            "special_tokens": self.format.special_tokens,
-            "plain": self.format.plain,
-            "trust_remote_code": str(self.trust_remote_code),
-        }
-        told = {name: repr(value) for name, value in settings.items()}
-        return fingerprint.of_directory(self.directory, plain | told)
-
-    def conversation(self, config: Any) -> Conversation:
-        """Of the model that has this configuration."""
-        tokenizer = load_tokenizer(self.directory, trust_remote_code=self.trust_remote_code)
-        limit = getattr(
-            config.get_text_config(), "max_position_embeddings", tokenizer.model_max_length
-        )
-        return Conversation(self.name, tokenizer, limit, self.format)
-
-    def backbone(self, *, with_words: bool = False) -> PreTrainedModel:
-        """The decoder, or `with_words` the language model, on the device.
-
-        Raises:
-            ValueError: the directory lacks some of its weights.
-        """
-        self.set_threads()
-        return load_backbone(
-            self.directory,
-            self.device,
-            with_words=with_words,
-            trust_remote_code=self.trust_remote_code,
-        )
-
-    def set_threads(self) -> None:
-        if self.threads:
-            torch.set_num_threads(self.threads)
+from reward_service.causal import CausalScorer, CausalTask, Head, KeptSession, Tokens
+from reward_service.conversation import Conversation, Tokenized, Turns, load_conversation
+from reward_service.reward import distinct
+from reward_service.specs import CausalSpec, Resources
+from specrej.contracts import Candidate, FinishReason, Prompt
 
 
 class Reading(Protocol):
-    """Where a text is read, and what comes of it."""
+    """Which tokens of a response are read, and the score that follows from them."""
 
     def prepare(self, text: str, closed: bool) -> str:
-        """The response as the model is to see it."""
+        """The response in the form in which the model is to see it."""
 
     def marks(self, tokens: Tokenized) -> list[int]:
         """Positions to read, ascending, at least one."""
 
-    def score(self, values: Tensor) -> float:
-        """From what was read at the marks, [marks, width]."""
+    def score(self, outputs: Tensor) -> float:
+        """From the head's outputs at the marks, [marks, width]."""
+
+
+class LastToken:
+    """Reads the last token of a text as it is; subclasses define the score."""
+
+    def prepare(self, text: str, closed: bool) -> str:
+        return text
+
+    def marks(self, tokens: Tokenized) -> list[int]:
+        return [len(tokens.token_ids) - 1]
 
 
 class CausalReward:
-    """float32 on a CPU, where batch size and what was scored before change no score by more than
+    """float32 on a CPU, where neither the batch nor earlier batches change a score by more than
     1e-4; the checkpoint's own precision elsewhere.
 
     A raw text prompt is one user message. A prompt must fit the model's limit, the smaller of the
-    tokenizer's and the position embeddings'; where prompt and response together do not, the last
+    tokenizer's and the position embeddings'; if prompt and response together do not, the last
     tokens count, because the responses are what differs.
     """
 
     def __init__(
         self,
-        options: Options,
-        fingerprint: str,
+        spec: CausalSpec,
+        resources: Resources,
         description: str,
-        conversation: Conversation,
-        scorer: CausalScorer,
+        model: PreTrainedModel,
+        head: Head,
         reading: Reading,
+        *,
+        conversation: Conversation | None = None,
+        looks_ahead: bool = False,
+        digests: dict[str, str] | None = None,
     ) -> None:
-        self.name = options.name
-        self.fingerprint = fingerprint
+        """Takes over `model`; digests: of files outside the spec's directory."""
+        self.name = spec.name
+        self.fingerprint = spec.fingerprint(resources, **(digests or {}))
         self.description = description
-        self.token_budget = options.token_budget
-        self.conversation = conversation
-        self.scorer = scorer
+        self.token_budget = resources.token_budget
+        self.conversation = conversation or load_conversation(spec, model.config)
+        self.scorer = CausalScorer(model, head, resources.kept_tokens, looks_ahead=looks_ahead)
         self.reading = reading
-        self.closes_unfinished = options.unfinished == "closed"
+        self.closes_unfinished = spec.unfinished == "closed"
 
     def open(self, prompt: Prompt, *, once: bool = False) -> CausalRewardSession:
         """A session that keeps what it has computed; with `once`, of the prompt alone.
@@ -138,83 +88,41 @@ class CausalReward:
 
 
 class CausalRewardSession:
-    """One prompt's growing texts: of each, only the tokens that are new are computed."""
+    """One prompt's growing texts: of each, only the new tokens are computed."""
 
     def __init__(self, reward: CausalReward, turns: Turns, *, once: bool) -> None:
         self._reward = reward
         self._turns = turns
-        self.kept = reward.scorer.open(turns.prompt_ids, keeps_texts=not once)
+        self._kept = KeptSession(turns.prompt_ids, keeps_texts=not once)
 
-    def begin(self, candidates: Sequence[Candidate]) -> CausalRewardTask:
-        """Candidates missing from the batch are forgotten; equal texts are computed once."""
-        closed = [self._is_closed(candidate) for candidate in candidates]
-        texts = [
-            self._reward.reading.prepare(candidate.text, is_closed)
-            for candidate, is_closed in zip(candidates, closed, strict=True)
-        ]
-        unique, where = distinct(list(zip(texts, closed, strict=True)))
+    def begin(self, candidates: Sequence[Candidate]) -> CausalTask:
+        """What is kept of candidates missing from the batch is freed; equal texts are computed
+        once."""
+        reading = self._reward.reading
+        closed = [closes(candidate, self._reward.closes_unfinished) for candidate in candidates]
+        pairs = zip(candidates, closed, strict=True)
+        texts = [(reading.prepare(candidate.text, end), end) for candidate, end in pairs]
+        unique, where = distinct(texts)
         keys: dict[int, int] = {}
         for candidate, place in zip(candidates, where, strict=True):
             keys.setdefault(place, candidate.id)
         tokenized = self._turns.tokenize([text for text, _ in unique], [end for _, end in unique])
-        sequences = [self._tokens(keys[i], each) for i, each in enumerate(tokenized)]
-        task = self._reward.scorer.task(self.kept, sequences)
-        return CausalRewardTask(task, self._reward.reading, where)
+        sequences = [
+            Tokens(keys[place], tokens.token_ids, tokens.keep, reading.marks(tokens))
+            for place, tokens in enumerate(tokenized)
+        ]
+
+        def judge(outputs: list[Tensor]) -> list[float]:
+            scores = [reading.score(output) for output in outputs]
+            return [scores[place] for place in where]
+
+        return self._reward.scorer.task(self._kept, sequences, judge)
 
     def close(self) -> None:
         """Free what is kept."""
-        self._reward.scorer.close(self.kept)
-
-    def _is_closed(self, candidate: Candidate) -> bool:
-        # What was cut off at its last token did not end its turn.
-        return candidate.finish is FinishReason.STOP or self._reward.closes_unfinished
-
-    def _tokens(self, key: int, tokenized: Tokenized) -> Tokens:
-        marks = self._reward.reading.marks(tokenized)
-        return Tokens(key, tokenized.token_ids, tokenized.keep, marks)
+        self._reward.scorer.close(self._kept)
 
 
-class CausalRewardTask:
-    """A batch on its way."""
-
-    def __init__(self, task: CausalTask, reading: Reading, where: Sequence[int]) -> None:
-        """`where`: the place of each candidate's text among those computed."""
-        self._task = task
-        self._reading = reading
-        self._where = where
-
-    @property
-    def next_tokens(self) -> int:
-        return self._task.next_tokens
-
-    def take(self) -> Any:
-        return self._task.take()
-
-    def values(self) -> list[Tensor]:
-        """What was read of each candidate, [marks, width]."""
-        values = self._task.values()
-        return [values[place] for place in self._where]
-
-    def scores(self) -> Scores:
-        values = [self._reading.score(values) for values in self._task.values()]
-        return Scores(tuple(values[place] for place in self._where), self._task.num_computed)
-
-
-class LastToken:
-    """A reading at the last token alone."""
-
-    def prepare(self, text: str, closed: bool) -> str:
-        return text
-
-    def marks(self, tokens: Tokenized) -> list[int]:
-        return [len(tokens.token_ids) - 1]
-
-
-def batch_values(
-    session: CausalRewardSession, reward: CausalReward, candidates: Sequence[Candidate]
-) -> list[Tensor]:
-    """What is read of each candidate, [marks, width]; for who wants more than scores."""
-    task = session.begin(candidates)
-    while pieces := take_fairly([task], reward.token_budget):
-        reward.compute(pieces)
-    return task.values()
+def closes(candidate: Candidate, unfinished: bool) -> bool:
+    """Whether its turn is closed: `unfinished` for a text that did not end by itself."""
+    return candidate.finish is FinishReason.STOP or unfinished

@@ -1,6 +1,6 @@
-"""Prompt and response as the text that a reward model was trained on, and as its tokens.
+"""A prompt and a response as the text that a reward model was trained on, and as its tokens.
 
-The model's own chat template, or a plain format where it has none. Knows the tokeniser, no weights.
+By the model's chat template, or by a plain format. Uses the tokenizer, no weights.
 """
 
 from __future__ import annotations
@@ -8,61 +8,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from reward_service.prefixes import common
+from reward_service.specs import CausalSpec, PairwiseSpec
+from reward_service.token_prefix import common_length
 from specrej.contracts import Message, Prompt
 from specrej.errors import InvalidRequest, Violation
 
-# Who writes special tokens such as BOS: the template, or the tokeniser (then the template's own BOS
-# at the beginning is taken away, so that there is one). Model cards do either.
-SpecialTokens = Literal["template", "tokenizer"]
-
-# Stands in a text where `Conversation.spliced_token` goes between the tokens of its parts. Private
-# letters of Unicode, so that no template changes them; a user's own are taken away.
+# Stands in a text where `Conversation.spliced_token` goes between the tokens of its parts: private
+# characters of Unicode, which no template changes and which are removed from responses.
 SPLICE = "\ue000\ue001\ue000"
 
-# Stands for a response where only what is around it is looked for.
+# An example of a response, to find what a template writes after it.
 _ANY_RESPONSE = "Response"
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How a conversation is written, where a model's card says more than its template.
-
-    `plain` such as "{prompt} {response}" takes the template's place; {prompt} is the contents of
-    all turns, a blank line between two.
-    """
-
-    special_tokens: SpecialTokens = "template"
-    plain: str = ""
-
-
 class Conversation:
-    """Writes and tokenises conversations for one model."""
+    """Writes and tokenizes conversations for one model."""
 
-    def __init__(self, name: str, tokenizer: Any, max_tokens: int, format_: Format) -> None:
+    def __init__(self, spec: CausalSpec | PairwiseSpec, tokenizer: Any, max_tokens: int) -> None:
         """`max_tokens`: the most that the model takes.
 
         Raises:
             ValueError: there is neither a chat template nor a plain format.
         """
-        if not format_.plain and not tokenizer.chat_template:
-            raise ValueError(f"reward {name}: the tokenizer has no chat template")
-        self.name = name
+        self.name = spec.name
+        self._plain = "" if isinstance(spec, PairwiseSpec) else spec.format
+        if not self._plain and not tokenizer.chat_template:
+            raise ValueError(f"reward {self.name}: the tokenizer has no chat template")
+        default = "tokenizer" if self._plain else "template"
+        self._by_tokenizer = (spec.special_tokens or default) == "tokenizer"
         self.tokenizer = tokenizer
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
         self.spliced_token: int | None = None
-        self._format = format_
 
     def turns(self, prompt: Prompt) -> Turns:
         """A prompt, to which responses can be added.
 
         Raises:
-            InvalidRequest: it is too long, or the template does not take it.
+            InvalidRequest: it is too long, or the template rejects it.
         """
         return Turns(self, prompt)
 
@@ -70,47 +57,52 @@ class Conversation:
         """The conversation with each text as its last turn.
 
         Raises:
-            InvalidRequest: the model's template does not take it.
+            InvalidRequest: the model's template rejects it.
         """
         messages = prompt.turns
-        if plain := self._format.plain:
-            asked = "\n\n".join(message.content for message in messages)
-            before, after = plain.split("{response}")
-            return [before.replace("{prompt}", asked) + text + after for text in texts]
-        return self.written([(*messages, Message("assistant", text)) for text in texts])
+        if not self._plain:
+            return self.written([(*messages, Message("assistant", text)) for text in texts])
+        before, after = self._plain.split("{response}")
+        before = before.replace("{prompt}", "\n\n".join(message.content for message in messages))
+        return [before + text + after for text in texts]
 
     def written(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
-        """By the model's chat template.
+        """Conversations by the model's chat template.
 
         Raises:
-            InvalidRequest: it does not take one of them.
+            InvalidRequest: the template rejects one of them.
         """
         turns = [
-            [{"role": each.role, "content": each.content} for each in c] for c in conversations
+            [{"role": message.role, "content": message.content} for message in messages]
+            for messages in conversations
         ]
         try:
             written: list[str] = self.tokenizer.apply_chat_template(turns, tokenize=False)
         except TemplateError as error:
-            # Templates refuse what the model was not trained on, such as a system turn.
+            # Templates reject what the model was not trained on, such as a system turn.
             reason = f"reward {self.name} does not take this conversation: {str(error)[:200]}"
             raise InvalidRequest([Violation("prompt.messages", reason)]) from error
         return written
 
+    def check_length(self, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest if a prompt of these tokens is longer than the model takes."""
+        if len(token_ids) > self.max_tokens:
+            reason = f"has {len(token_ids)} tokens, reward {self.name} takes {self.max_tokens}"
+            raise InvalidRequest([Violation("prompt", reason)])
+
     def encode(self, rendered: Sequence[str]) -> list[list[int]]:
         """Token ids, not cut."""
-        by_tokenizer = self._format.special_tokens == "tokenizer"
-        if by_tokenizer and (bos := self.tokenizer.bos_token):
+        if self._by_tokenizer and (bos := self.tokenizer.bos_token):
             rendered = [text.removeprefix(bos) for text in rendered]
         if self.spliced_token is None:
-            return self._encode(rendered, special_tokens=by_tokenizer)
-        return [self._spliced(text.split(SPLICE), by_tokenizer) for text in rendered]
+            return self._encode(rendered, special_tokens=self._by_tokenizer)
+        return [self._spliced(text.split(SPLICE), self.spliced_token) for text in rendered]
 
-    def _spliced(self, parts: list[str], by_tokenizer: bool) -> list[int]:
-        """The parts' tokens with the spliced one between them."""
-        assert self.spliced_token is not None
-        (token_ids,) = self._encode(parts[:1], special_tokens=by_tokenizer)
+    def _spliced(self, parts: list[str], token_id: int) -> list[int]:
+        """The parts' tokens, with the spliced token between them."""
+        (token_ids,) = self._encode(parts[:1], special_tokens=self._by_tokenizer)
         for part in self._encode(parts[1:], special_tokens=False):
-            token_ids += [self.spliced_token, *part]
+            token_ids += [token_id, *part]
         return token_ids
 
     def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
@@ -125,10 +117,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A conversation with one response.
+    """A conversation with one response, which begins at token `start`.
 
-    `keep` of its tokens stay what they are when the response grows, but for the last few perhaps;
-    the response begins at `start`. Where it is too long, its first tokens are left out.
+    A longer response begins with the same `keep` tokens, except perhaps for the last few of them.
+    Of a conversation that is too long, the first tokens are left out.
     """
 
     token_ids: list[int]
@@ -144,33 +136,38 @@ class Turns:
         self._prompt = prompt
         empty, some = conversation.render(prompt, ["", _ANY_RESPONSE])
         if _ANY_RESPONSE not in some:
-            raise ValueError(f"reward {conversation.name}: its template hides the response")
+            raise ValueError(f"reward {conversation.name}: its template leaves the response out")
         opening, self._closing = some.rsplit(_ANY_RESPONSE, 1)
         self.prompt_ids, empty_ids = conversation.encode([opening, empty])
-        if len(empty_ids) > conversation.max_tokens:
-            limit = conversation.max_tokens
-            reason = f"has {len(empty_ids)} tokens, reward {conversation.name} takes {limit}"
-            raise InvalidRequest([Violation("prompt", reason)])
+        conversation.check_length(empty_ids)
 
     def tokenize(self, texts: Sequence[str], closed: Sequence[bool]) -> list[Tokenized]:
         """Each text as a turn; a closed one ends with what the template writes after a turn."""
         rendered = self._conversation.render(self._prompt, texts)
-        begun = [text.removesuffix(self._closing) for text in rendered]
-        ids = self._conversation.encode([*rendered, *begun])
+        open_turns = [text.removesuffix(self._closing) for text in rendered]
+        ids = self._conversation.encode([*rendered, *open_turns])
         pairs = zip(ids[: len(texts)], ids[len(texts) :], closed, strict=True)
-        return [self._tokenized(*each) for each in pairs]
+        return [self._tokenized(*pair) for pair in pairs]
 
-    def _tokenized(self, whole: list[int], begun: list[int], closed: bool) -> Tokenized:
-        token_ids = whole if closed else begun
-        start = common(token_ids, self.prompt_ids)
+    def _tokenized(self, whole: list[int], open_turn: list[int], closed: bool) -> Tokenized:
+        token_ids = whole if closed else open_turn
+        start = common_length(token_ids, self.prompt_ids)
         cut = max(0, len(token_ids) - self._conversation.max_tokens)
-        # Positions shift when the first tokens go: nothing computed for the next text holds.
-        keep = 0 if cut else common(whole, begun)
+        # Without its first tokens, all positions shift: a longer text shares none of them.
+        keep = 0 if cut else common_length(whole, open_turn)
         return Tokenized(token_ids[cut:], keep, max(0, start - cut))
 
 
+def load_conversation(spec: CausalSpec | PairwiseSpec, config: Any) -> Conversation:
+    """For the model that has this configuration."""
+    tokenizer = load_tokenizer(spec.directory, trust_remote_code=spec.trust_remote_code)
+    limit = tokenizer.model_max_length
+    limit = getattr(config.get_text_config(), "max_position_embeddings", limit)
+    return Conversation(spec, tokenizer, limit)
+
+
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokeniser of a local model."""
+    """The tokenizer of a local model."""
     return AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=trust_remote_code
     )

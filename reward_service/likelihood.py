@@ -1,4 +1,4 @@
-"""How likely a local language model finds a response: its own reward, or that of a DPO-trained one.
+"""The log-likelihood of a response under a local language model, or the reward implied by DPO.
 
     score = beta * (log p(response | prompt) - log q(response | prompt))
 
@@ -6,90 +6,71 @@ summed or averaged over the response's tokens; q is the reference model, if ther
 this is the implicit reward of direct preference optimisation (Rafailov et al. 2023, arXiv
 2305.18290, equation 5, without the term that is the same for all responses to a prompt).
 
-An unfinished text is left open by default: what comes next is not said to be the end.
+An unfinished text is left open by default: closing it would score how likely it is to end here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from reward_service.causal import CausalScorer
-from reward_service.causal_reward import (
-    CausalReward,
-    CausalRewardSession,
-    CausalRewardTask,
-    Options,
-)
+from reward_service.causal import CausalTask
+from reward_service.causal_reward import CausalReward, CausalRewardSession, LastToken
+from reward_service.checkpoint import load_backbone
 from reward_service.conversation import Tokenized
+from reward_service.lm_head import LMHead
 from reward_service.reward import Reward
-from reward_service.words import Words
+from reward_service.specs import LikelihoodSpec, Resources
 from specrej.contracts import Candidate, Prompt, Scores
 
 
-@dataclass(frozen=True, slots=True)
-class Likelihood:
-    """`mean`: per token, so that long responses do not lose for being long; else the sum."""
+class _Logprobs(LastToken):
+    """Reads every token that is followed by one of the response's."""
 
-    beta: float = 1.0
-    mean: bool = True
-
-
-class _Logprobs:
-    """Read at every token that is followed by one of the response's."""
-
-    def __init__(self, likelihood: Likelihood) -> None:
-        self._likelihood = likelihood
-
-    def prepare(self, text: str, closed: bool) -> str:
-        return text
+    def __init__(self, spec: LikelihoodSpec) -> None:
+        self._spec = spec
 
     def marks(self, tokens: Tokenized) -> list[int]:
-        """The last token is followed by nothing; an empty response is as likely as token 0 there,
-        which is the end of texts, or some other token that does not come."""
+        """No token follows the last one. An empty open response is read there all the same, and
+        scored by the log-probability of token 0."""
         last = len(tokens.token_ids) - 1
         if tokens.start > last:
             return [last]
         return list(range(max(0, tokens.start - 1), max(1, last)))
 
-    def score(self, values: Tensor) -> float:
-        logprobs = values[:, 0]
+    def score(self, outputs: Tensor) -> float:
+        logprobs = outputs[:, 0]
         total = float(logprobs.double().sum())
-        return self._likelihood.beta * (total / len(logprobs) if self._likelihood.mean else total)
+        return self._spec.beta * (total / len(logprobs) if self._spec.mean else total)
 
 
-def load_likelihood(
-    options: Options, *, likelihood: Likelihood, reference: Path | None = None
-) -> Reward:
-    """Raises ValueError: a directory holds no such model; says why."""
-    own = _load_one(options, likelihood)
-    if reference is None:
+def load_likelihood(spec: LikelihoodSpec, resources: Resources) -> Reward:
+    """Raises ValueError: a directory holds no such model; the text has the reason."""
+    own = _load_one(spec, resources)
+    if spec.reference is None:
         return own
-    return _Contrast(own, _load_one(replace(options, directory=reference), likelihood))
+    return _Contrast(
+        own, _load_one(spec.model_copy(update={"directory": spec.reference}), resources)
+    )
 
 
-def _load_one(options: Options, likelihood: Likelihood) -> CausalReward:
-    model = options.backbone(with_words=True)
-    words = Words(model)
+def _load_one(spec: LikelihoodSpec, resources: Resources) -> CausalReward:
+    model = load_backbone(spec, resources, with_lm_head=True)
+    description = "A language model's log-likelihood of the response as the assistant's turn."
+    head = LMHead(model).logprobs
     return CausalReward(
-        options,
-        options.fingerprint(kind="likelihood", likelihood=likelihood),
-        "A language model's log-likelihood of the response as the assistant's turn.",
-        options.conversation(model.config),
-        CausalScorer(model, words.logprobs, options.kept_tokens, looks_ahead=True),
-        _Logprobs(likelihood),
+        spec, resources, description, model, head, _Logprobs(spec), looks_ahead=True
     )
 
 
 class _Contrast:
-    """The difference of two rewards, computed side by side."""
+    """The difference of two rewards; their passes are computed side by side."""
 
-    description = "How much likelier a language model finds the response than its reference does."
+    description = "How much likelier a response is under a language model than under its reference."
 
     def __init__(self, own: CausalReward, reference: CausalReward) -> None:
         self.name = own.name
@@ -107,34 +88,34 @@ class _Contrast:
                 reward.compute(own)
 
 
+@dataclass(frozen=True, slots=True)
 class _ContrastSession:
-    def __init__(self, sessions: Sequence[CausalRewardSession]) -> None:
-        self._sessions = sessions
+    sessions: Sequence[CausalRewardSession]
 
     def begin(self, candidates: Sequence[Candidate]) -> _ContrastTask:
-        return _ContrastTask([session.begin(candidates) for session in self._sessions])
+        return _ContrastTask([session.begin(candidates) for session in self.sessions])
 
     def close(self) -> None:
-        for session in self._sessions:
+        for session in self.sessions:
             session.close()
 
 
+@dataclass(frozen=True, slots=True)
 class _ContrastTask:
-    """Pieces carry the number of their model."""
+    """Pieces carry the index of their model."""
 
-    def __init__(self, tasks: Sequence[CausalRewardTask]) -> None:
-        self._tasks = tasks
+    tasks: Sequence[CausalTask]
 
     @property
     def next_tokens(self) -> int:
-        return next((task.next_tokens for task in self._tasks if task.next_tokens), 0)
+        return next((task.next_tokens for task in self.tasks if task.next_tokens), 0)
 
     def take(self) -> tuple[int, Any]:
-        index = next(i for i, task in enumerate(self._tasks) if task.next_tokens)
-        return index, self._tasks[index].take()
+        index = next(i for i, task in enumerate(self.tasks) if task.next_tokens)
+        return index, self.tasks[index].take()
 
     def scores(self) -> Scores:
-        own, reference = (task.scores() for task in self._tasks)
+        own, reference = (task.scores() for task in self.tasks)
         pairs = zip(own.values, reference.values, strict=True)
-        values = tuple(math.fsum((mine, -theirs)) for mine, theirs in pairs)
+        values = tuple(math.fsum((value, -subtracted)) for value, subtracted in pairs)
         return Scores(values, own.computed_tokens + reference.computed_tokens)

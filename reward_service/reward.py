@@ -1,25 +1,28 @@
-"""What a reward is to the rest of the service, and how a batch goes through it; loads no torch.
+"""The protocol of rewards, and how one batch is scored; imports no torch.
 
-A batch of a session becomes a task, a task is computed piece by piece, and pieces of several
-sessions may be computed together: so a small batch never waits for the whole of a large one.
+A session's batch becomes a task, a task is computed piece by piece, and one forward pass computes
+pieces of several sessions: so a small batch never waits for the whole of a large one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from reward_service.batching import take_fairly
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
+
+T = TypeVar("T", bound=Hashable)
 
 
 class ScoringTask(Protocol):
-    """A batch on its way; pieces are computed in the order in which they are taken."""
+    """A batch under way; its pieces are computed in the order in which they are taken."""
 
     @property
     def next_tokens(self) -> int:
-        """Tokens of the next piece; 0: there is none left."""
+        """Tokens of the next piece; 0 if none is left."""
 
     def take(self) -> Any:
         """The next piece, for `Reward.compute`."""
@@ -32,48 +35,64 @@ class RewardSession(Protocol):
     """One reward, bound to one prompt; called by the reward's thread."""
 
     def begin(self, candidates: Sequence[Candidate]) -> ScoringTask:
-        """A batch to score; what is kept of candidates missing from it is freed."""
+        """A task for this batch; what the session keeps of other candidates is freed."""
 
     def close(self) -> None:
-        """Free what is kept; a session that goes on computes it again."""
+        """Free what is kept; a session that is used again computes it again."""
 
 
 class Reward(Protocol):
-    """Judges responses to a prompt; called by one thread at a time, always the same one."""
+    """Scores responses to a prompt; called by one thread at a time, always the same one."""
 
-    @property
-    def name(self) -> str:
-        """The name to ask for."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of weights and settings."""
-
-    @property
-    def description(self) -> str:
-        """What it measures, in a sentence."""
-
-    @property
-    def token_budget(self) -> int:
-        """Most tokens to hand to `compute` at once, but for a single piece that has more."""
+    name: str  # in requests
+    fingerprint: str  # digest of weights and settings
+    description: str  # what it measures, in a sentence
+    token_budget: int  # most tokens per `compute`, unless a single piece has more
 
     def open(self, prompt: Prompt, *, once: bool = False) -> RewardSession:
-        """A session that keeps nothing yet; `once`: there will be a single batch.
+        """A session that keeps nothing yet; `once`: it gets a single batch.
 
         Raises:
             InvalidRequest: the model cannot take this prompt.
         """
 
     def compute(self, pieces: Sequence[Any]) -> None:
-        """What tasks of any sessions gave out."""
+        """Compute pieces that were taken from tasks of any sessions."""
+
+
+def take_fairly(
+    tasks: Sequence[ScoringTask], token_budget: int, given: list[int] | None = None
+) -> list[Any]:
+    """Pieces for one forward pass, of at most `token_budget` tokens; a larger one is alone in it.
+
+    The next piece is always of the task that was given the fewest tokens, the first of equals.
+    `given`: the tokens that each task was given in earlier passes; those of this pass are added.
+    """
+    pieces: list[Any] = []
+    given = [0] * len(tasks) if given is None else given
+    in_pass = 0
+    while waiting := [index for index, task in enumerate(tasks) if task.next_tokens]:
+        index = min(waiting, key=given.__getitem__)
+        num_tokens = tasks[index].next_tokens
+        if pieces and in_pass + num_tokens > token_budget:
+            break
+        in_pass += num_tokens
+        given[index] += num_tokens
+        pieces.append(tasks[index].take())
+    return pieces
+
+
+def compute_alone(task: ScoringTask, reward: Reward) -> None:
+    """All of a task's pieces, in passes of its own."""
+    while pieces := take_fairly([task], reward.token_budget):
+        reward.compute(pieces)
 
 
 def score_batch(session: RewardSession, reward: Reward, candidates: Sequence[Candidate]) -> Scores:
-    """A batch from beginning to end, alone."""
+    """Scores of a batch that shares its passes with no other."""
     try:
         task = session.begin(candidates)
-        while pieces := take_fairly([task], reward.token_budget):
-            reward.compute(pieces)
+        compute_alone(task, reward)
         return task.scores()
     except BaseException:
         session.close()  # it counts on what was not computed
@@ -81,7 +100,7 @@ def score_batch(session: RewardSession, reward: Reward, candidates: Sequence[Can
 
 
 def score(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
-    """Whole answers, alone; nothing is kept."""
+    """Scores of complete answers, in a session of their own."""
     session = reward.open(prompt, once=True)
     try:
         return score_batch(session, reward, whole_answers(texts))
@@ -90,14 +109,92 @@ def score(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
 
 
 def whole_answers(texts: Sequence[str]) -> list[Candidate]:
-    """Texts that are complete, as candidates."""
+    """Complete texts as candidates."""
     return [Candidate(i, text, 0, 0.0, FinishReason.STOP) for i, text in enumerate(texts)]
+
+
+def distinct(items: Sequence[T]) -> tuple[list[T], list[int]]:
+    """Every different item once, in order of appearance, and each item's index among them."""
+    places: dict[T, int] = {}
+    where = [places.setdefault(item, len(places)) for item in items]
+    return list(places), where
+
+
+@dataclass(frozen=True, slots=True)
+class StatelessSession:
+    """A session that keeps nothing between batches."""
+
+    begin: Callable[[Sequence[Candidate]], ScoringTask]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(eq=False, slots=True)
+class Text:
+    """A tokenized text that is computed whole, and the head's output for it once it is."""
+
+    token_ids: Sequence[int]
+    types: Sequence[int] = ()  # token types, for encoders
+    result: Any = None
+    num_computed: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class TextTask:
+    """A batch of texts, each of which is a piece; equal texts are computed once.
+
+    where: each candidate's index among the texts; judge: from their results to scores.
+    """
+
+    texts: Sequence[Text]
+    where: Sequence[int]
+    judge: Callable[[list[Any]], list[float]]
+    _taken: int = field(default=0, init=False)
+
+    @property
+    def next_tokens(self) -> int:
+        return len(self.texts[self._taken].token_ids) if self._taken < len(self.texts) else 0
+
+    def take(self) -> Text:
+        self._taken += 1
+        return self.texts[self._taken - 1]
+
+    def scores(self) -> Scores:
+        values = self.judge([self.texts[place].result for place in self.where])
+        return Scores(tuple(values), sum(text.num_computed for text in self.texts))
+
+
+@dataclass(eq=False, slots=True)
+class WholeBatchTask:
+    """A batch as one piece: the task itself. If it fails, others of its pass do not."""
+
+    score: Callable[[], Scores]
+    next_tokens: int = 1
+    _scores: Scores | None = field(default=None, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+
+    def take(self) -> WholeBatchTask:
+        self.next_tokens = 0
+        return self
+
+    def run(self) -> None:
+        try:
+            self._scores = self.score()
+        except BaseException as error:
+            self._error = error
+
+    def scores(self) -> Scores:
+        if self._error:
+            raise self._error
+        assert self._scores
+        return self._scores
 
 
 class WholeBatchReward(ABC):
     """A reward that scores a batch in one call, and keeps nothing but the prompt."""
 
-    token_budget = 1  # a piece is a whole batch
+    token_budget = 1  # one batch
 
     def __init__(self, name: str, fingerprint: str, description: str) -> None:
         self.name = name
@@ -108,52 +205,12 @@ class WholeBatchReward(ABC):
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         """One finite score per candidate, higher is better; texts may be empty."""
 
-    def open(self, prompt: Prompt, *, once: bool = False) -> _PromptOnly:
-        return _PromptOnly(self, prompt)
+    def open(self, prompt: Prompt, *, once: bool = False) -> RewardSession:
+        return StatelessSession(
+            lambda candidates: WholeBatchTask(partial(self.score, prompt, candidates))
+        )
 
-    def compute(self, pieces: Sequence[_WholeBatch]) -> None:
-        """One batch after the other; may be overridden to ask for several at a time."""
+    def compute(self, pieces: Sequence[WholeBatchTask]) -> None:
+        """One batch after the other."""
         for piece in pieces:
             piece.run()
-
-
-class _PromptOnly:
-    def __init__(self, reward: WholeBatchReward, prompt: Prompt) -> None:
-        self._reward = reward
-        self._prompt = prompt
-
-    def begin(self, candidates: Sequence[Candidate]) -> _WholeBatch:
-        return _WholeBatch(self._reward, self._prompt, candidates)
-
-    def close(self) -> None:
-        """There is nothing to free."""
-
-
-class _WholeBatch:
-    """A task of one piece: itself. What fails in it fails alone, whatever else is in the pass."""
-
-    def __init__(
-        self, reward: WholeBatchReward, prompt: Prompt, candidates: Sequence[Candidate]
-    ) -> None:
-        self._reward = reward
-        self._prompt = prompt
-        self._candidates = candidates
-        self._scores: Scores | None = None
-        self._error: BaseException | None = None
-        self.next_tokens = 1
-
-    def take(self) -> _WholeBatch:
-        self.next_tokens = 0
-        return self
-
-    def run(self) -> None:
-        try:
-            self._scores = self._reward.score(self._prompt, self._candidates)
-        except BaseException as error:
-            self._error = error
-
-    def scores(self) -> Scores:
-        if self._error:
-            raise self._error
-        assert self._scores
-        return self._scores

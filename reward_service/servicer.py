@@ -1,13 +1,15 @@
-"""RewardService on the wire: validates, unpacks, calls a worker, packs. Decides nothing else."""
+"""RewardService on the wire: validates and unpacks requests, calls a worker, packs its results."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 
 from reward_service.worker import Worker, WorkerSession
 from specrej import serving, telemetry, wire
-from specrej.contracts import Candidate, FinishReason
+from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.errors import InvalidRequest, NotFound, OutOfOrder, Unavailable, Violation
 from specrej.serving import Context
 from specrej.telemetry import names
@@ -27,7 +29,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._workers: dict[str, Worker] = {}  # by reward name, the default first
 
     def serve(self, workers: Sequence[Worker]) -> None:
-        """Answer with these from now on; the first is the default."""
+        """Serve these from now on; the first is the default."""
         self._workers = {worker.description.name: worker for worker in workers}
 
     def service(self) -> serving.Service:
@@ -39,37 +41,32 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
         self.check_loaded()
-        prompt = wire.prompt_from_wire(request.prompt)
+        prompt = wire.from_message(request.prompt, Prompt)
         responses = list(request.responses)
-        violations = [*check_prompt(prompt), *self._check_texts(responses, "responses", "")]
-        raise_if_any(violations)
+        raise_if_any([*check_prompt(prompt), *self._check_texts(responses, "responses", "")])
         worker = self.find(request.reward)
         scores = await worker.score(prompt, responses, whole=not request.unfinished)
         return pb.ScoreResponse(scores=scores.values, computed_tokens=scores.computed_tokens)
 
-    # The stub's type knows async generators only; `specrej.serving` says why this is none.
+    # The stub's type has async generators only; `specrej.serving` explains why this is none.
     async def ScoreSession(  # type: ignore[override]  # noqa: N802
         self, _requests: AsyncIterator[pb.ScoreSessionRequest], context: Context
     ) -> None:
         self.check_loaded()
         async with AsyncExitStack() as stack:
             stream = _ScoringStream(self, stack)
-            await serving.answer_commands(context, stream.answer, _stale, self._lease_s)
+            stale = partial(pb.ScoreSessionResponse, stale=pb.StaleScoring())
+            await serving.answer_commands(context, stream.answer, stale, self._lease_s)
 
     async def Describe(  # noqa: N802
         self, request: pb.RewardServiceDescribeRequest, context: Context
     ) -> pb.RewardServiceDescribeResponse:
         self.check_loaded()
-        described = [worker.description for worker in self._workers.values()]
-        rewards = [
-            pb.RewardDescription(
-                name=reward.name,
-                fingerprint=reward.fingerprint,
-                description=reward.description,
-                max_batch=self._max_batch,
-            )
-            for reward in described
+        described = [
+            replace(worker.description, max_batch=self._max_batch)
+            for worker in self._workers.values()
         ]
+        rewards = [wire.to_message(reward, pb.RewardDescription) for reward in described]
         return pb.RewardServiceDescribeResponse(rewards=rewards)
 
     def check_loaded(self) -> None:
@@ -78,7 +75,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             raise Unavailable("the rewards are being loaded")
 
     def find(self, name: str) -> Worker:
-        """The named worker, or the default for ""."""
+        """The worker of that reward, or the default for "".
+
+        Raises:
+            NotFound: there is none.
+        """
         worker = self._workers.get(name) if name else next(iter(self._workers.values()))
         if worker is None:
             served = ", ".join(self._workers)
@@ -95,7 +96,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             if candidate.candidate_id < 0:
                 yield Violation(path, f"must be 0 or more, is {candidate.candidate_id}")
             elif candidate.candidate_id in seen:
-                yield Violation(path, f"{candidate.candidate_id} is there twice")
+                yield Violation(path, f"{candidate.candidate_id} occurs twice")
             seen.add(candidate.candidate_id)
 
     def _check_texts(self, texts: Sequence[str], path: str, leaf: str) -> Iterator[Violation]:
@@ -129,7 +130,7 @@ class _ScoringStream:
     async def _open(self, request: pb.OpenScoring) -> pb.ScoringOpened:
         if self._session is not None:
             raise OutOfOrder("the session is open already")
-        prompt = wire.prompt_from_wire(request.prompt)
+        prompt = wire.from_message(request.prompt, Prompt)
         raise_if_any(list(check_prompt(prompt, "open.prompt")))
         worker = self._servicer.find(request.reward)
         self._session = await self._stack.enter_async_context(worker.open(prompt))
@@ -139,20 +140,10 @@ class _ScoringStream:
         if self._session is None:
             raise OutOfOrder("open comes before the first batch")
         raise_if_any(list(self._servicer.check_batch(request.candidates)))
-        # Token counts and likelihoods are the generator's; no reward looks at them.
+        # Token counts and likelihoods are the generator's; no reward uses them.
         candidates = [
-            Candidate(
-                candidate.candidate_id,
-                candidate.text,
-                num_tokens=0,
-                logprob=0.0,
-                finish=FinishReason.STOP if candidate.finished else None,
-            )
-            for candidate in request.candidates
+            Candidate(c.candidate_id, c.text, 0, 0.0, FinishReason.STOP if c.finished else None)
+            for c in request.candidates
         ]
         scores = await self._session.score(candidates)
         return pb.BatchScores(scores=scores.values, computed_tokens=scores.computed_tokens)
-
-
-def _stale() -> pb.ScoreSessionResponse:
-    return pb.ScoreSessionResponse(stale=pb.StaleScoring())

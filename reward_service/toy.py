@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reward_service.batching import distinct
-from reward_service.reward import WholeBatchReward
+from reward_service.reward import WholeBatchReward, distinct
+from reward_service.specs import Resources, ToySpec
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt, Scores
 
@@ -29,6 +29,10 @@ class ToyReward(WholeBatchReward):
         shares = [_share_of_vowels(text) for text in unique]
         words = sum(len(text.split()) for text in unique)
         return Scores(tuple(shares[index] for index in where), words)
+
+
+def load_toy(spec: ToySpec, resources: Resources) -> ToyReward:
+    return ToyReward(spec.name)
 
 
 def _share_of_vowels(text: str) -> float:

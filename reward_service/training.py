@@ -1,15 +1,17 @@
 """`specrej train-reward`: a reward from preference pairs, on a causal backbone.
 
-A head alone (head.py), or with it an adapter for the whole network (lora_fit.py). Some pairs are
-held out to choose by, the last ones of the file to report on: against chance, and against the
-backbone's own likelihood, untrained. What is written is a directory that a reward of kind
-classifier loads.
+A linear Bradley-Terry head on the frozen backbone, or with it an adapter for the whole network
+(lora.py). Some pairs are held out for choosing; the last ones of the file are reported on, against
+chance and against the likelihood of the untrained backbone. The result is a directory that a reward
+of kind classifier loads.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
+import math
 import os
 import random
 import sys
@@ -17,16 +19,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
 
-from reward_service import head
-from reward_service.causal_reward import CausalReward, Options
+from reward_service.causal_reward import CausalReward, LastToken
+from reward_service.checkpoint import load_backbone
 from reward_service.classifier import HEAD_TENSOR, MANIFEST, load_classifier
-from reward_service.likelihood import Likelihood, load_likelihood
-from reward_service.pairs import BadPairs, Pair, read_pairs, share_right, wilson
-from reward_service.reward import Reward, score
+from reward_service.likelihood import load_likelihood
+from reward_service.reward import Reward, compute_alone, score, whole_answers
+from reward_service.specs import ClassifierSpec, LikelihoodSpec, Resources
 from specrej import fingerprint
+from specrej.contracts import Message, Prompt
 from specrej.errors import SpecrejError
 
 HEAD = "head.safetensors"
@@ -34,12 +41,32 @@ ADAPTER = "adapter"
 REPORT = "training.json"
 FEATURES = "features.npy"
 
-_PAIRS_AT_ONCE = 50
+# Weight decays to try, strong to weak.
+_DECAYS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
+
+# Features of so many pairs are computed between two writes; an interruption loses no more.
+_PAIRS_AT_ONCE = 16
+
+# Test pairs between two lines of progress.
+_PAIRS_PER_NOTE = 50
+
+
+class BadPairs(ValueError):
+    """A file of pairs that cannot be read; names the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and two answers to it."""
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The share of pairs ranked right, with its 95 % interval (Wilson); chance is a half."""
+    """The share of pairs ranked right, with its 95 % interval (Wilson 1927); chance is a half."""
 
     share: float
     low: float
@@ -47,14 +74,17 @@ class Accuracy:
 
     @classmethod
     def of(cls, margins: Sequence[float]) -> Accuracy:
-        share = share_right(margins)
-        low, high = wilson(share, len(margins))
-        return cls(round(share, 4), round(low, 4), round(high, 4))
+        """`margins`: scores of the chosen answers less those of the rejected ones, at least one."""
+        share, count, z = share_right(margins), len(margins), 1.96
+        middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+        spread = z / (1 + z * z / count)
+        spread *= math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+        return cls(round(share, 4), round(middle - spread, 4), round(middle + spread, 4))
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How good the reward is on pairs that it was not trained on.
+    """Accuracy on pairs that were not trained on.
 
     untrained_likelihood: of the backbone's own mean log-likelihood, on the same pairs.
     """
@@ -86,19 +116,22 @@ def train(arguments: argparse.Namespace) -> Report:
     held_out = arguments.validation + arguments.test
     if len(pairs) <= held_out:
         raise BadPairs(f"{arguments.pairs}: {len(pairs)} pairs, {held_out} of them held out")
+    backbone: Path = arguments.backbone
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    fit = _fit_lora if arguments.lora else _fit_head
-    method = fit(arguments, pairs)
-    _write_manifest(arguments.backbone, out, with_adapter=bool(arguments.lora))
+    method = (_fit_lora if arguments.lora else _fit_head)(arguments, pairs)
+    # Relative paths, so that backbone and reward can be moved together.
+    manifest = {"backbone": os.path.relpath(backbone, out), "head": HEAD}
+    if arguments.lora:
+        manifest |= {"adapter": ADAPTER, "head": f"{ADAPTER}/{HEAD}"}
+    (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     test = pairs[-arguments.test :]
-    trained = load_classifier(Options("trained", out))
-    baseline = None
+    trained = load_classifier(ClassifierSpec(name="trained", directory=out), Resources())
     right = Accuracy.of(_margins(trained, test, "scored"))
+    baseline = None
     if not arguments.no_baseline:
-        untrained = load_likelihood(
-            Options("untrained", arguments.backbone), likelihood=Likelihood(mean=True)
-        )
+        spec = LikelihoodSpec(name="untrained", directory=backbone)
+        untrained = load_likelihood(spec, Resources())
         baseline = Accuracy.of(_margins(untrained, test, "likelihoods"))
     report = Report(method, len(pairs) - arguments.test, len(test), right, baseline)
     (out / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
@@ -106,76 +139,186 @@ def train(arguments: argparse.Namespace) -> Report:
 
 
 def note(text: str) -> None:
-    """Progress, for who waits."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
+def read_pairs(path: Path) -> list[Pair]:
+    """JSON lines of {prompt or messages, chosen, rejected}, gzipped or not.
+
+    Raises:
+        BadPairs: a line is something else.
+    """
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    lines = enumerate(text.split("\n"), 1)
+    return [_pair(line, f"{path}:{number}") for number, line in lines if line.strip()]
+
+
+def _pair(line: str, where: str) -> Pair:
+    try:
+        data = json.loads(line)
+        turns = data.get("messages") or [{"role": "user", "content": data["prompt"]}]
+        messages = tuple(Message(str(turn["role"]), str(turn["content"])) for turn in turns)
+        pair = Pair(Prompt(messages=messages), data["chosen"], data["rejected"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        needs = "must be {prompt or messages, chosen, rejected}"
+        raise BadPairs(f"{where}: {needs}: {error}") from None
+    if not isinstance(pair.chosen, str) or not isinstance(pair.rejected, str):
+        raise BadPairs(f"{where}: chosen and rejected must be texts")
+    return pair
+
+
+def share_right(margins: Sequence[float]) -> float:
+    """The share of pairs in which the chosen answer scores higher; ties count half."""
+    right = [1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins]
+    return sum(right) / len(margins)
+
+
+def _margins(reward: Reward, pairs: Sequence[Pair], what: str) -> list[float]:
+    """Scores of the chosen answers less those of the rejected ones."""
+    margins = []
+    for number, pair in enumerate(pairs, 1):
+        chosen, rejected = score(reward, pair.prompt, [pair.chosen, pair.rejected]).values
+        margins.append(chosen - rejected)
+        if number % _PAIRS_PER_NOTE == 0 or number == len(pairs):
+            note(f"{what}: {number} of {len(pairs)} test pairs")
+    return margins
+
+
+def _fit_lora(arguments: argparse.Namespace, pairs: Sequence[Pair]) -> str:
+    """Write head and adapter; return a description of the method."""
+    # Peft takes a second to load, and only this needs it.
+    from reward_service.lora import LoraFit
+
+    known = list(pairs[: len(pairs) - arguments.test])
+    random.Random(arguments.seed).shuffle(known)
+    digest = fingerprint.of_directory(arguments.backbone, {"pairs": repr(known)})
+    options = {"rank": arguments.lora, "epochs": arguments.epochs, "seed": arguments.seed}
+    fit = LoraFit(arguments.backbone, arguments.out, digest, note, **options)
+    fit.run(known[arguments.validation :], known[: arguments.validation])
+    return f"head and adapter of rank {arguments.lora}"
+
+
 def _fit_head(arguments: argparse.Namespace, pairs: Sequence[Pair]) -> str:
-    """Writes the head; returns how it was found."""
-    found = torch.from_numpy(
-        head.features(arguments.backbone, pairs, arguments.out / FEATURES, note)
-    )
-    differences = (found[:, 0] - found[:, 1])[: len(pairs) - arguments.test]
+    """Write the head; return a description of the method."""
+    computed = torch.from_numpy(features(arguments.backbone, pairs, arguments.out / FEATURES))
+    differences = (computed[:, 0] - computed[:, 1])[: len(pairs) - arguments.test]
     order = torch.randperm(
         len(differences), generator=torch.Generator().manual_seed(arguments.seed)
     )
     sizes = [arguments.validation, len(differences) - arguments.validation]
     validation, fitting = torch.split(differences[order], sizes)
-    weights, decay = head.fit_head(fitting, validation, note)
+    weights, decay = fit_head(fitting, validation)
     save_file({HEAD_TENSOR: weights}, arguments.out / HEAD)
     return f"head, weight decay {decay}"
 
 
-def _fit_lora(arguments: argparse.Namespace, pairs: Sequence[Pair]) -> str:
-    """Writes head and adapter; returns how they were found."""
-    # Peft takes a second to load, and only this needs it.
-    from reward_service.lora_fit import LoraFit, Schedule
+def fit_head(differences: Tensor, validation: Tensor) -> tuple[Tensor, float]:
+    """The head's weights [hidden], and the weight decay that was chosen.
 
-    schedule = Schedule(rank=arguments.lora, epochs=arguments.epochs, seed=arguments.seed)
-    known = list(pairs[: len(pairs) - arguments.test])
-    random.Random(arguments.seed).shuffle(known)
-    digest = fingerprint.of_directory(arguments.backbone, {"pairs": repr(known)})
-    fit = LoraFit(arguments.backbone, arguments.out, schedule, digest, note)
-    fit.run(known[arguments.validation :], known[: arguments.validation])
-    return f"head and adapter of rank {schedule.rank}"
+    The head is the linear map under which it is likeliest that chosen answers beat rejected ones
+    (Bradley and Terry 1952). differences: chosen - rejected features [pairs, hidden]. Decays are
+    tried from strong to weak, until the held-out loss has risen twice; with the best of them, all
+    pairs are fitted again.
+    """
+    scale = torch.cat((differences, validation)).std(dim=0).clamp(min=1e-6)
+    best_decay, best_loss, rises = _DECAYS[0], math.inf, 0
+    for decay in _DECAYS:
+        margins = validation / scale @ _fit(differences / scale, decay)
+        loss = -F.logsigmoid(margins).mean().item()
+        right = share_right(margins.tolist())
+        note(f"decay {decay}: held-out loss {loss:.4f}, accuracy {right:.3f}")
+        if loss < best_loss:
+            best_decay, best_loss = decay, loss
+        else:
+            rises += 1
+        if rises == 2:
+            break
+    return _fit(torch.cat((differences, validation)) / scale, best_decay) / scale, best_decay
 
 
-def _write_manifest(backbone: Path, out: Path, *, with_adapter: bool) -> None:
-    """Paths are relative to the directory, so that both can be moved together."""
-    manifest = {"backbone": os.path.relpath(backbone, out), "head": HEAD}
-    if with_adapter:
-        manifest |= {"adapter": ADAPTER, "head": f"{ADAPTER}/{HEAD}"}
-    (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+def _fit(inputs: Tensor, decay: float) -> Tensor:
+    """Minimises mean(-log sigmoid(inputs . weights)) + decay / 2 * |weights|^2, by L-BFGS."""
+    weights = torch.zeros(inputs.shape[1], requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=500, line_search_fn="strong_wolfe")
+
+    def objective() -> float:
+        optimizer.zero_grad()
+        loss = -F.logsigmoid(inputs @ weights).mean() + decay / 2 * weights.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    optimizer.step(objective)  # type: ignore[no-untyped-call]
+    return weights.detach()
 
 
-def _margins(reward: Reward | CausalReward, pairs: Sequence[Pair], what: str) -> list[float]:
-    """How far each chosen answer is ahead."""
-    margins = []
-    for number, pair in enumerate(pairs, 1):
-        chosen, rejected = score(reward, pair.prompt, [pair.chosen, pair.rejected]).values
-        margins.append(chosen - rejected)
-        if number % _PAIRS_AT_ONCE == 0 or number == len(pairs):
-            note(f"{what}: {number} of {len(pairs)} test pairs")
-    return margins
+class _States(LastToken):
+    """Reads the hidden state at the last token; has no score."""
+
+    def score(self, outputs: Tensor) -> float:
+        return math.nan
+
+
+def features(backbone: Path, pairs: Sequence[Pair], file: Path) -> NDArray[np.float32]:
+    """Hidden states at the last token of each answer, [pairs, 2, hidden]; chosen answers first.
+
+    Written to `file` while they are computed; those that are in it already are not computed again.
+    """
+    spec = ClassifierSpec(name="training", directory=backbone)
+    model = load_backbone(spec, Resources())
+    reward = CausalReward(spec, Resources(), "", model, lambda states, _: states.float(), _States())
+    digest = fingerprint.of_directory(backbone, {"pairs": repr(pairs)})
+    done_file = file.with_suffix(".done")  # the digest, and how many pairs are in `file`
+    done = 0
+    if file.exists() and done_file.exists():
+        digest_of_file, count = done_file.read_text().split()
+        done = int(count) if digest_of_file == digest else 0
+    if not done:  # before `file` is overwritten
+        done_file.unlink(missing_ok=True)
+    shape = None if done else (len(pairs), 2, model.config.hidden_size)
+    states = np.lib.format.open_memmap(
+        file, mode="r+" if done else "w+", dtype=np.float32, shape=shape
+    )
+    for number in range(done, len(pairs)):
+        states[number] = pair_states(reward, pairs[number]).numpy()
+        if (number + 1) % _PAIRS_AT_ONCE == 0 or number + 1 == len(pairs):
+            states.flush()
+            partial_file = done_file.with_suffix(".part")
+            partial_file.write_text(f"{digest} {number + 1}")
+            partial_file.replace(done_file)
+            note(f"features of {number + 1} of {len(pairs)} pairs")
+    return np.asarray(states)
+
+
+def pair_states(reward: CausalReward, pair: Pair) -> Tensor:
+    """[2, hidden]."""
+    session = reward.open(pair.prompt)
+    try:
+        task = session.begin(whole_answers([pair.chosen, pair.rejected]))
+        compute_alone(task, reward)
+        outputs = task.outputs()  # one if the answers are equal
+        return torch.stack([outputs[0][-1], outputs[-1][-1]])
+    finally:
+        session.close()
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="specrej train-reward",
-        description="Fit a Bradley-Terry reward on a causal backbone.",
+        prog="specrej train-reward", description="Fit a Bradley-Terry reward on a causal backbone."
     )
     parser.add_argument("--backbone", type=Path, required=True, help="a local causal model")
     parser.add_argument(
         "--pairs", type=Path, required=True, help="JSON lines of {prompt, chosen, rejected}"
     )
-    parser.add_argument("--out", type=Path, required=True, help="where the reward goes")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--validation", type=_count, default=200, help="pairs to choose by")
     parser.add_argument("--test", type=_count, default=300, help="last pairs, only reported on")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the pairs to choose by")
+    parser.add_argument("--seed", type=int, default=0, help="selects the pairs to choose by")
     parser.add_argument(
         "--lora", type=_count, metavar="RANK", help="train an adapter as well, of this rank"
     )
-    parser.add_argument("--epochs", type=_count, default=3, help="most of the adapter's training")
+    parser.add_argument("--epochs", type=_count, default=3, help="most epochs of the adapter")
     parser.add_argument(
         "--no-baseline", action="store_true", help="do not compare with the backbone's likelihood"
     )

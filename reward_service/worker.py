@@ -1,8 +1,8 @@
-"""One reward in a thread of its own: batches of all sessions, merged, behind a bounded queue.
+"""One reward in a thread of its own: batches of all sessions share passes, behind a bounded queue.
 
-Keeps torch and tokenisers off the event loop, and checks what a reward returns. The thread computes
-pass after pass; before each it takes in what has arrived, drops whom nobody waits for, and gives
-every batch under way its part of the pass. Knows no wire and no torch; imports without grpc.
+Keeps torch and tokenizers off the event loop, and checks what a reward returns. The thread computes
+pass after pass; before each it takes in what has arrived, drops abandoned batches, and takes a
+fair part of each batch under way. Imports no torch and no grpc.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from reward_service.batching import take_fairly
-from reward_service.reward import Reward, RewardSession, ScoringTask, whole_answers
+from reward_service.reward import Reward, RewardSession, ScoringTask, take_fairly, whole_answers
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
@@ -34,40 +33,37 @@ T = TypeVar("T")
 _WARM_UP_PROMPT = Prompt.from_user("Hello?")
 
 
-class _Request(Protocol[T]):
-    """What the thread is asked; `abandoned` once nobody waits for it any more."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Request(Generic[T]):
+    """What the thread receives; `abandoned` once its caller is gone."""
 
-    future: Future[T]
-    abandoned: bool
-
-
-@dataclass(eq=False, slots=True)
-class _Call(Generic[T]):
-    """Something short to be done by the thread, between two passes."""
-
-    do: Callable[[], T]
     future: Future[T] = field(default_factory=Future)
     abandoned: bool = False
 
 
 @dataclass(eq=False, slots=True)
-class _Batch:
+class _Call(_Request[T]):
+    """A short call, made between two passes."""
+
+    do: Callable[[], T]
+
+
+@dataclass(eq=False, slots=True)
+class _Batch(_Request[Scores]):
     """A session's candidates to be scored; `task` once the thread has begun with them."""
 
     session: RewardSession
     candidates: Sequence[Candidate]
-    future: Future[Scores] = field(default_factory=Future)
-    abandoned: bool = False
     task: ScoringTask | None = None
-    given: int = 0  # tokens of its task that were in passes so far
-    is_alone: bool = False  # shares no pass any more: one that it had a part in failed
+    given: int = 0  # tokens of its task in passes so far
+    is_alone: bool = False  # in passes of its own, since a pass that it shared failed
 
 
 class Worker:
     """Scores with one reward; made by `start`, ended by `close`.
 
-    At most `queue_limit` calls at once, waiting or under way. One that is given up while it waits
-    is never computed, one under way gets no part of the next pass.
+    At most `queue_limit` calls wait or run. A call that is cancelled while it waits is never
+    computed; one under way gets no part of the next pass.
     """
 
     def __init__(self, load: Callable[[], Reward], queue_limit: int, merge_s: float) -> None:
@@ -77,8 +73,8 @@ class Worker:
         self._arrivals: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
-        self._dead = False  # the thread has ended, and not because it was closed
-        self._num_sessions = 0  # the thread's
+        self._dead = False  # the thread has ended without `close`
+        self._num_sessions = 0  # used by the thread alone
         self._pass_began: float | None = None
         self._reward: Reward
         self._loaded: Future[None] = Future()
@@ -89,7 +85,7 @@ class Worker:
     async def start(
         cls, load: Callable[[], Reward], queue_limit: int = 64, merge_s: float = 0.002
     ) -> Worker:
-        """A worker whose reward was loaded by, and has scored once in, the worker's thread.
+        """A worker that has loaded the reward with `load` in its thread, and scored once.
 
         With several sessions open, a batch waits `merge_s` seconds for others to share its pass.
         Raises what `load` raises.
@@ -113,7 +109,7 @@ class Worker:
 
         Raises:
             InvalidRequest: the model cannot take this prompt.
-            Overloaded: too many calls are here already.
+            Overloaded: `queue_limit` calls wait or run already.
             RewardInvalid: the reward returned something else.
             Unavailable: the worker is closed.
         """
@@ -125,15 +121,15 @@ class Worker:
 
     @asynccontextmanager
     async def open(self, prompt: Prompt, *, once: bool = False) -> AsyncIterator[WorkerSession]:
-        """A session, which frees what it keeps when the context is left; `once`: of one batch.
+        """A session, which frees what it keeps when the context is left; `once`: for one batch.
 
         Raises as `score` does.
         """
         opening = _Call(partial(self._open, prompt, once))
         try:
-            session = await self._ask(opening)
+            session = await self._submit(opening)
         except asyncio.CancelledError:
-            # It may have been opened all the same.
+            # The thread may open it all the same.
             opening.future.add_done_callback(self._close_late)
             raise
         try:
@@ -141,25 +137,15 @@ class Worker:
         finally:
             self._close_session(session)
 
-    async def score_with(self, session: RewardSession, candidates: Sequence[Candidate]) -> Scores:
-        """A session's next batch; raises as `score` does."""
-        began, label = time.perf_counter(), {names.REWARD: self._reward.name}
-        scores = await self._ask(_Batch(session, candidates))
-        metrics.record(names.REWARD_DURATION, time.perf_counter() - began, **label)
-        metrics.record(names.REWARD_BATCH, len(candidates), **label)
-        metrics.add(names.REWARD_TOKENS, scores.computed_tokens, **label)
-        return scores
-
     def close(self) -> None:
-        """Refuse what waits; the pass under way ends by itself, see `join`."""
+        """Refuse what waits; the pass under way is completed, see `join`."""
         with self._closing:
             if not self._closed:
                 self._closed = True
                 self._arrivals.put(None)
 
     def heartbeat_s(self) -> float:
-        """Seconds that the pass under way takes already; 0 between passes, infinite without a
-        thread that could take one."""
+        """Seconds since the pass under way began; 0 between passes, infinite if the thread died."""
         began = self._pass_began
         if self._dead or (not self._thread.is_alive() and not self._closed):
             return math.inf
@@ -169,18 +155,22 @@ class Worker:
         """Wait for the end of the pass under way, after `close`."""
         self._thread.join(timeout_s)
 
-    async def _ask(self, request: _Request[T]) -> T:
-        """Hand it to the thread, if not too much is there already."""
+    async def _submit(self, request: _Request[T]) -> T:
+        """The result of a request to the thread.
+
+        Raises:
+            Overloaded, Unavailable: as `score` does.
+        """
         if not self._room.acquire(blocking=False):
             text = f"reward {self._reward.name}: {self._queue_limit} calls wait already"
             raise Overloaded(text)
         metrics.add(names.REWARD_QUEUED, 1, reward=self._reward.name)
-        # Runs when the thread is done with it, or when it is given up before the thread begins.
+        # Called when the thread is done with it, or when it is cancelled before the thread begins.
         request.future.add_done_callback(self._make_room)
         with self._closing:
             if self._closed or self._dead:
                 request.future.cancel()
-                raise _gone()
+                raise _stopped()
             self._arrivals.put(request)
         try:
             return await asyncio.wrap_future(request.future)
@@ -194,14 +184,14 @@ class Worker:
 
     def _close_session(self, session: RewardSession) -> None:
         with self._closing:
-            if not (self._closed or self._dead):  # behind what it may still be computing
+            if not (self._closed or self._dead):  # queued, as its batch may still be under way
                 self._arrivals.put(_Call(partial(self._close, session)))
 
     def _close_late(self, opened: Future[RewardSession]) -> None:
         with suppress(BaseException):
             self._close_session(opened.result())
 
-    # What follows is the thread's.
+    # The thread calls everything below.
 
     def _open(self, prompt: Prompt, once: bool) -> RewardSession:
         session = self._reward.open(prompt, once=once)
@@ -213,58 +203,51 @@ class Worker:
         session.close()
 
     def _serve(self, load: Callable[[], Reward]) -> None:
-        """Load, then pass after pass until closed."""
+        """Load, then compute pass after pass until closed."""
 
-        def loading() -> None:
-            # Where it is used: torch's thread count belongs to the thread that sets it.
+        def load_here() -> None:
             self._reward = load()
 
-        if not settle(self._loaded, loading):
+        if not settle(self._loaded, load_here):
             return
         under_way: list[_Batch] = []
         try:
-            self._work(under_way)
+            while self._take_in(under_way):
+                under_way[:] = [batch for batch in under_way if not self._is_dropped(batch)]
+                self._pass_began = time.monotonic()
+                self._compute(under_way)
+                self._pass_began = None
+                under_way[:] = [batch for batch in under_way if not self._is_done(batch)]
         except BaseException:
-            # A bug of ours, or of a reward where none may be. Who waits must be told.
+            # A bug here, or in a reward where no error is allowed; callers must not wait for ever.
             log.critical("the thread of reward %s ends", self._reward.name, exc_info=True)
         with self._closing:
-            self._dead = not self._closed  # from here on nobody asks any more
-        for request in (*under_way, *self._unanswered()):
-            _fail(request, _gone())
-
-    def _work(self, under_way: list[_Batch]) -> None:
-        """Pass after pass until closed; `under_way` are those that are not done."""
-        while self._take_in(under_way):
-            under_way[:] = [batch for batch in under_way if self._is_wanted(batch)]
-            self._pass_began = time.monotonic()
-            self._compute(under_way)
-            self._pass_began = None
-            under_way[:] = [batch for batch in under_way if not self._is_done(batch)]
-
-    def _unanswered(self) -> Iterator[_Request[Any]]:
-        """What has arrived and was not looked at."""
+            self._dead = not self._closed  # no request arrives after this
+        for batch in under_way:
+            _fail(batch, _stopped())
         with suppress(queue.Empty):
             while True:
                 if request := self._arrivals.get_nowait():
-                    yield request
+                    _fail(request, _stopped())
 
     def _take_in(self, under_way: list[_Batch]) -> bool:
-        """Begin with what has arrived, and wait where nothing is under way; False: closed.
+        """Begin with what has arrived, and wait if nothing is under way; False once closed.
 
-        What arrives meanwhile is for the next pass: nobody can keep the passes from going on.
+        What arrives during this is left for the next pass, so that arrivals cannot delay passes
+        without end.
         """
-        until = 0.0  # when others need not be waited for any more
-        left = self._arrivals.qsize()
+        merge_until = 0.0
+        num_arrivals = self._arrivals.qsize()
         while True:
             all_here = len(under_way) >= self._num_sessions
-            wait_s = 0.0 if all_here else max(0.0, until - time.monotonic())
-            if under_way and left <= 0 and not wait_s:
+            wait_s = 0.0 if all_here else max(0.0, merge_until - time.monotonic())
+            if under_way and num_arrivals <= 0 and not wait_s:
                 return True
             try:
                 arrived = self._arrivals.get(not under_way or wait_s > 0, wait_s or None)
             except queue.Empty:
                 return True
-            left -= 1
+            num_arrivals -= 1
             match arrived:
                 case None:
                     return False
@@ -272,37 +255,37 @@ class Worker:
                     _carry_out(arrived)
                 case _Batch():
                     if not under_way and self._num_sessions > 1:
-                        until = time.monotonic() + self._merge_s
-                    # Nobody catches up at the others' expense.
+                        merge_until = time.monotonic() + self._merge_s
+                    # Not 0: it would take all passes until it caught up with the others.
                     arrived.given = min((batch.given for batch in under_way), default=0)
                     if arrived.future.set_running_or_notify_cancel() and _begin(arrived):
                         under_way.append(arrived)
 
-    def _is_wanted(self, batch: _Batch) -> bool:
-        wanted = not batch.abandoned  # read once: it is set by another thread
-        if not wanted:
+    def _is_dropped(self, batch: _Batch) -> bool:
+        if abandoned := batch.abandoned:  # read once: another thread sets it
             batch.session.close()  # it counts on what will not be computed
-            batch.future.set_result(Scores(()))  # nobody looks
-        return wanted
+            batch.future.set_result(Scores(()))
+        return abandoned
 
     def _compute(self, batches: Sequence[_Batch]) -> None:
-        """One pass, shared by all but those that are to be alone.
+        """One pass, of a batch that is to be alone or of all.
 
-        If it fails, those that took part begin anew, each alone: one of them may be bad.
+        If it fails, each batch that took part begins again in passes of its own, so that only the
+        one that caused the error fails.
         """
-        alone = next((batch for batch in batches if batch.is_alone), None)
-        sharing = [alone] if alone else batches
-        before = [batch.given for batch in sharing]
-        given = list(before)
+        alone = [batch for batch in batches if batch.is_alone]
+        sharing = alone[:1] or batches
+        given = [batch.given for batch in sharing]
         try:
             tasks = [batch.task for batch in sharing if batch.task]
             if pieces := take_fairly(tasks, self._reward.token_budget, given):
                 self._reward.compute(pieces)
         except BaseException as error:
-            took_part = [b for b, x, y in zip(sharing, before, given, strict=True) if y > x]
-            for batch in took_part or sharing:
+            pairs = zip(sharing, given, strict=True)
+            took_part = [batch for batch, tokens in pairs if tokens > batch.given] or sharing
+            for batch in took_part:
                 batch.session.close()
-                if len(took_part or sharing) == 1:
+                if len(took_part) == 1:
                     _fail(batch, error)
                 else:
                     batch.is_alone = True
@@ -321,11 +304,11 @@ class Worker:
         return batch.future.done()
 
     def _checked(self, scores: Scores, num_texts: int) -> Scores:
-        name = self._reward.name
-        if len(scores.values) != num_texts:
-            text = f"reward {name} returned {len(scores.values)} scores for {num_texts} texts"
+        name, num_scores = self._reward.name, len(scores.values)
+        if num_scores != num_texts:
+            text = f"reward {name} returned {num_scores} scores for {num_texts} texts"
             raise RewardInvalid(text, metadata={"reward": name})
-        if not all(math.isfinite(value) for value in scores.values):
+        if not all(map(math.isfinite, scores.values)):
             text = f"reward {name} returned a score that is not finite"
             raise RewardInvalid(text, metadata={"reward": name})
         return scores
@@ -339,12 +322,17 @@ class WorkerSession:
         self._session = session
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        """Raises Overloaded, RewardInvalid as `Worker.score` does."""
-        return await self._worker.score_with(self._session, candidates)
+        """Raises as `Worker.score` does."""
+        began, label = time.perf_counter(), {names.REWARD: self._worker._reward.name}
+        scores = await self._worker._submit(_Batch(self._session, candidates))
+        metrics.record(names.REWARD_DURATION, time.perf_counter() - began, **label)
+        metrics.record(names.REWARD_BATCH, len(candidates), **label)
+        metrics.add(names.REWARD_TOKENS, scores.computed_tokens, **label)
+        return scores
 
 
 def _begin(batch: _Batch) -> bool:
-    """Whether its reward takes it."""
+    """Make the batch's task; False if its reward raises."""
     try:
         batch.task = batch.session.begin(batch.candidates)
     except BaseException as error:
@@ -363,15 +351,15 @@ def _carry_out(call: _Call[T]) -> None:
 
 
 def _fail(request: _Request[Any], error: BaseException) -> None:
-    # Asyncio's futures refuse a StopIteration, and who waits for one would wait for ever; what is
-    # no `Exception`, such as a SystemExit in a user's function, would end the event loop.
+    # Asyncio's futures refuse a StopIteration, so its caller would wait for ever; what is no
+    # `Exception`, such as a SystemExit in a user's function, would end the event loop.
     if isinstance(error, StopIteration) or not isinstance(error, Exception):
-        strange = RuntimeError(f"a reward raised {type(error).__name__}")
-        strange.__cause__ = error
-        error = strange
-    with suppress(InvalidStateError):  # it is over already, or given up
+        wrapped = RuntimeError(f"a reward raised {type(error).__name__}")
+        wrapped.__cause__ = error
+        error = wrapped
+    with suppress(InvalidStateError):  # done already, or cancelled
         request.future.set_exception(error)
 
 
-def _gone() -> Unavailable:
+def _stopped() -> Unavailable:
     return Unavailable("the reward is being stopped")

@@ -23,6 +23,8 @@ from specrej.contracts import (
     Finished,
     FinishReason,
     Generation,
+    GeometricSchedule,
+    MemorySchedule,
     Message,
     Normalization,
     Prompt,
@@ -32,6 +34,7 @@ from specrej.contracts import (
     Schedule,
     ServiceDescription,
     Timings,
+    TokensSchedule,
     Usage,
     WeightedReward,
 )
@@ -58,10 +61,13 @@ __all__ = [
     # What goes in
     "Algorithm",
     "CacheControl",
+    "GeometricSchedule",
+    "MemorySchedule",
     "Message",
     "Normalization",
     "Prompt",
     "Schedule",
+    "TokensSchedule",
     "WeightedReward",
     # What comes out
     "Admitted",

@@ -1,6 +1,6 @@
 """Client channels: keepalive, message limits, the published retry policy, TLS and tokens.
 
-Keepalive is one half of a pair whose other half is in `serving.py`.
+The keepalive settings match those of the server in `serving.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from specrej.credentials import (
 )
 from specrej.security import MAX_MESSAGE_BYTES
 
-# One layer of retries only: this one, at the edge nearest the caller. Session streams are never
-# retried: their state is gone with them.
-# A name that stands for several orchestrators is all of them, in turn.
+# Retries happen only here, nearest the caller. Session streams are never retried, since their state
+# is lost with them. A name of several orchestrators is balanced over all of them.
 SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
@@ -60,10 +59,10 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"); connects when first used.
 
-    `certified_name`: what its certificate is of, where that is not the host of the address.
+    `certified_name`: the name in the server's certificate, if it is not the host of the address.
 
-    `retries` is for the caller's outermost hop; services calling services leave it off. Files of
-    certificates and tokens that change are in force from the next call on.
+    `retries` is for the first hop only; services call services without. Changed certificate and
+    token files are used from the next call on.
 
     Raises:
         OSError, ValueError: the credentials cannot be used, or may not be sent there.
@@ -87,7 +86,7 @@ def open_channel(
 def open_blocking_channel(
     address: str, *, retries: bool = True, **credentials: Unpack[Credentials]
 ) -> grpc.Channel:
-    """The same for threads."""
+    """`open_channel` for threads."""
 
     def connect(tls: grpc.ChannelCredentials | None) -> grpc.Channel:
         if tls is None:
@@ -103,15 +102,15 @@ def open_blocking_channel(
 def options(
     *, retries: bool, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> list[tuple[str, int | str]]:
-    """What every channel to a service is opened with."""
+    """The gRPC options of every channel to a service."""
     return [
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A backend that is back is found again before the retries of a call are over; the second of
-        # these is how long a connection may take to come about.
+        # A restarted backend is reconnected before the retries of a call end. The second option is
+        # the time a connection attempt may take.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 400),
@@ -124,7 +123,7 @@ C = TypeVar("C")
 
 
 class _Link(Generic[C]):
-    """The channel for the next call, opened anew when its certificates change, and the token."""
+    """The channel for the next call, reopened when its certificates change, and the token."""
 
     def __init__(
         self, connect: Callable[[grpc.ChannelCredentials | None], C], given: Credentials
@@ -135,23 +134,22 @@ class _Link(Generic[C]):
         self._files = files and files.watch()
         self._pem = self._files.get() if self._files else None
         self._channel = connect(_channel_credentials(self._pem) if self._pem else None)
-        # Calls go on with the certificates they began with, until these change once more: grpc
-        # closes a channel that nothing refers to.
+        # The previous channel, kept for its running calls: grpc closes one without references.
         self._last: C | None = None
 
     def channel(self) -> C:
-        """Open, with the certificates of now."""
+        """The channel with the current certificates."""
         if self._files and (pem := self._files.get()) is not self._pem:
             self._last, self._channel = self._channel, self._connect(_channel_credentials(pem))
             self._pem = pem
         return self._channel
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries beside its own."""
+        """The metadata added to every call: the token."""
         return (("authorization", f"Bearer {self._token.get()}"),) if self._token else ()
 
     def opened(self) -> list[C]:
-        """Every channel there is to close."""
+        """Every channel to close."""
         return [self._channel, *([self._last] if self._last is not None else ())]
 
 
@@ -161,7 +159,7 @@ def _channel_credentials(pem: PEM) -> grpc.ChannelCredentials:
 
 
 class _Method(Generic[C]):
-    """One method of a stub: asks for channel and token at every call."""
+    """One method of a stub, with the current channel and token at every call."""
 
     def __init__(self, link: _Link[C], make: Callable[[C], Callable[..., Any]]) -> None:
         self._link = link
@@ -177,7 +175,7 @@ class _Method(Generic[C]):
 
 
 class _Methods(Generic[C]):
-    """What stubs ask of a channel, of either kind."""
+    """The part of both kinds of channel that stubs use."""
 
     def __init__(self, link: _Link[C]) -> None:
         self._link = link

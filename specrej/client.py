@@ -1,35 +1,36 @@
 """Typed clients of the public API and of the reward service.
 
-They build messages from plain arguments, give back the contract's values and raise the exceptions
-of `errors.py`. They check nothing: the server does, and says everything that is wrong at once. An
-argument left out stays absent on the wire, so that the server's own default applies.
+They build messages from plain arguments, return the contract's values and raise the exceptions of
+`errors.py`. Validation is the server's, which reports all violations at once. An omitted argument
+stays absent on the wire, so that the server's default applies.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self, TypedDict, Unpack
+from typing import Self, Unpack
 
 import grpc.aio
 
 from specrej import telemetry, wire
 from specrej.channel import open_channel
 from specrej.contracts import (
-    Algorithm,
-    CacheControl,
     Event,
     Finished,
     Generation,
+    GenerationRequest,
     Message,
     Prompt,
     RequestRecord,
     RewardDescription,
-    Schedule,
+    Sampling,
     Scores,
+    Selection,
     ServiceDescription,
     WeightedReward,
 )
+from specrej.contracts import Options as Options
 from specrej.credentials import Credentials
 from specrej.errors import InternalError, InvalidRequest, Violation
 from specrej.status import from_rpc_error
@@ -48,94 +49,36 @@ _REWARD = "specrej.v1.RewardService"
 PromptLike = str | Prompt | Sequence[Message]
 
 
-class Options(TypedDict, total=False):
-    """How to answer; ranges and defaults as in `specrej.v1.GenerateRequest`."""
-
-    # Which candidate is returned
-    n: int  # candidates; 0: as many as the free slots take
-    alpha: float  # fraction of the ranked candidates rejected at each decision token
-    schedule: Schedule
-    algorithm: Algorithm
-    # Name -> weight, or values that can also be normalised and veto; rewards or composites.
-    rewards: Mapping[str, float] | Sequence[WeightedReward]
-    return_candidates: int
-    # How tokens are drawn
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    stop: Sequence[str]
-    seed: int
-    ignore_eos: bool
-    min_tokens: int
-    logprobs: bool  # report token ids and log-probabilities of the returned candidates
-    # And
-    model: str
-    cache: CacheControl
-    allow_degraded: bool  # something weaker is better than an error
-
-
 def build_request(
-    prompt: PromptLike,
-    *,
-    n: int = 0,
-    alpha: float | None = None,
-    schedule: Schedule | None = None,
-    algorithm: Algorithm | None = None,
-    rewards: Mapping[str, float] | Sequence[WeightedReward] = (),
-    return_candidates: int | None = None,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Sequence[str] = (),
-    seed: int | None = None,
-    ignore_eos: bool = False,
-    min_tokens: int | None = None,
-    logprobs: bool = False,
-    model: str = "",
-    cache: CacheControl | None = None,
-    allow_degraded: bool = False,
+    prompt: PromptLike, **options: Unpack[Options]
 ) -> orchestrator_pb2.GenerateRequest:
     """The message for a prompt and `Options`.
 
     Raises:
+        TypeError: an unknown option.
         InvalidRequest: a value that no message can hold, such as a number beyond 64 bits.
     """
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(rewards := given.get("rewards"), Mapping):
+        given["rewards"] = [WeightedReward(name, weight) for name, weight in rewards.items()]
     try:
-        return orchestrator_pb2.GenerateRequest(
-            model=model,
-            prompt=_prompt(prompt),
-            sampling=common_pb2.Sampling(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                stop=stop,
-                seed=seed,
-                ignore_eos=ignore_eos,
-                min_tokens=min_tokens,
-                logprobs=logprobs,
-            ),
-            selection=orchestrator_pb2.Selection(
-                n=n,
-                alpha=alpha,
-                schedule=wire.schedule_to_wire(schedule) if schedule else None,
-                algorithm=wire.algorithm_to_wire(algorithm),
-                rewards=_rewards(rewards),
-                return_candidates=return_candidates,
-            ),
-            cache_control=wire.cache_to_wire(cache),
-            allow_degraded=allow_degraded,
-        )
+        request = wire.part_to_message(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
+        sampling = wire.part_to_message(Sampling, given, common_pb2.Sampling)
+        request.sampling.CopyFrom(sampling)
+        selection = wire.part_to_message(Selection, given, orchestrator_pb2.Selection)
+        request.selection.CopyFrom(selection)
+        request.prompt.CopyFrom(_prompt(prompt))
     except ValueError as error:
         raise InvalidRequest([Violation("request", str(error))]) from None
+    return request
 
 
 class _Connection:
-    """A channel that lives as long as its context, and the deadline of its calls.
+    """A channel, open for its context, and the default deadline of its calls.
 
-    Made inside a running event loop; connects when first used.
+    Create it inside a running event loop; it connects at the first call.
     """
 
     def __init__(self, address: str, timeout_s: float, credentials: Credentials) -> None:
@@ -152,7 +95,7 @@ class _Connection:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what runs and disconnect."""
+        """Cancel running calls and disconnect."""
         await self._channel.close()
 
     def _deadline(self, timeout_s: float | None) -> float:
@@ -162,12 +105,12 @@ class _Connection:
 class Client(_Connection):
     """A client of the orchestrator at `address` ("host:port").
 
-    Every call has a deadline of `timeout_s` seconds, unless it names its own; a call that finds
-    the server unavailable is retried a few times within a second or two. With `credentials` it
-    shows a token or a certificate, and checks the server's; `specrej.credentials` has them all.
+    Every call has a deadline of `timeout_s` seconds, or its own. A call to an unavailable server is
+    retried a few times within two seconds. `credentials` are the fields of
+    `specrej.credentials.Credentials`: tokens, TLS and client certificates.
 
     Raises:
-        InvalidRequest: the credentials cannot be used, or may not be sent there.
+        InvalidRequest: the credentials cannot be used, or not with this address.
     """
 
     def __init__(
@@ -193,15 +136,15 @@ class Client(_Connection):
             answer = await self._stub.Generate(
                 request, timeout=self._deadline(timeout_s), metadata=span.metadata
             )
-        return wire.generation_from_wire(answer)
+        return wire.generation_from_message(answer)
 
     async def stream(
         self, prompt: PromptLike, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event, None]:
-        """The same, with an event at admission and after every round; `Finished` is the last.
+        """`generate` with an event at admission and after every round; `Finished` is the last.
 
-        Leaving the loop early cancels the call and frees its slots; `contextlib.aclosing` makes
-        that immediate.
+        Leaving the loop early cancels the call and frees its slots, at once under
+        `contextlib.aclosing`.
 
         Raises:
             SpecrejError: one of its kinds.
@@ -214,9 +157,11 @@ class Client(_Connection):
             )
             try:
                 async for message in call:
-                    event = wire.event_from_wire(message)
+                    event = wire.event_from_message(message)
                     if finished := isinstance(event, Finished):
-                        span.end(grpc.StatusCode.OK.name)  # who has the answer may leave
+                        span.end(
+                            grpc.StatusCode.OK.name
+                        )  # callers may leave the loop after the answer
                     yield event
             finally:
                 call.cancel()
@@ -231,13 +176,13 @@ class Client(_Connection):
                 timeout=self._deadline(timeout_s),
                 metadata=span.metadata,
             )
-        return wire.service_from_wire(answer)
+        return wire.from_message(answer, ServiceDescription)
 
     async def record(self, request_id: str, *, timeout_s: float | None = None) -> RequestRecord:
-        """How one of the caller's last requests went, or goes.
+        """The record of one of the caller's latest requests, running or ended.
 
         Raises:
-            NotFound: the server does not remember it, or it is somebody else's.
+            NotFound: the server has no record of it for this tenant.
         """
         with _calling(f"{_ORCHESTRATOR}/GetRecord") as span:
             answer = await self._stub.GetRecord(
@@ -245,7 +190,7 @@ class Client(_Connection):
                 timeout=self._deadline(timeout_s),
                 metadata=span.metadata,
             )
-        return wire.record_from_wire(answer.record)
+        return wire.from_message(answer.record, RequestRecord)
 
 
 class RewardClient(_Connection):
@@ -294,7 +239,7 @@ class RewardClient(_Connection):
                 timeout=self._deadline(timeout_s),
                 metadata=span.metadata,
             )
-        return tuple(wire.reward_from_wire(reward) for reward in answer.rewards)
+        return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
 
 
 def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
@@ -302,20 +247,12 @@ def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
         prompt = Prompt.from_user(prompt)
     elif not isinstance(prompt, Prompt):
         prompt = Prompt(messages=tuple(prompt))
-    return wire.prompt_to_wire(prompt)
-
-
-def _rewards(
-    rewards: Mapping[str, float] | Sequence[WeightedReward],
-) -> list[orchestrator_pb2.WeightedReward]:
-    if isinstance(rewards, Mapping):
-        rewards = [WeightedReward(name, weight) for name, weight in rewards.items()]
-    return [wire.weighted_to_wire(reward) for reward in rewards]
+    return wire.to_message(prompt, common_pb2.Prompt)
 
 
 @contextmanager
 def _calling(method: str) -> Iterator[telemetry.ClientSpan]:
-    """One call: its span, and its failure as one of our own errors."""
+    """One call with its span; a failure is raised as a SpecrejError."""
     span = telemetry.ClientSpan(method)
     try:
         yield span
@@ -324,4 +261,4 @@ def _calling(method: str) -> Iterator[telemetry.ClientSpan]:
         span.end(failure.code().name)
         raise from_rpc_error(failure) from failure
     finally:
-        span.end(grpc.StatusCode.CANCELLED.name)  # unless it has ended otherwise
+        span.end(grpc.StatusCode.CANCELLED.name)  # no effect if it has ended already

@@ -1,4 +1,4 @@
-"""Certificates and tokens as files, and what a client shows of them. Standard library only."""
+"""Certificate and token files, and the credentials of clients. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from specrej.watched import Watched
+from specrej.reloading_file import ReloadingFile
 
 TOKEN_VARIABLE = "SPECREJ_TOKEN"
 
@@ -20,36 +20,36 @@ _TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
 
 
 class Credentials(TypedDict, total=False):
-    """How a client shows who it is and checks who it talks to; empty values are none."""
+    """A client's identity and the authorities it trusts; an empty value means none."""
 
     token: str  # sent with every call
-    token_file: str | Path  # the same, in a file that is read again when it changes
+    token_file: str | Path  # a file with the token, read again when it changes
     tls: bool  # trust the system's authorities; the next three imply TLS
-    tls_ca: str | Path  # trust these authorities and no others
-    tls_cert: str | Path  # show this certificate: mutual TLS
+    tls_ca: str | Path  # trust only these authorities
+    tls_cert: str | Path  # the client's certificate, for mutual TLS
     tls_key: str | Path
-    allow_plaintext_token: bool  # also send the token where others could read it
+    allow_plaintext_token: bool  # send the token to other machines without TLS
 
 
 def credentials_from(environment: Mapping[str, str]) -> Credentials:
-    """What the variables of the command line say: SPECREJ_TOKEN, SPECREJ_TLS_CA and so on."""
+    """Credentials from environment variables: SPECREJ_TOKEN, SPECREJ_TLS_CA and so on."""
 
-    def said(name: str) -> str:
+    def variable(name: str) -> str:
         return environment.get(f"SPECREJ_{name}", "")
 
     return Credentials(
         token=environment.get(TOKEN_VARIABLE, ""),
-        token_file=said("TOKEN_FILE"),
-        tls=said("TLS").lower() in ("1", "true", "yes", "on"),
-        tls_ca=said("TLS_CA"),
-        tls_cert=said("TLS_CERT"),
-        tls_key=said("TLS_KEY"),
+        token_file=variable("TOKEN_FILE"),
+        tls=variable("TLS").lower() in ("1", "true", "yes", "on"),
+        tls_ca=variable("TLS_CA"),
+        tls_cert=variable("TLS_CERT"),
+        tls_key=variable("TLS_KEY"),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PEM:
-    """What the files hold; compared and printed without the key."""
+    """The contents of TLSFiles; the key is neither compared nor printed."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False, compare=False)
@@ -58,7 +58,7 @@ class PEM:
 
 @dataclass(frozen=True, slots=True)
 class TLSFiles:
-    """Where a certificate chain, its key, and the authorities to trust are."""
+    """Paths of a certificate chain, its key, and the trusted authorities."""
 
     cert: Path | None = None
     key: Path | None = None
@@ -66,13 +66,13 @@ class TLSFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Of those that are named."""
+        """The paths that are set."""
         return tuple(path for path in (self.cert, self.key, self.ca) if path)
 
     def read(self) -> PEM:
-        """Raises OSError or ValueError if a file is missing, no PEM, or not the others' match."""
+        """Raises OSError or ValueError if a file is missing, is not PEM, or does not match."""
         if bool(self.cert) != bool(self.key):
-            raise ValueError("a certificate and its key go together, one of them is not given")
+            raise ValueError("a certificate and its key go together: one of them is missing")
         pem = PEM(*(path.read_bytes() if path else None for path in (self.cert, self.key, self.ca)))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if pem.ca is not None:
@@ -81,9 +81,9 @@ class TLSFiles:
             _check_pair(context, self.cert, self.key)
         return pem
 
-    def watch(self) -> Watched[PEM]:
-        """What they hold, whenever it is asked for."""
-        return Watched(self.paths, self.read)
+    def watch(self) -> ReloadingFile[PEM]:
+        """The current contents."""
+        return ReloadingFile(self.paths, self.read)
 
 
 def _check_authorities(context: ssl.SSLContext, pem: bytes, path: Path | None) -> None:
@@ -95,7 +95,7 @@ def _check_authorities(context: ssl.SSLContext, pem: bytes, path: Path | None) -
 
 def _check_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     try:
-        # The password of an encrypted key would be asked for on the terminal otherwise.
+        # Without a password, OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
@@ -114,17 +114,17 @@ def tls_files(given: Credentials) -> TLSFiles | None:
     return TLSFiles(cert, key, ca) if given.get("tls") or cert or key or ca else None
 
 
-def watch_token(given: Credentials) -> Watched[str] | None:
-    """The token to send, whenever it is asked for; None if there is none.
+def watch_token(given: Credentials) -> ReloadingFile[str] | None:
+    """The current token to send; None: no token.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is none.
+        OSError, ValueError: the token cannot be read or is malformed.
     """
     if token_file := given.get("token_file"):
         path = Path(token_file)
-        return Watched((path,), partial(_read_token, path))
+        return ReloadingFile((path,), partial(_read_token, path))
     if token := given.get("token"):
-        return Watched((), partial(_checked_token, token, "the token"))
+        return ReloadingFile((), partial(_checked_token, token, "the token"))
     return None
 
 
@@ -166,6 +166,6 @@ def is_loopback(host: str) -> bool:
 
 
 def system_authorities() -> bytes | None:
-    """The authorities this system trusts; None if it says nothing, for grpc's own."""
+    """The authorities this system trusts; None: unknown, grpc uses its own."""
     bundle = ssl.get_default_verify_paths().cafile
     return Path(bundle).read_bytes() if bundle else None

@@ -1,17 +1,18 @@
-"""Everything a caller can be told, as one exception tree.
+"""All errors that callers receive, as one exception tree.
 
     SpecrejError
     ├── InvalidRequest     INVALID_ARGUMENT    every violation, with its field's path
-    ├── Unauthenticated    UNAUTHENTICATED     no token, or one that nobody was given
-    ├── PermissionDenied   PERMISSION_DENIED   a token that is not for this
+    │   └── SlotsExceeded  INVALID_ARGUMENT    too many candidates or tokens for the KV slots
+    ├── Unauthenticated    UNAUTHENTICATED     missing or unknown token
+    ├── PermissionDenied   PERMISSION_DENIED   the token lacks the role
     ├── NotFound           NOT_FOUND           unknown model, reward or request
     ├── Overloaded         RESOURCE_EXHAUSTED  queue or slots full; carries a delay
     ├── Unavailable        UNAVAILABLE         loading, draining, backend down; carries a delay
     ├── SessionExpired     FAILED_PRECONDITION the session's lease ran out
-    ├── OutOfOrder         FAILED_PRECONDITION a command that its session's state forbids
+    ├── OutOfOrder         FAILED_PRECONDITION a command that the session's state forbids
     ├── DeadlineExceeded   DEADLINE_EXCEEDED
     ├── Cancelled          CANCELLED
-    └── InternalError      INTERNAL            opaque; RewardInvalid is its one named kind
+    └── InternalError      INTERNAL            opaque; RewardInvalid is its only named subclass
 
 `status.py` holds the table to gRPC statuses and back.
 Standard library only.
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A bad field: its dotted path and what it must be."""
+    """An invalid field: its dotted path and the accepted values."""
 
     field: str
     description: str
@@ -62,14 +63,37 @@ class InvalidRequest(SpecrejError):
             self.reason = reason
 
 
+class SlotsExceeded(InvalidRequest):
+    """The prompt and `n` candidates never fit into a generator's KV slots.
+
+    `capacity` is the generator's slots; `max_candidates` is the most candidates that would fit.
+    """
+
+    reason = "SLOTS_EXCEEDED"
+
+    def __init__(
+        self,
+        violations: Sequence[Violation],
+        *,
+        max_candidates: int,
+        capacity: int = 0,
+        needed: int | None = None,
+    ) -> None:
+        numbers = {"needed": needed, "capacity": capacity or None, "candidates": max_candidates}
+        metadata = {name: str(value) for name, value in numbers.items() if value is not None}
+        super().__init__(violations, metadata=metadata)
+        self.max_candidates = max_candidates
+        self.capacity = capacity
+
+
 class Unauthenticated(SpecrejError):
-    """No token, or one that nobody was given."""
+    """The token is missing or unknown."""
 
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(SpecrejError):
-    """The token is known and not for this."""
+    """The token lacks the role for this call."""
 
     reason = "PERMISSION_DENIED"
 

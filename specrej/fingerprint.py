@@ -1,4 +1,4 @@
-"""Digests that tell whether two answers can have come from the same weights and settings."""
+"""Digests of weights and settings: equal digests, equal models."""
 
 from __future__ import annotations
 

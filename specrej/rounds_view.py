@@ -1,6 +1,6 @@
-"""Draws a request while it runs: a table of its rounds on a terminal, a line per round in a pipe.
+"""Display a running request: a table of its rounds on a terminal, a line per round in a pipe.
 
-The drawing is pure functions from traces to texts; `watch` feeds them with events.
+Pure functions turn traces into text; `watch` feeds them with events.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tokens_per_s(trace: RoundTrace) -> float:
 def survivors_bar(trace: RoundTrace, n: int) -> tuple[str, str, str]:
     """A bar of `n` candidates in three parts: alive, lost or finished in this round, gone before.
 
-    Whoever is alive shows: one candidate of a thousand is still a cell.
+    At least one cell is alive if a candidate is, however many there were.
     """
     total = max(n, trace.num_started, 1)
     alive = _cells(trace.num_live, total)
@@ -121,7 +121,7 @@ def saved_text(generation: Generation) -> str:
 
 @dataclass
 class RoundsView:
-    """What is known of a running request; drawn anew whenever rich asks."""
+    """The state of a running request as a rich renderable."""
 
     n: int = 0
     prompt_tokens: int = 0
@@ -151,14 +151,14 @@ class RoundsView:
             self.spinner.text = Text("waiting for room", "dim")
             return self.spinner
         self.spinner.text = Text(f"round {len(self.traces) + 1}", "dim")
-        asked = f"{self.n} candidates, prompt of {self.prompt_tokens} tokens"
-        title = Text(f"{asked}, request {self.request_id}", "dim")
+        counts = f"{self.n} candidates, prompt of {self.prompt_tokens} tokens"
+        title = Text(f"{counts}, request {self.request_id}", "dim")
         preview = Text(" ".join(self.best_text.split())[:_PREVIEW_CHARACTERS], "italic dim")
         return Group(title, rounds_table(self.traces, self.n), preview, self.spinner)
 
 
 async def watch(events: AsyncGenerator[Event, None], console: Console) -> Generation:
-    """Show events on `console` as they come; the answer in the end.
+    """Show events on `console` as they arrive; returns the answer.
 
     Leaving early closes the stream, which cancels the request.
     """
@@ -171,7 +171,7 @@ async def watch(events: AsyncGenerator[Event, None], console: Console) -> Genera
                 if not live:
                     _print_line(event, view.n, console)
     if view.answer is None:
-        raise RuntimeError("a stream of events ends with its answer")
+        raise RuntimeError("the stream ended without an answer")
     return view.answer
 
 

@@ -1,12 +1,11 @@
-"""Who calls, and what they may: bearer tokens with tenants and roles. Standard library only.
+"""Authentication and authorization: bearer tokens with tenants and roles. Standard library only.
 
 A tokens file has one JSON object per line, blank lines and lines that begin with # apart:
 
     {"tenant": "acme", "sha256": "<hex SHA-256 of the token>", "roles": ["generate"]}
 
-The file holds no token: who reads it can call nothing. Roles are `generate` (the default),
-`gateway` (generate on behalf of whatever tenant the metadata names) and `admin` (look, but generate
-nothing).
+The file holds digests only, so that reading it grants no access. Roles are `generate` (the
+default), `gateway` (generate for the tenant that the metadata names) and `admin` (describe only).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from functools import partial
 from pathlib import Path
 
 from specrej.errors import PermissionDenied, Unauthenticated
-from specrej.watched import Watched
+from specrej.reloading_file import ReloadingFile
 
 TENANT_METADATA = "specrej-tenant"
 TOKEN_METADATA = "authorization"
 _SCHEME = "bearer "
 
-# What a peer may send, unless a setting says otherwise.
+# Default limits of what a peer may send.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_METADATA_BYTES = 16 * 1024
 
@@ -43,7 +42,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Role(StrEnum):
-    """What a token is for."""
+    """What a token permits."""
 
     GENERATE = "generate"
     GATEWAY = "gateway"
@@ -52,24 +51,24 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """On whose behalf a call is made: others share neither its cache nor its prompt prefixes."""
+    """A call's tenant and roles. Tenants share neither cached answers nor prompt prefixes."""
 
     tenant: str = ""
     roles: frozenset[Role] = frozenset()
 
 
-# Set by the interceptor for the task of a call, and for what that task starts.
+# Set by the interceptor for the task of a call and the tasks it starts.
 _caller: ContextVar[Caller] = ContextVar("specrej_caller")
-_NOBODY = Caller()
+_ANONYMOUS = Caller()
 
 
 def current_caller() -> Caller:
-    """Who made the call that this task serves."""
-    return _caller.get(_NOBODY)
+    """The caller of the call that this task serves."""
+    return _caller.get(_ANONYMOUS)
 
 
 def set_caller(caller: Caller) -> None:
-    """For the rest of this task."""
+    """Set the caller for the rest of this task."""
     _caller.set(caller)
 
 
@@ -82,36 +81,40 @@ class Entry:
 
 
 class Access:
-    """Decides who may call what; without a tokens file everybody may call everything."""
+    """Admits calls by token and role; without a tokens file, every call."""
 
     def __init__(self, tokens_file: Path | None = None) -> None:
         """Raises OSError or ValueError: the file cannot be read."""
-        self._entries = tokens_file and Watched((tokens_file,), partial(read_tokens, tokens_file))
+        self._entries = tokens_file and ReloadingFile(
+            (tokens_file,), partial(read_tokens, tokens_file)
+        )
 
     def admit(self, method: str, metadata: Metadata) -> Caller:
         """The caller of `method`, "/package.Service/Method".
 
         Raises:
-            Unauthenticated: no token, or one that nobody was given.
-            PermissionDenied: a token that is not for this.
+            Unauthenticated: a missing or unknown token.
+            PermissionDenied: the token lacks the role.
         """
         given = tuple(metadata)
         if method.startswith(_HEALTH):
-            return _NOBODY  # for probes, which have no tokens
+            return _ANONYMOUS  # probes have no tokens
         if not self._entries:
             return Caller(_tenant_of(given))
         caller = _find(self._entries.get(), _token_of(given))
         needed = _roles_for(method)
         if not caller.roles & needed:
             names = ", ".join(sorted(needed))
-            raise PermissionDenied("this token is not for that", metadata={"roles": names})
+            raise PermissionDenied(
+                "the token lacks the role for this call", metadata={"roles": names}
+            )
         if Role.GATEWAY in caller.roles:
             return Caller(_tenant_of(given) or caller.tenant, caller.roles)
         return caller
 
 
 def _roles_for(method: str) -> frozenset[Role]:
-    """Making answers is for some; looking (descriptions, reflection) for everybody known."""
+    """`generate` calls need a role; describe and reflection accept any valid token."""
     if method.startswith(OURS) and not method.endswith("/Describe"):
         return frozenset((Role.GENERATE, Role.GATEWAY))
     return frozenset(Role)
@@ -122,22 +125,22 @@ def _tenant_of(metadata: Metadata) -> str:
 
 
 def _token_of(metadata: Metadata) -> str:
-    found = [str(value) for key, value in metadata if key == TOKEN_METADATA]
-    if len(found) != 1 or not found[0].lower().startswith(_SCHEME):
+    values = [str(value) for key, value in metadata if key == TOKEN_METADATA]
+    if len(values) != 1 or not values[0].lower().startswith(_SCHEME):
         raise Unauthenticated("a token is needed: metadata authorization, Bearer TOKEN")
-    return found[0][len(_SCHEME) :].strip()
+    return values[0][len(_SCHEME) :].strip()
 
 
 def _find(entries: Iterable[Entry], token: str) -> Caller:
     presented = _digest(token)
-    found: Caller | None = None
+    caller: Caller | None = None
     for entry in entries:
-        # To the end, each in constant time: how long it takes tells nothing of any entry.
+        # All entries, each in constant time: the duration reveals nothing about any entry.
         if hmac.compare_digest(entry.digest, presented):
-            found = entry.caller
-    if found is None:
-        raise Unauthenticated("nobody was given this token")
-    return found
+            caller = entry.caller
+    if caller is None:
+        raise Unauthenticated("unknown token")
+    return caller
 
 
 def _digest(token: str) -> bytes:
@@ -145,11 +148,11 @@ def _digest(token: str) -> bytes:
 
 
 def read_tokens(path: Path) -> tuple[Entry, ...]:
-    """The entries of a tokens file; none at all is fine, and lets nobody in.
+    """The entries of a tokens file; an empty file is valid and admits no call.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: a line is bad; the text says which and quotes nothing.
+        ValueError: a line is invalid; the message has its number and quotes nothing.
     """
     lines = enumerate(path.read_text("utf-8", "replace").split("\n"), 1)
     entries = tuple(
@@ -158,7 +161,7 @@ def read_tokens(path: Path) -> tuple[Entry, ...]:
         if line.strip() and not line.lstrip().startswith("#")
     )
     if len({entry.digest for entry in entries}) < len(entries):
-        raise ValueError(f"{path}: a token is there twice")
+        raise ValueError(f"{path}: the same token twice")
     return entries
 
 
@@ -168,7 +171,7 @@ def _entry(line: str, where: str) -> Entry:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict) or not given.keys() <= {"tenant", "sha256", "roles"}:
-        raise ValueError(f"{where}: must be a JSON object of tenant, sha256 and perhaps roles")
+        raise ValueError(f"{where}: must be a JSON object with tenant, sha256 and optionally roles")
     tenant, digest, roles = (given.get(key) for key in ("tenant", "sha256", "roles"))
     if not isinstance(tenant, str) or not tenant:
         raise ValueError(f"{where}: tenant must be a name")
@@ -186,7 +189,7 @@ def _roles(given: object, where: str) -> frozenset[Role]:
 
 
 def new_token(tenant: str, roles: Iterable[Role] = ()) -> tuple[str, str]:
-    """A fresh token, and the line of a tokens file that lets it in."""
+    """A new token, and its line for a tokens file."""
     token = secrets.token_urlsafe(32)
     line: dict[str, object] = {"tenant": tenant, "sha256": _digest(token).hex()}
     if names := sorted(set(roles)):
@@ -195,7 +198,7 @@ def new_token(tenant: str, roles: Iterable[Role] = ()) -> tuple[str, str]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a tokens file, in one piece; a new file is its owner's alone.
+    """Append a line to a tokens file in one write; a new file is readable by its owner only.
 
     Raises:
         OSError: it cannot be written.

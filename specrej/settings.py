@@ -1,4 +1,4 @@
-"""How a service is configured: environment variables and flags, checked before anything starts.
+"""Settings of a service: environment variables and flags, checked before anything starts.
 
 Each service subclasses `ServiceSettings` in its own `settings.py`; the class docstring is the
 manual and `python -m SERVICE --help` prints it.
@@ -28,7 +28,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ServiceSettings(BaseSettings):
-    """What all services share."""
+    """The settings that all services have."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", cli_kebab_case=True, cli_hide_none_type=True
@@ -44,17 +44,17 @@ class ServiceSettings(BaseSettings):
         " balancers notice; left out: 5, on loopback 0",
     )
     stuck_s: Seconds = Field(
-        120, description="seconds a model's step may take before health says NOT_SERVING"
+        120, description="seconds a model's step may take before health is NOT_SERVING"
     )
     log_level: str = Field(
         "INFO",
         pattern="^(DEBUG|INFO|WARNING|ERROR)$",
-        description="least severe level logged; of libraries, WARNING at least",
+        description="least severe level logged; libraries log from WARNING on",
     )
     log_error_text: CliImplicitFlag[bool] = Field(
-        False, description="log the text of unexpected errors too, which may quote prompts"
+        False, description="log the text of unexpected errors, which may quote prompts"
     )
-    log_format: Literal["text", "json"] = Field("text", description="lines to read, or JSON lines")
+    log_format: Literal["text", "json"] = Field("text", description="plain text or JSON lines")
     otlp_endpoint: str = Field(
         "", description="OTLP gRPC collector URL for traces and metrics; empty: none"
     )
@@ -63,25 +63,28 @@ class ServiceSettings(BaseSettings):
     tls_cert: str = Field("", description="PEM file of the certificate chain; empty: plaintext")
     tls_key: str = Field("", description="PEM file of its key")
     tls_client_ca: str = Field(
-        "", description="PEM file of authorities; clients must show a certificate of theirs"
+        "", description="PEM file of authorities; clients must have a certificate from one of them"
     )
     tokens_file: str = Field(
-        "", description="JSON lines of tenant, sha256, roles; calls but for health need a token"
+        "", description="JSON lines of tenant, sha256, roles; all calls except health need a token"
     )
     allow_anonymous: CliImplicitFlag[bool] = Field(
         False,
-        description="serve callers without tokens or certificates; on loopback that is the default",
+        description="serve callers without tokens or certificates; the default on loopback",
     )
     max_message_bytes: int = Field(
-        MAX_MESSAGE_BYTES, ge=1024, le=2**31 - 1, description="longest message, either way"
+        MAX_MESSAGE_BYTES,
+        ge=1024,
+        le=2**31 - 1,
+        description="maximum message size, both directions",
     )
     max_metadata_bytes: int = Field(
-        MAX_METADATA_BYTES, ge=1024, le=2**20, description="most metadata of a call"
+        MAX_METADATA_BYTES, ge=1024, le=2**20, description="maximum metadata size of a call"
     )
 
     @property
     def drain_seconds(self) -> float:
-        """What is meant where nothing is said."""
+        """`drain_s`, or its default."""
         if self.drain_s is not None:
             return self.drain_s
         return 0.0 if is_loopback(self.host) else 5.0
@@ -102,14 +105,14 @@ class ServiceSettings(BaseSettings):
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether tokens come over a network unencrypted."""
+        """Whether tokens arrive unencrypted over a network."""
         return bool(self.tokens_file) and not self.tls_cert and not is_loopback(self.host)
 
     @field_validator("tokens_file")
     @classmethod
     def _tokens_can_be_read(cls, path: str) -> str:
         if path:
-            _complain(lambda: read_tokens(Path(path)))
+            _check(lambda: read_tokens(Path(path)))
         return path
 
     @model_validator(mode="after")
@@ -117,25 +120,25 @@ class ServiceSettings(BaseSettings):
         if files := self.tls_files:
             if not files.cert:
                 raise ValueError("tls_cert and tls_key are needed for TLS")
-            _complain(files.read)
+            _check(files.read)
         return self
 
     @model_validator(mode="after")
-    def _somebody_may_call(self) -> Self:
+    def _callers_are_restricted(self) -> Self:
         if self.tokens_file and self.allow_anonymous:
-            raise ValueError("allow_anonymous is of no use with tokens_file: one of them must go")
-        said = "allow_anonymous" in self.model_fields_set
-        anonymous = self.allow_anonymous if said else is_loopback(self.host)
+            raise ValueError("allow_anonymous has no effect with tokens_file: remove one of them")
+        is_set = "allow_anonymous" in self.model_fields_set
+        anonymous = self.allow_anonymous if is_set else is_loopback(self.host)
         if not (self.tokens_file or self.tls_client_ca or anonymous):
             raise ValueError(
-                f"{self.host} would be open to everybody: set tokens_file or tls_client_ca,"
-                " or allow_anonymous if that is meant"
+                f"{self.host} would be open to all callers: set tokens_file or tls_client_ca,"
+                " or allow_anonymous if that is intended"
             )
         return self
 
 
-def _complain(read: Callable[[], object]) -> None:
-    """What cannot be read, as pydantic wants to be told."""
+def _check(read: Callable[[], object]) -> None:
+    """Call `read`; an OSError becomes the ValueError that pydantic reports."""
     try:
         read()
     except OSError as error:
@@ -156,7 +159,7 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
         for problem in error.errors():
             print(_describe(settings, problem), file=sys.stderr)
         raise SystemExit(2) from None
-    except SettingsError as error:  # a variable that should be JSON and is not
+    except SettingsError as error:  # a variable that is not valid JSON
         print(f"bad setting: {error}: {error.__cause__}", file=sys.stderr)
         raise SystemExit(2) from None
     except RecursionError:
@@ -165,7 +168,7 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
 
 
 def _describe(settings: type[ServiceSettings], problem: Any) -> str:
-    if not problem["loc"]:  # of several settings; the text names them
+    if not problem["loc"]:  # of several settings, named in the message
         prefix = settings.model_config.get("env_prefix", "")
         return f"bad settings ({prefix}...): {problem['msg'].removeprefix('Value error, ')}"
     name = ".".join(str(part) for part in problem["loc"])

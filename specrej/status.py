@@ -1,7 +1,7 @@
 """The one table between exceptions and gRPC statuses, with rich details in both directions.
 
 Every error carries exactly one ErrorInfo; bad fields a BadRequest; retryable ones a RetryInfo and
-the `grpc-retry-pushback-ms` trailer. What is not in the table is INTERNAL with an opaque text.
+the `grpc-retry-pushback-ms` trailer. Other exceptions are INTERNAL with an opaque text.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ DETAILS_TRAILER = "grpc-status-details-bin"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
 _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
+    errors.SlotsExceeded: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
@@ -37,12 +38,12 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 
-# What a client accepts of trailers by default: from 8 KiB on it may, from 16 KiB on it will see
-# RESOURCE_EXHAUSTED instead of the status.
+# Limits of the trailers: beyond 8 KiB a client may, beyond 16 KiB it will see RESOURCE_EXHAUSTED
+# instead of the status.
 _MAX_TEXT_CHARACTERS = 1024
 _MAX_VIOLATIONS = 20
 
-# A peer that wants to be left alone for longer is told of an hour.
+# A longer delay from a peer is passed on as one hour.
 _MAX_RETRY_S = 3600.0
 
 Trailers = tuple[tuple[str, str | bytes], ...]
@@ -81,7 +82,7 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
         case grpc.StatusCode.INVALID_ARGUMENT:
             violations = [errors.Violation(v.field, v.description) for v in bad.field_violations]
             violations = violations or [errors.Violation("request", message)]
-            return errors.InvalidRequest(violations, reason=info.reason, metadata=metadata)
+            return _invalid_request(violations, info.reason, metadata)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.Overloaded(message, retry_after_s=delay, metadata=metadata)
         case grpc.StatusCode.UNAVAILABLE:
@@ -104,27 +105,41 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
             return (errors.RewardInvalid if invalid else errors.InternalError)(message)
 
 
-def from_backend_error(failure: Any, who: str) -> errors.SpecrejError:
-    """What the failure of `who`, that this service calls, is to our caller.
+def from_backend_error(failure: Any, backend: str) -> errors.SpecrejError:
+    """The error for our caller after a call to `backend` has failed.
 
-    Who neither cancelled nor ran out of time, and whose token was not refused.
+    The backend failed, not the caller: cancellations, deadlines, session errors and refused tokens
+    of the backend call become Unavailable.
     """
     error = from_rpc_error(failure)
     if isinstance(
         error,
         errors.Cancelled | errors.DeadlineExceeded | errors.SessionExpired | errors.OutOfOrder,
     ):
-        return errors.Unavailable(f"{who} gave up: {error.message}")
+        return errors.Unavailable(f"{backend} gave up: {error.message}")
     if isinstance(error, errors.Unauthenticated | errors.PermissionDenied):
-        return errors.Unavailable(f"{who} does not let this service in")
+        return errors.Unavailable(f"{backend} refused this service's token")
     if DETAILS_TRAILER not in dict(failure.trailing_metadata() or ()):
-        # grpc's own words, or a service's that is none of ours: they hold internal addresses, names
-        # of classes and paths.
+        # The text is grpc's or a foreign service's: it may contain addresses, class names, paths.
         if isinstance(error, errors.Unavailable):
-            return errors.Unavailable(f"{who} cannot be reached")
+            return errors.Unavailable(f"{backend} cannot be reached")
         if isinstance(error, errors.InternalError):
-            return errors.InternalError(f"{who} failed")
+            return errors.InternalError(f"{backend} failed")
     return error
+
+
+def _invalid_request(
+    violations: list[errors.Violation], reason: str, metadata: dict[str, str]
+) -> errors.InvalidRequest:
+    if reason != errors.SlotsExceeded.reason:
+        return errors.InvalidRequest(violations, reason=reason, metadata=metadata)
+    numbers = {name: int(text) for name, text in metadata.items() if text.isdecimal()}
+    return errors.SlotsExceeded(
+        violations,
+        max_candidates=numbers.get("candidates", 0),
+        capacity=numbers.get("capacity", 0),
+        needed=numbers.get("needed"),
+    )
 
 
 def _bad_request(error: errors.InvalidRequest) -> error_details_pb2.BadRequest:
@@ -154,7 +169,7 @@ def _details(
     retry = error_details_pb2.RetryInfo()
     for key, value in failure.trailing_metadata() or ():
         if key == DETAILS_TRAILER:
-            with suppress(DecodeError):  # of a peer that is none of ours: its code will do
+            with suppress(DecodeError):  # of a foreign peer: only its code is used
                 for detail in status_pb2.Status.FromString(value).details:
                     for message in (info, bad, retry):
                         detail.Unpack(message)

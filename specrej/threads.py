@@ -1,4 +1,4 @@
-"""Threads that load models and compute, and the end of a process in which one still does.
+"""Threads that load models and compute, and the exit of a process while one runs.
 
 Standard library only.
 """
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class ComputeThread(threading.Thread):
-    """A daemon: whoever cannot wait for what it computes can still end, see `leave`."""
+    """A daemon thread: the process can exit while it computes, see `leave`."""
 
     def __init__(self, name: str, target: Callable[..., object], *arguments: Any) -> None:
         super().__init__(name=name, target=target, args=arguments, daemon=True)
 
 
 def settle(future: Future[T], do: Callable[[], T]) -> bool:
-    """Put what it returns or raises into the future; False: it raised, or nobody waits for it."""
+    """Set the future to the result or exception of `do`; False: it raised or was cancelled."""
     if not future.set_running_or_notify_cancel():
         return False
     try:
@@ -37,20 +37,30 @@ def settle(future: Future[T], do: Callable[[], T]) -> bool:
     return True
 
 
+def bound_spinning() -> None:
+    """Make OpenMP's idle threads sleep after some 50 us; call it before torch is imported.
+
+    By default they spin for 10 ms and more, which on shared cores takes the time of the threads
+    that they wait for. The user's own OMP_WAIT_POLICY or GOMP_SPINCOUNT stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 async def load(do: Callable[[], T]) -> T:
-    """What `do` returns or raises, from a thread that does not keep the process from ending."""
+    """The result of `do`, run in a thread that does not prevent the process from exiting."""
     future: Future[T] = Future()
     ComputeThread("load", settle, future, do).start()
     return await asyncio.wrap_future(future)
 
 
 def leave() -> None:
-    """End the process here, with 0, if a thread still loads or computes; else do nothing.
+    """Exit with 0 at once if a thread still loads or computes; else do nothing.
 
-    An interpreter that ends under a thread in torch aborts the process.
+    An interpreter that shuts down while a thread runs in torch aborts the process.
     """
     if any(isinstance(thread, ComputeThread) for thread in threading.enumerate()):
-        for child in multiprocessing.active_children():  # vLLM's, deaf to SIGTERM while they load
+        for child in multiprocessing.active_children():  # vLLM's ignore SIGTERM while they load
             child.kill()
         logging.shutdown()
         os._exit(0)

@@ -1,6 +1,6 @@
-"""Draws how one request went: its phases as a waterfall, then its rounds with their rewards.
+"""Draw the record of one request: its phases as a waterfall, its rounds with their rewards.
 
-Pure functions from a record to texts; knows no server.
+Pure functions from a record to rich renderables.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.bar import Bar as BlockBar
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -20,23 +20,22 @@ from specrej.contracts import (
     Fate,
     RecordedRound,
     RequestRecord,
-    RoundTrace,
 )
 
 _LEAST_SPAN_MS = 1e-3  # of a time axis
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEAST_SHARE = 0.01  # of a time axis, for a bar
 _MINUS = "\N{MINUS SIGN}"
-_STRIP_CELLS = 16, 64  # at least and at most
+_STRIP_CELLS = 32
 
-_STYLES = {
-    "before": "dim",
+_COLORS = {
+    "before": "bright_black",
     "wait": "blue",
     "extend": "green",
     "score": "yellow",
     "prune": "magenta",
-    "going on": "bold cyan",
+    "going on": "cyan",
 }
-# The last one that is there is the one that shows.
+# Of several in one cell, the last in this order is shown.
 _MARKS = {
     Fate.REJECTED: ("○", "red"),
     Fate.VETOED: ("✗", "magenta"),
@@ -45,15 +44,15 @@ _MARKS = {
 }
 _ANSWER = ("★", "bold yellow")
 _SOURCES = {
-    AnswerSource.RUN: "made for this request",
+    AnswerSource.RUN: "generated for this request",
     AnswerSource.CACHE: "from the cache",
-    AnswerSource.FLIGHT: "made for an equal request at the same time",
+    AnswerSource.FLIGHT: "generated for an equal, concurrent request",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One phase: where it belongs, its name, milliseconds since arrival, and how it is drawn."""
+    """One phase: its group, name, milliseconds since arrival, length and style."""
 
     group: str
     name: str
@@ -67,7 +66,7 @@ class Bar:
 
 
 def request_bars(record: RequestRecord) -> list[Bar]:
-    """What the request's own time went into, without gaps, in order."""
+    """The phases of the request, in order and without gaps."""
     if record.source not in (None, AnswerSource.RUN):
         name = "look up" if record.source is AnswerSource.CACHE else "wait for it"
         return [Bar("", name, 0.0, record.elapsed_ms, "wait")]
@@ -79,7 +78,7 @@ def request_bars(record: RequestRecord) -> list[Bar]:
 
 
 def _waits(record: RequestRecord) -> Iterator[Bar]:
-    """Up to the first round; a wait that has not ended is not among them."""
+    """The ended phases before the first round."""
     begun = 0.0
     steps = (
         ("look up", record.queued_at_ms, "before"),
@@ -94,17 +93,17 @@ def _waits(record: RequestRecord) -> Iterator[Bar]:
 
 
 def rounds_bars(rounds: Sequence[RecordedRound]) -> Iterator[Bar]:
-    """What rounds' time went into."""
-    for each in rounds:
-        group, at_ms = f"round {each.trace.number}", each.start_ms
+    """The phases of the rounds."""
+    for recorded in rounds:
+        group, at_ms = f"round {recorded.trace.number}", recorded.start_ms
         for name in ("extend", "score", "prune"):
-            length_ms: float = getattr(each.trace, f"{name}_ms")
+            length_ms: float = getattr(recorded.trace, f"{name}_ms")
             yield Bar(group, name, at_ms, length_ms, name)
             at_ms += length_ms
 
 
 def _last(record: RequestRecord, at_ms: float) -> Bar:
-    """What goes on, or was going on when it ended."""
+    """The running phase, or the one in which the request ended."""
     length_ms = record.elapsed_ms - at_ms
     if record.outcome == "OK":
         return Bar("", "answer", at_ms, length_ms, "before")
@@ -115,163 +114,89 @@ def _last(record: RequestRecord, at_ms: float) -> Bar:
     return Bar("", name, at_ms, length_ms, "going on")
 
 
-def bar_cells(bar: Bar, span_ms: float, width: int) -> str:
-    """`width` cells of a time axis that is `span_ms` long; whatever took time shows."""
-    scale = width / max(span_ms, _LEAST_SPAN_MS)
-    start = min(int(bar.start_ms * scale), width - 1)
-    # A bar begins at a whole cell, as there is no block that fills the right of one.
-    length = min(bar.end_ms * scale, width) - start
-    eighths = max(1, round(length * 8))
-    whole, rest = divmod(eighths, 8)
-    cells = " " * start + "█" * whole + (_EIGHTHS[rest] if rest else "")
-    return cells[:width].ljust(width)
-
-
-def axis_cells(span_ms: float, width: int) -> str:
-    """Marks of the time axis, as many as there is room for."""
-    num_marks = max(1, width // 12)
-    span_ms = max(span_ms, _LEAST_SPAN_MS)
-    step_ms = _nice_step(span_ms / num_marks)
-    cells = [" "] * width
-    for number in range(num_marks + 1):
-        label = _mark(number * step_ms, step_ms)
-        start = int(number * step_ms / span_ms * width)
-        if start + len(label) <= width:
-            cells[start : start + len(label)] = label
-    return "".join(cells)
-
-
-def _nice_step(at_least: float) -> float:
-    """1, 2 or 5 times a power of ten."""
-    power = 1e-3
-    while power * 5 < at_least:
-        power *= 10
-    return next(power * times for times in (1, 2, 5) if power * times >= at_least)
-
-
-def _mark(at_ms: float, step_ms: float) -> str:
-    if step_ms >= 1000:
-        return f"╷{at_ms / 1000:g} s"
-    return f"╷{at_ms:g} ms" if step_ms < 100 else f"╷{at_ms / 1000:.1f} s"
-
-
-@dataclass(frozen=True, slots=True)
-class _Bars:
-    """Bars on one time axis, as wide as there is room."""
-
-    bars: Sequence[Bar]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = max(10, options.max_width - _BESIDE_BARS)
-        span_ms = max((bar.end_ms for bar in self.bars), default=0.0)
-        table = _bars_table(axis_cells(span_ms, width))
-        group = ""
-        for bar in self.bars:
-            named = "" if bar.group == group else bar.group
-            group = bar.group
-            table.add_row(
-                *((named, Text(bar.name, "dim")) if group else (bar.name, "")),
-                Text(bar_cells(bar, span_ms, width), _STYLES[bar.style]),
-                Text(f"{bar.start_ms:,.0f}", "dim"),
-                f"{bar.length_ms:,.1f}",
-            )
-        yield table
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(40, options.max_width)
-
-
-_BESIDE_BARS = 42  # cells of the other columns
-
-
-def _bars_table(axis: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column(width=9, no_wrap=True)
-    table.add_column(width=7, no_wrap=True)
-    table.add_column(Text(axis), width=len(axis), no_wrap=True)
-    table.add_column("at ms", justify="right", width=9, no_wrap=True)
-    table.add_column("ms", justify="right", width=10, no_wrap=True)
+def waterfall(bars: Sequence[Bar]) -> Table:
+    """Bars on one time axis, as wide as the console."""
+    span_ms = max([bar.end_ms for bar in bars] + [_LEAST_SPAN_MS])
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(f"0 to {span_ms:,.1f} ms", ratio=1, min_width=10)
+    table.add_column("at ms", style="dim", justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    group = ""
+    for bar in bars:
+        named = "" if bar.group == group else bar.group
+        group = bar.group
+        table.add_row(
+            *((named, bar.name) if group else (bar.name, "")),
+            _visible(bar, span_ms),
+            f"{bar.start_ms:,.0f}",
+            f"{bar.length_ms:,.1f}",
+        )
     return table
 
 
+def _visible(bar: Bar, span_ms: float) -> BlockBar:
+    """At least `_LEAST_SHARE` of the axis."""
+    least_ms = span_ms * _LEAST_SHARE
+    start_ms = min(bar.start_ms, span_ms - least_ms)
+    end_ms = max(bar.end_ms, start_ms + least_ms)
+    return BlockBar(span_ms, start_ms, end_ms, color=_COLORS[bar.style])
+
+
 def strip(
-    candidates: Sequence[CandidateTrace],
-    ends: tuple[float, float],
-    answer_id: int | None,
-    width: int,
+    candidates: Sequence[CandidateTrace], ends: tuple[float, float], answer_id: int | None
 ) -> Text:
-    """Rewards as marks between `ends`; of several in a cell the weightiest shows."""
+    """Rewards as marks between `ends`; of several in a cell the highest in `_MARKS` is shown."""
     cells: dict[int, tuple[int, tuple[str, str]]] = {}
-    for each in candidates:
-        is_answer = each.id == answer_id
-        weight = len(_MARKS) if is_answer else list(_MARKS).index(each.fate)
-        mark = _ANSWER if is_answer else _MARKS[each.fate]
-        cell = reward_cell(each.score, ends, width)
+    for candidate in candidates:
+        is_answer = candidate.id == answer_id
+        weight = len(_MARKS) if is_answer else list(_MARKS).index(candidate.fate)
+        mark = _ANSWER if is_answer else _MARKS[candidate.fate]
+        cell = reward_cell(candidate.score, ends)
         cells[cell] = max(cells.get(cell, (-1, mark)), (weight, mark))
     text = Text()
-    for cell in range(width):
+    for cell in range(_STRIP_CELLS):
         text.append(*(cells[cell][1] if cell in cells else ("·", "dim")))
     return text
 
 
-def reward_cell(score: float, ends: tuple[float, float], width: int) -> int:
-    """Where a reward is on the strip; in the middle where all are equal."""
+def reward_cell(score: float, ends: tuple[float, float]) -> int:
+    """The cell of a reward on the strip; the middle one if all are equal."""
     low, high = ends
     if high <= low:
-        return width // 2
-    return min(width - 1, int((score - low) / (high - low) * width))
+        return _STRIP_CELLS // 2
+    return min(_STRIP_CELLS - 1, int((score - low) / (high - low) * _STRIP_CELLS))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounds:
+def rounds_table(record: RequestRecord) -> Table:
     """A line per round, with its candidates' rewards on one axis for all rounds."""
-
-    record: RequestRecord
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        least, most = _STRIP_CELLS
-        rows = [_round_texts(done.trace) for done in self.record.rounds]
-        beside = sum(
-            max(len(name), *(len(row[column]) for row in rows)) + 2
-            for column, name in enumerate(_COLUMNS)
-        )
-        width = max(least, min(most, options.max_width - beside))
-        scores = [each.score for done in self.record.rounds for each in done.trace.candidates]
-        ends = min(scores, default=0.0), max(scores, default=0.0)
-        answer_id = self.record.answer_id if self.record.source else None
-        table = _rounds_table(ends, width)
-        for done, texts in zip(self.record.rounds, rows, strict=True):
-            table.add_row(*texts, strip(done.trace.candidates, ends, answer_id, width))
-        yield table
-
-
-_COLUMNS = ("round", "token", "alive", "alpha", "slots", "tokens")
-
-
-def _rounds_table(ends: tuple[float, float], width: int) -> Table:
+    scores = [candidate.score for done in record.rounds for candidate in done.trace.candidates]
+    ends = min(scores, default=0.0), max(scores, default=0.0)
+    answer_id = record.answer_id if record.source else None
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in _COLUMNS:
+    for name in ("round", "token", "alive", "alpha", "slots", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     low, high = f"{ends[0]:.3f}", f"{ends[1]:.3f}"
-    between = "rewards".center(max(0, width - len(low) - len(high)))
-    table.add_column(f"{low}{between}{high}", width=width, no_wrap=True)
+    between = "rewards".center(max(0, _STRIP_CELLS - len(low) - len(high)))
+    table.add_column(f"{low}{between}{high}", width=_STRIP_CELLS, no_wrap=True)
+    for done in record.rounds:
+        trace = done.trace
+        freed = f" {_MINUS}{trace.freed_slots:,}" if trace.freed_slots else ""
+        table.add_row(
+            str(trace.number),
+            str(trace.decision_token),
+            f"{trace.num_started}→{trace.num_live}",
+            f"{trace.alpha:g}",
+            f"{trace.session_slots:,}{freed}",
+            f"{trace.generated_tokens:,}",
+            strip(trace.candidates, ends, answer_id),
+        )
     return table
 
 
-def _round_texts(trace: RoundTrace) -> tuple[str, ...]:
-    freed = f" {_MINUS}{trace.freed_slots:,}" if trace.freed_slots else ""
-    return (
-        str(trace.number),
-        str(trace.decision_token),
-        f"{trace.num_started}→{trace.num_live}",
-        f"{trace.alpha:g}",
-        f"{trace.session_slots:,}{freed}",
-        f"{trace.generated_tokens:,}",
-    )
-
-
 def title(record: RequestRecord) -> str:
-    """What was asked, and how it ended."""
+    """The request's id, time, outcome and source."""
     took = f"{record.elapsed_ms / 1000:,.3f} s"
     state = f"{record.outcome} in {took}" if record.outcome else f"running, for {took} so far"
     source = f", {_SOURCES[record.source]}" if record.source else ""
@@ -279,8 +204,8 @@ def title(record: RequestRecord) -> str:
     return f"{record.request_id}  {arrived:%Y-%m-%d %H:%M:%S}  {state}{source}"
 
 
-def asked(record: RequestRecord) -> str:
-    """What the caller chose."""
+def parameters(record: RequestRecord) -> str:
+    """The parameters of the request."""
     chosen = record.selection
     rewards = "+".join(
         reward.name if reward.weight == 1 else f"{reward.weight:g}*{reward.name}"
@@ -293,16 +218,16 @@ def asked(record: RequestRecord) -> str:
 
 
 def time_totals(record: RequestRecord) -> str:
-    """What the rounds' time went into."""
+    """The total time of each phase of the rounds."""
     parts = []
     for name in ("extend", "score", "prune"):
-        spent = sum(getattr(each.trace, f"{name}_ms") for each in record.rounds)
+        spent = sum(getattr(recorded.trace, f"{name}_ms") for recorded in record.rounds)
         parts.append(f"{name} {spent:,.1f} ms")
     return f"{len(record.rounds)} rounds: {', '.join(parts)}"
 
 
 def cost(record: RequestRecord) -> str:
-    """What the answer is worth and what it took; empty where there is none."""
+    """The answer's reward and cost; empty without an answer."""
     usage = record.usage
     if usage is None:
         return ""
@@ -316,21 +241,21 @@ def cost(record: RequestRecord) -> str:
 
 
 def drawing(record: RequestRecord) -> RenderableType:
-    """The whole picture."""
+    """All of it."""
     parts: list[RenderableType] = [
         Text(title(record), "bold"),
-        Text(asked(record), "dim"),
+        Text(parameters(record), "dim"),
         Text(),
-        _Bars(request_bars(record)),
+        waterfall(request_bars(record)),
     ]
     if record.rounds and record.source not in (None, AnswerSource.RUN):
         parts += [
             Text(),
-            Text("the run that made it", "dim"),
-            _Bars([bar for bar in rounds_bars(record.rounds) if bar.length_ms > 0]),
+            Text("the request that generated it", "dim"),
+            waterfall([bar for bar in rounds_bars(record.rounds) if bar.length_ms > 0]),
         ]
     if record.rounds:
-        parts += [Text(), _Rounds(record), _legend()]
+        parts += [Text(), rounds_table(record), _legend()]
     ending = f"{time_totals(record)}\n{cost(record)}".rstrip()
     return Group(*parts, Text(), Text(ending, "dim"))
 

@@ -1,19 +1,24 @@
-"""What every port checks for itself before anything else happens; all violations at once.
+"""Checks of requests, made by every port before anything else; all violations at once.
 
-Works on the contract's values, not on messages; limits come from the caller.
+They work on contract values, not on messages; limits come from the caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from specrej.contracts import (
+    MAX_INT32,
+    Accepted,
     GenerationRequest,
+    GeometricSchedule,
     Normalization,
     Prompt,
     Sampling,
     Schedule,
     Selection,
+    TokensSchedule,
     WeightedReward,
 )
 from specrej.errors import InvalidRequest, Violation
@@ -24,28 +29,25 @@ MAX_PROMPT_CHARACTERS = 1_000_000
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DECISION_TOKENS = 1024
-# Closer to 1, the next decision token would be found only after very many steps.
+# Closer to 1, computing the next decision token would take very many steps.
 MIN_FACTOR = 1.01
 MAX_FACTOR = 16.0
 MAX_REWARDS = 8
 MAX_WEIGHT = 1e6
 MAX_REWARD = 1e12  # thresholds, means and deviations
 MIN_DEVIATION = 1e-12
-MAX_RETURN_CANDIDATES = 64
-MAX_INT32 = 2**31 - 1
-MAX_SEED = 2**63 - 1
 
 _REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
 
 
 def raise_if_any(violations: Sequence[Violation]) -> None:
-    """Raises InvalidRequest unless there is nothing to complain about."""
+    """Raises InvalidRequest if there are violations."""
     if violations:
         raise InvalidRequest(violations)
 
 
 def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
-    """Exactly one of messages and text, neither blank, not absurdly long."""
+    """Exactly one of messages and text, neither blank nor too long."""
     if bool(prompt.messages) == bool(prompt.text):
         yield Violation(path, "must have exactly one of messages and text")
     if prompt.text and not prompt.text.strip():
@@ -68,18 +70,11 @@ def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
 def check_sampling(
     sampling: Sampling, n: int, context_tokens: int, path: str = "sampling"
 ) -> Iterator[Violation]:
-    """Every field of Sampling; `n` because greedy candidates would all be the same."""
+    """Every field of Sampling; `n`, because greedy candidates would all be equal."""
     yield from _check_lengths(sampling, context_tokens, path)
-    if sampling.temperature != 0 and not 0.01 <= sampling.temperature <= 2:
-        yield _out_of(f"{path}.temperature", sampling.temperature, "0 or 0.01 .. 2")
     if sampling.temperature == 0 and n != 1:
         yield Violation(f"{path}.temperature", f"0 is greedy: n must be 1, is {n}")
-    if not 0 <= sampling.top_k <= MAX_INT32:
-        yield _out_of(f"{path}.top_k", sampling.top_k, "0 (all) or more")
-    if not 0 < sampling.top_p <= 1:
-        yield _out_of(f"{path}.top_p", sampling.top_p, "(0, 1]")
-    if not 0 <= sampling.seed <= MAX_SEED:
-        yield _out_of(f"{path}.seed", sampling.seed, "0 .. 2^63 - 1")
+    yield from _check_ranges(sampling, path)
     if len(sampling.stop) > MAX_STOPS:
         yield Violation(f"{path}.stop", f"must have at most {MAX_STOPS} texts")
     for index, text in enumerate(sampling.stop[:MAX_STOPS]):
@@ -93,7 +88,7 @@ def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterat
     longest = sampling.max_tokens
     if not 1 <= longest <= context_tokens:
         yield _out_of(f"{path}.max_tokens", longest, f"1 .. {context_tokens}")
-    # A negative max_tokens alone does not make the default of 0 wrong as well.
+    # A negative max_tokens does not make the default of 0 a violation, too.
     if not 0 <= sampling.min_tokens <= max(longest, 0):
         yield _out_of(f"{path}.min_tokens", sampling.min_tokens, f"0 .. max_tokens ({longest})")
 
@@ -106,14 +101,14 @@ def check_candidates(n: int, max_candidates: int, path: str) -> Iterator[Violati
 
 def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
     """Decision tokens ascend, a geometric schedule grows."""
-    if schedule.kind == "tokens":
+    if isinstance(schedule, TokensSchedule):
         where = f"{path}.tokens.decision_tokens"
         tokens = schedule.tokens
         if not 1 <= len(tokens) <= MAX_DECISION_TOKENS:
             yield Violation(where, f"must have 1 .. {MAX_DECISION_TOKENS} tokens")
         if any(later <= earlier for earlier, later in zip((0, *tokens), tokens, strict=False)):
             yield Violation(where, "must be 1 or more and strictly ascending")
-    if schedule.kind == "geometric":
+    if isinstance(schedule, GeometricSchedule):
         if not 1 <= schedule.first <= MAX_INT32:
             yield _out_of(f"{path}.geometric.first", schedule.first, "1 or more")
         if not MIN_FACTOR <= schedule.factor <= MAX_FACTOR:
@@ -124,14 +119,10 @@ def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
 def check_selection(
     selection: Selection, max_candidates: int, path: str = "selection"
 ) -> Iterator[Violation]:
-    """Every field of Selection; that rewards exist is the orchestrator's to know."""
+    """Every field of Selection; the orchestrator checks that the rewards exist."""
     yield from check_candidates(selection.n, max_candidates, f"{path}.n")
-    if not 0 <= selection.alpha < 1:
-        yield _out_of(f"{path}.alpha", selection.alpha, "[0, 1)")
+    yield from _check_ranges(selection, path)
     yield from check_schedule(selection.schedule, f"{path}.schedule")
-    if not 1 <= selection.return_candidates <= MAX_RETURN_CANDIDATES:
-        where = f"{path}.return_candidates"
-        yield _out_of(where, selection.return_candidates, f"1 .. {MAX_RETURN_CANDIDATES}")
     yield from check_rewards(selection.rewards, f"{path}.rewards")
 
 
@@ -166,7 +157,7 @@ def _check_normalization(normalization: Normalization, path: str) -> Iterator[Vi
     elif kind not in NORMALIZATIONS:
         yield Violation(f"{path}.kind", f"must be one of {', '.join(NORMALIZATIONS)}")
     elif normalization != Normalization(kind):
-        # Most likely the kind was forgotten.
+        # Probably the kind is missing.
         yield Violation(path, "has a mean and a deviation only if its kind is fixed")
 
 
@@ -177,6 +168,15 @@ def check_request(
     yield from check_prompt(request.prompt)
     yield from check_sampling(request.sampling, request.selection.n, context_tokens)
     yield from check_selection(request.selection, max_candidates)
+
+
+def _check_ranges(value: Sampling | Selection, path: str) -> Iterator[Violation]:
+    """Every option with an accepted range in the contract."""
+    for item in fields(value):
+        accepted: Accepted | None = item.metadata.get("accepted")
+        number = getattr(value, item.name)
+        if accepted and not accepted.contains(number):
+            yield _out_of(f"{path}.{item.name}", number, accepted.text)
 
 
 def _out_of(field: str, value: float, accepted: str) -> Violation:

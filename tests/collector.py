@@ -1,4 +1,4 @@
-"""An OTLP collector: a real gRPC server that keeps the spans and metrics it is sent."""
+"""An OTLP collector: a real gRPC server that keeps the spans and metrics it receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVER, CLIENT = trace_pb2.Span.SPAN_KIND_SERVER, trace_pb2.Span.SPAN_KIND_CLIEN
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A span, and the service it came from."""
+    """A span, and the service that sent it."""
 
     service: str
     span: trace_pb2.Span
@@ -34,11 +34,11 @@ class Seen:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        return {each.key: _plain(each.value) for each in self.span.attributes}
+        return {item.key: _plain(item.value) for item in self.span.attributes}
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span, and of every metric of every service what was sent last."""
+    """Keeps every span, and the last export of every metric of every service."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
@@ -61,27 +61,21 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         for sent in request.resource_metrics:
             service = self._service(sent)
             for scope in sent.scope_metrics:
-                self.metrics.update({(service, each.name): each for each in scope.metrics})
                 for metric in scope.metrics:
-                    found = (each for point in points(metric) for each in point.exemplars)
-                    self.exemplars[metric.name] |= {each.trace_id for each in found}
+                    self.metrics[service, metric.name] = metric
+                    exemplars = (item for point in points(metric) for item in point.exemplars)
+                    self.exemplars[metric.name] |= {item.trace_id for item in exemplars}
 
-    def named(self, name: str, *, kind: int | None = None, service: str = "") -> list[Seen]:
-        """Spans of a name."""
-        return [
-            seen
-            for seen in self.spans
-            if seen.name == name
-            and kind in (None, seen.span.kind)
-            and service in ("", seen.service)
-        ]
+    def named(self, name: str, *, kind: int | None = None) -> list[Seen]:
+        """Spans of a name, and of a kind if one is given."""
+        return [seen for seen in self.spans if seen.name == name and kind in (None, seen.span.kind)]
 
     def trace(self, trace_id: bytes) -> list[Seen]:
         """All spans of one trace."""
         return [seen for seen in self.spans if seen.span.trace_id == trace_id]
 
     def _service(self, sent: Any) -> str:
-        attributes = {each.key: _plain(each.value) for each in sent.resource.attributes}
+        attributes = {item.key: _plain(item.value) for item in sent.resource.attributes}
         self.resources[attributes["service.name"]] = attributes
         return str(attributes["service.name"])
 
@@ -119,12 +113,12 @@ def points(metric: metrics_pb2.Metric) -> Iterator[Any]:
 
 
 def labels_of(point: Any) -> dict[str, Any]:
-    """Of a data point."""
-    return {each.key: _plain(each.value) for each in point.attributes}
+    """The attributes of a data point."""
+    return {item.key: _plain(item.value) for item in point.attributes}
 
 
 def _plain(value: Any) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
-        return [_plain(each) for each in value.array_value.values]
+        return [_plain(item) for item in value.array_value.values]
     return getattr(value, kind) if kind else None

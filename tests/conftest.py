@@ -1,7 +1,7 @@
-"""How the tests are shared out where several processes run them (`make test` has two).
+"""The distribution of tests over processes (`make test` has two).
 
-A file stays together, for the sake of its fixtures. What starts services of its own, and watches
-how quickly they answer, stays with one process: no two of these are in each other's way.
+The tests of a file run in one process, for its fixtures. All tests that start services run in the
+same process, so that they do not slow each other down.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import settings
 
-# How long an example takes depends on who else is at work; speed is a matter of benchmarks.
+from specrej import threads
+
+# Before any test imports torch.
+threads.bound_spinning()
+# Examples have no deadline: their time depends on the machine's load. Benchmarks measure speed.
 settings.register_profile("specrej", deadline=None)
 settings.load_profile("specrej")
 

@@ -9,18 +9,24 @@ from typing import Any
 
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specrej import wire
 from specrej.channel import open_channel
+from specrej.contracts import GeneratorDescription, ServiceDescription
 from specrej.serving import Server, Service
 from specrej.settings import ServiceSettings
+from specrej.v1 import generator_pb2, generator_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
+
+_POLL_S = 2.0  # timeout of a health check or a description
 
 
 @asynccontextmanager
 async def listening(
-    service: Service, *, default_deadline_s: float | None = None
+    service: Service, *, default_deadline_s: float | None = None, **settings: Any
 ) -> AsyncIterator[str]:
     """The address of a server of one service."""
-    server = Server(ServiceSettings(), [service], default_deadline_s=default_deadline_s)
+    server = Server(ServiceSettings(**settings), [service], default_deadline_s=default_deadline_s)
     await server.start()
     await server.set_serving(True)
     try:
@@ -30,12 +36,10 @@ async def listening(
 
 
 @asynccontextmanager
-async def serving(
-    service: Service, *, default_deadline_s: float | None = None
-) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(service: Service, **settings: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A channel, without retries, to a server of one service."""
     async with (
-        listening(service, default_deadline_s=default_deadline_s) as address,
+        listening(service, **settings) as address,
         open_channel(address, retries=False) as channel,
     ):
         yield channel
@@ -65,11 +69,59 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
     return str(info.reason)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Returns once the condition holds; TimeoutError after 10 seconds."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  # nobody announces it
-            await asyncio.sleep(0)
+def retry_info_s(error: grpc.aio.AioRpcError) -> float | None:
+    """The delay of the error's RetryInfo in seconds; None without one."""
+    info = error_details_pb2.RetryInfo()
+    has_info = any(detail.Unpack(info) for detail in _details(error))
+    return info.retry_delay.ToMilliseconds() / 1000 if has_info else None
+
+
+async def health_of(address: str, service: str = "") -> str:
+    """SERVING, NOT_SERVING or the status code of the failed check."""
+    async with open_channel(address, retries=False) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = await stub.Check(request, timeout=_POLL_S)
+        except grpc.aio.AioRpcError as error:
+            return str(error.code().name)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+async def describe_generator(address: str) -> GeneratorDescription:
+    """The description of a generator; raises AioRpcError."""
+    async with open_channel(address, retries=False) as channel:
+        stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
+        request = generator_pb2.GeneratorServiceDescribeRequest()
+        reply = await stub.Describe(request, timeout=_POLL_S)
+        return wire.from_message(reply, GeneratorDescription)
+
+
+async def describe_service(address: str) -> ServiceDescription:
+    """The orchestrator's description of all services; raises AioRpcError."""
+    async with open_channel(address, retries=False) as channel:
+        stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        request = orchestrator_pb2.OrchestratorServiceDescribeRequest()
+        reply = await stub.Describe(request, timeout=_POLL_S)
+        return wire.from_message(reply, ServiceDescription)
+
+
+async def until(
+    condition: Callable[[], bool | Awaitable[bool]], bound_s: float = 60, every_s: float = 0
+) -> None:
+    """Return once the condition holds; raise TimeoutError after `bound_s` seconds."""
+    async with asyncio.timeout(bound_s):
+        while True:
+            holds = condition()
+            if await holds if isinstance(holds, Awaitable) else holds:
+                return
+            await asyncio.sleep(every_s)
+
+
+async def turns(count: int = 20) -> None:
+    """Let every task that can continue do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 def _details(error: grpc.aio.AioRpcError) -> list[Any]:

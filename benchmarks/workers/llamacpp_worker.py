@@ -1,7 +1,7 @@
-"""llama.cpp through its own C interface: imports nothing of ours.
+"""llama.cpp through its C interface.
 
-Weights are the 4-bit file for few rows, and the same unpacked to float32 for more: its products of
-many rows are faster with those.
+Few rows use the 4-bit weights, more rows the same weights unpacked to float32, with which products
+of many rows are faster.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import llama_cpp as ll
 
 _PACKED_UP_TO_ROWS = 7
 _UBATCH_TOKENS = 512
-# Cells are handed out in such blocks.
+# The KV store is allocated in blocks of this size.
 _CONTEXT_BLOCK_TOKENS = 256
 _FLOAT32 = 0  # of llama.cpp's file types and of ggml's tensor types
 
 
 class Worker:
-    """Both forms of the weights; each request gets a context, and so a KV store, of its own."""
+    """Both forms of the weights; each request has a context, and so a KV store, of its own."""
 
     def __init__(self, packed: str, unpacked: str, threads: int) -> None:
         self.versions = {
@@ -38,18 +38,18 @@ class Worker:
         self._samplers = ThreadPoolExecutor(threads)
 
     def measure(self, n: int, prompt_ids: list[int], new_tokens: int) -> float:
-        """Seconds for n samples of the prompt, without making the context."""
+        """Seconds for n samples of the prompt, without creating the context."""
         with self._context(n, len(prompt_ids), new_tokens) as context, _chains(n) as chains:
-            began = time.perf_counter()
-            made = self._generate(context, chains, prompt_ids, new_tokens)
-            seconds = time.perf_counter() - began
-        assert [len(tokens) for tokens in made] == [new_tokens] * n, [len(each) for each in made]
+            started = time.perf_counter()
+            rows = self._generate(context, chains, prompt_ids, new_tokens)
+            seconds = time.perf_counter() - started
+        assert [len(tokens) for tokens in rows] == [new_tokens] * n, list(map(len, rows))
         return seconds
 
     def _generate(
         self, context: Any, chains: list[Any], prompt_ids: list[int], new_tokens: int
     ) -> list[list[int]]:
-        """The prompt is read once, as sequence 0; the others start as its copies."""
+        """Compute the prompt once, as sequence 0; the other sequences start as its copies."""
         size = len(prompt_ids)
         reading = _batch(prompt_ids, range(size), [0] * size, [False] * (size - 1) + [True])
         _decode(context, reading)
@@ -58,17 +58,17 @@ class Worker:
         for row in rows[1:]:
             ll.llama_memory_seq_cp(memory, 0, row, -1, -1)
         newest = self._sample(context, chains, [-1] * len(chains))
-        made = [[token] for token in newest]
+        generated = [[token] for token in newest]
         for position in range(size, size + new_tokens - 1):
             _decode(context, _batch(newest, [position] * len(rows), rows, [True] * len(rows)))
             newest = self._sample(context, chains, rows)
-            for tokens, token in zip(made, newest, strict=True):
+            for tokens, token in zip(generated, newest, strict=True):
                 tokens.append(token)
-        return made
+        return generated
 
     def _sample(self, context: Any, chains: list[Any], outputs: Any) -> list[int]:
-        """A token per sequence by its own chain, on all cores."""
-        ll.llama_get_logits_ith(context, -1)  # sorts the outputs: from here on they are only read
+        """One token per sequence by its own chain, on all cores."""
+        ll.llama_get_logits_ith(context, -1)  # sorts the outputs; later calls only read
         return list(
             self._samplers.map(
                 lambda chain, output: ll.llama_sampler_sample(chain, context, output),
@@ -79,8 +79,8 @@ class Worker:
 
     @contextmanager
     def _context(self, n: int, prompt_tokens: int, new_tokens: int) -> Iterator[Any]:
-        """One store for all sequences where the prompt is most of what there is, as then it stays
-        in the processor's caches; else one each, as none then has to skip the others' tokens."""
+        """A context with one KV store for all sequences if the prompt dominates, since it stays in
+        the processor's caches; else one store each, so that no sequence skips others' tokens."""
         shared = n * new_tokens <= 16 * prompt_tokens
         params = ll.llama_context_default_params()
         params.kv_unified = shared
@@ -144,7 +144,7 @@ def _chains(n: int) -> Iterator[list[Any]]:
 
 
 def _batch(tokens: list[int], positions: Any, sequences: Any, outputs: Any) -> Any:
-    """A llama_batch over ctypes arrays; they live as long as it does."""
+    """A llama_batch; its ctypes arrays live as long as it does."""
     size = len(tokens)
     ids: list[Any] = [(ctypes.c_int32 * 1)(sequence) for sequence in sequences]
     batch = ll.llama_batch()

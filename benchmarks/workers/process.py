@@ -1,4 +1,4 @@
-"""A worker's process as its parent sees it: started, asked, stopped. Knows no engine."""
+"""A worker process: started, sent requests, stopped."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from benchmarks.workers import serve
-from specrej import tether
+from deploy.local import die_with_parent
 
 _REASON_CHARS = 300
 
 
 class WorkerError(Exception):
-    """A request was not answered; the message is the reason, fit for a report."""
+    """A worker could not answer; the message is the reason in one line."""
 
 
 class WorkerProcess:
-    """A process that serves `worker`; it ends with this one, even when that is killed."""
+    """A process that serves the file `worker`; it ends with this process, even by SIGKILL."""
 
     def __init__(
         self,
@@ -33,20 +34,29 @@ class WorkerProcess:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
-        """Start it; `ready` waits until it can be asked. What it prints goes to the file `log`."""
-        command = [str(python.absolute()), "-P", serve.__file__, str(worker), json.dumps(options)]
-        tethered = [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command]
+        """Start the process; `ready` waits for it. Its output goes to the file `log`.
+
+        Raises:
+            WorkerError: the interpreter `python` does not exist.
+        """
+        if not python.exists():
+            raise WorkerError(f"{python} does not exist")
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as stream:
+        self._connection, theirs = Pipe()
+        serving = (serve.__file__, str(theirs.fileno()), str(worker), json.dumps(options))
+        with log.open("wb") as stream, theirs:
             self._process = subprocess.Popen(
-                tethered,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [
+                    *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
+                    *(str(python.absolute()), "-P", *serving),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
                 stderr=stream,
-                text=True,
                 env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C goes to this process only
             )
 
     @property
@@ -54,24 +64,22 @@ class WorkerProcess:
         return self._process.pid
 
     def ready(self) -> dict[str, str]:
-        """Wait for the engine; its versions.
+        """Wait until the engine is loaded; its versions.
 
         Raises:
-            WorkerError: it could not be loaded, or the process ended.
+            WorkerError: the engine cannot be loaded, or the process ended.
         """
         versions: dict[str, str] = self._reply()["ready"]
         return versions
 
-    def ask(self, request: Mapping[str, Any]) -> float:
-        """The seconds that a request took.
+    def measure(self, request: Mapping[str, Any]) -> float:
+        """The seconds of a request.
 
         Raises:
-            WorkerError: it failed, or the process ended.
+            WorkerError: the request failed, or the process ended.
         """
-        assert self._process.stdin
-        with suppress(BrokenPipeError):  # the reply, or rather its absence, tells why
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # _reply raises with the reason
+            self._connection.send(dict(request))
         seconds: float = self._reply()["seconds"]
         return seconds
 
@@ -79,34 +87,28 @@ class WorkerProcess:
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """End it and what it started, whatever it is doing: it holds nothing worth keeping."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe
-            with suppress(BrokenPipeError):
-                pipe.close()
+        self._connection.close()
 
     def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise WorkerError(f"{_how(self._process.wait())}: {self._last_words()}")
-        reply: dict[str, Any] = json.loads(line)
+        try:
+            reply: dict[str, Any] = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            code = self._process.wait()
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+            raise WorkerError(f"ended {how}: {self._last_output()}") from None
         if "error" in reply:
-            raise WorkerError(shortened(reply["error"]))
+            raise WorkerError(_shortened(reply["error"]))
         return reply
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         lines = self._log.read_text(errors="replace").split("\n")
-        return shortened(next((line for line in reversed(lines) if line.strip()), "nothing said"))
+        return _shortened(next((line for line in reversed(lines) if line.strip()), "no output"))
 
 
-def shortened(reason: str) -> str:
-    """One line of it, of bounded length."""
+def _shortened(reason: str) -> str:
+    """One line of bounded length."""
     return " ".join(reason.split())[:_REASON_CHARS]
-
-
-def _how(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

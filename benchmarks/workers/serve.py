@@ -1,8 +1,8 @@
-"""Runs one engine's worker: `python -P serve.py WORKER.py OPTIONS`, in that engine's environment.
+"""Runs a worker in the environment of its engine: `python -P serve.py FD WORKER.py OPTIONS`.
 
-Requests come as JSON lines on stdin, answers go as JSON lines to stdout: first {"ready": versions},
-then {"seconds": ...} or {"error": ...} to each. Standard library only, as the peers' environments
-have nothing of ours; knows no engine.
+Serves requests from the connection with file descriptor FD: sends {"ready": versions} first, then
+{"seconds": ...} or {"error": ...} for each request. Standard library only, since the environments
+of the peers hold nothing of ours.
 """
 
 from __future__ import annotations
@@ -12,37 +12,40 @@ import json
 import os
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 
 class Worker(Protocol):
-    """What WORKER.py's class `Worker` is; it is made from the options as keywords."""
+    """The class `Worker` of WORKER.py; the options are its keyword arguments."""
 
     versions: dict[str, str]
 
     def measure(self, **request: Any) -> float:
-        """Seconds that the work took."""
+        """Do the work of a request; its seconds."""
 
 
-def main(path: Path, options: dict[str, Any]) -> None:
-    """Serve until stdin ends."""
-    replies = _take_stdout()
+def main(descriptor: int, path: Path, options: dict[str, Any]) -> None:
+    """Serve until the other end is closed."""
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
     try:
         worker = _load(path, options)
     except Exception as error:
-        _send(replies, _failure(error))
+        connection.send(_failure(error))
         sys.exit(1)
-    _send(replies, {"ready": worker.versions})
-    for line in sys.stdin:
-        _send(replies, _answer(worker, json.loads(line)))
-
-
-def _take_stdout() -> TextIO:
-    """The real stdout, for replies alone: what else is printed, by C code too, joins the log."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return replies
+    connection.send({"ready": worker.versions})
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            reply = {"seconds": worker.measure(**request)}
+        except Exception as error:
+            reply = _failure(error)
+        connection.send(reply)
 
 
 def _load(path: Path, options: dict[str, Any]) -> Worker:
@@ -54,21 +57,10 @@ def _load(path: Path, options: dict[str, Any]) -> Worker:
     return worker
 
 
-def _answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return {"seconds": worker.measure(**request)}
-    except Exception as error:
-        return _failure(error)
-
-
 def _failure(error: Exception) -> dict[str, Any]:
     traceback.print_exc()
     return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _send(replies: TextIO, reply: dict[str, Any]) -> None:
-    print(json.dumps(reply), file=replies, flush=True)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

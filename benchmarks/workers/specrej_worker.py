@@ -1,4 +1,4 @@
-"""Our engine, driven as the servicer drives it, and the bound its matrix products set."""
+"""The own engine, and the bound that its matrix products set."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 
 from benchmarks.engine import generate, products_seconds
 from generator_service.engine import Engine
+from generator_service.engine_thread import EngineThread
 from generator_service.model import CausalLM
 
 
 class Worker:
-    """One engine for all requests; `slots` is what the largest of them needs."""
+    """One engine for all requests; `slots`: of the largest request."""
 
     def __init__(self, model: str, threads: int, slots: int) -> None:
         torch.set_num_threads(threads)
         self.versions = {"specrej": version("specrej"), "torch": torch.__version__}
         self._model = CausalLM.load(Path(model), "cpu")
-        self._engine = Engine(self._model, slots)
+        self._engine = EngineThread(Engine(self._model, slots))
         self._engine.start()
 
     def measure(
@@ -34,6 +35,6 @@ class Worker:
         """Seconds for n candidates, or for the products of one step of `gemm_bound` rows."""
         if gemm_bound:
             return products_seconds(self._model.products, gemm_bound)
-        began = time.perf_counter()
-        generate(self._engine, prompt_ids, n, new_tokens)  # asserts how many tokens came
-        return time.perf_counter() - began
+        started = time.perf_counter()
+        generate(self._engine, prompt_ids, n, new_tokens)
+        return time.perf_counter() - started

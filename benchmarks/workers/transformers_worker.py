@@ -32,12 +32,12 @@ class Worker:
             eos_token_id=None,
             pad_token_id=0,
         )
-        # generate() fills what its config leaves out, the end token among it, from the model's own.
+        # generate() takes what its config leaves out, such as the end token, from the model's.
         self._model.generation_config = config
         input_ids = torch.tensor([prompt_ids])
         mask = torch.ones_like(input_ids)
-        began = time.perf_counter()
+        started = time.perf_counter()
         output = self._model.generate(input_ids, attention_mask=mask, generation_config=config)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         assert output.shape == (n, len(prompt_ids) + new_tokens), output.shape
         return seconds

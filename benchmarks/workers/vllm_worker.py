@@ -1,7 +1,4 @@
-"""vLLM's CPU build, float32, in this very process: imports nothing of ours.
-
-The environment it needs is set by whoever starts it (see engines.py).
-"""
+"""vLLM's CPU build, float32, in this process. Its environment variables are set by engines.py."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ class Worker:
             dtype="float32",
             max_model_len=context_tokens,
             max_num_seqs=256,
-            # Samples share whole blocks of their prompt, and each reads the rest of it by itself:
-            # with the default of 128, all of a prompt of 40 tokens. 32 is the least there is.
+            # Samples share whole blocks of their prompt, and each computes the rest of it. 32 is
+            # the least; with the default of 128 nothing of a 40-token prompt is shared.
             block_size=32,
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
@@ -41,9 +38,9 @@ class Worker:
             ignore_eos=True,
             detokenize=False,
         )
-        began = time.perf_counter()
+        started = time.perf_counter()
         (answer,) = self._llm.generate([{"prompt_token_ids": prompt_ids}], sampling, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        num_made = [len(sample.token_ids) for sample in answer.outputs]
-        assert num_made == [new_tokens] * n, num_made
+        seconds = time.perf_counter() - started
+        lengths = [len(sample.token_ids) for sample in answer.outputs]
+        assert lengths == [new_tokens] * n, lengths
         return seconds

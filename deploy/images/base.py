@@ -1,7 +1,7 @@
-"""Makes a base to build the images on where the pinned one cannot be pulled.
+"""Builds a base image for machines that cannot pull the pinned one.
 
 `python -m deploy.images.base`, as root, with debootstrap and buildah: Debian 12 with its Python
-3.11 from Debian's own mirror. It is a stand-in: what is published is built on the pinned base.
+3.11 from Debian's mirror. For development only: published images use the pinned base.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _NOT_NEEDED = ("var/cache/apt", "var/lib/apt/lists", "var/log", "usr/share/doc",
 
 
 def main() -> None:
-    """Bootstrap, and commit as an image."""
-    # Not in memory: several hundred MB.
+    """Bootstrap a root file system and commit it as an image."""
+    # Several hundred MB: too large for a /tmp in memory.
     with tempfile.TemporaryDirectory(prefix="specrej-base-", dir="/var/tmp") as scratch:
         root = Path(scratch) / "root"
         root.mkdir(mode=0o755)
         packages = ",".join(_PACKAGES)
         _run("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(root))
-        for each in _NOT_NEEDED:
-            _run("find", str(root / each), "-mindepth", "1", "-delete")
+        for directory in _NOT_NEEDED:
+            _run("find", str(root / directory), "-mindepth", "1", "-delete")
         _commit(root)
     print(NAME)
 
@@ -41,7 +41,7 @@ def _commit(root: Path) -> None:
 
 
 def _run(*command: str) -> str:
-    """What it prints; its complaints go where ours go."""
+    """Return the stdout of a command; stderr is inherited."""
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         sys.exit(f"{' '.join(command)}: exit code {result.returncode}\n{result.stdout[-2000:]}")

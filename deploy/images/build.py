@@ -1,9 +1,10 @@
-"""Builds the images, and says how large they are and with what.
+"""Builds the images and prints the sizes of their layers and largest packages.
 
-`python -m deploy.images.build [--base IMAGE] [--write FILE] [TARGET ...]`, with buildah or docker,
-whichever is there; buildah wants BUILDAH_ISOLATION=chroot where it may not make containers.
-The build's pip is told what pip is told here: indexes, links and authorities, local ones too, which
-buildah mounts (docker cannot). Where it is told of none, the Dockerfile knows where torch is.
+`python -m deploy.images.build [--base IMAGE] [--write FILE] [TARGET ...]`, with buildah if it is
+installed, else docker; buildah needs BUILDAH_ISOLATION=chroot where it may not create containers.
+The build uses this machine's pip configuration: indexes, links and certificate authorities. Local
+directories among them are mounted by buildah; docker cannot do that. Without a configuration the
+Dockerfile's defaults apply.
 """
 
 from __future__ import annotations
@@ -20,56 +21,56 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.machine import describe_machine
 from deploy.images.sizes import Image, image_of
+from deploy.local.machine import describe_machine
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("orchestrator", "generator", "reward", "models")
-# Of pip's settings, by its own rule: PIP_FIND_LINKS is find-links.
+# Environment variables of pip settings; PIP_FIND_LINKS stands for find-links.
 PIP_VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
 
 
 def name_of(target: str) -> str:
-    """What an image is called, here and in overlays: nobody else's can be pulled by that name."""
+    """Return the image name that overlays use; `localhost` prevents a pull from a registry."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     return f"localhost/specrej/{target}:{version}"
 
 
 def main(arguments: list[str]) -> None:
-    """Build, measure, print."""
-    asked = _arguments(arguments)
+    """Build the images, measure them, print a table and one JSON line."""
+    options = _arguments(arguments)
     pip = pip_settings()
-    for target in asked.targets:
+    for target in options.targets:
         print(f"building {target}", file=sys.stderr)
-        _run(*_build(asked.engine, target, asked.base, pip))
-    images = {target: _measured(asked.engine, target) for target in asked.targets}
+        _run(*_build(options.engine, target, options.base, pip))
+    images = {target: _measured(options.engine, target) for target in options.targets}
     result = {
         "machine": describe_machine(),
-        "built with": _run(asked.engine, "--version").strip(),
-        "base": asked.base or "the Dockerfile's own",
-        "note": asked.note,
+        "built with": _run(options.engine, "--version").strip(),
+        "base": options.base or "the Dockerfile's",
+        "note": options.note,
         "images": {target: asdict(image) for target, image in images.items()},
     }
-    if asked.write:
-        asked.write.write_text(json.dumps(result, indent=2) + "\n")
+    if options.write:
+        options.write.write_text(json.dumps(result, indent=2) + "\n")
     print(table(images))
     print(json.dumps(result))
 
 
 def pip_settings() -> dict[str, str]:
-    """What pip is told here about where packages come from, by the names of its variables."""
-    found: dict[str, str] = {}
+    """Return pip's configured package sources, keyed by environment variable."""
+    settings: dict[str, str] = {}
     for line in _run(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
         variable = f"PIP_{name.rpartition('.')[2]}".upper().replace("-", "_")
         if variable in PIP_VARIABLES:
-            found[variable] = value.strip("'\"")
-    # Whoever names places is asked for nothing from elsewhere.
-    return {"PIP_EXTRA_INDEX_URL": "", **found} if found.keys() - {"PIP_CERT"} else found
+            settings[variable] = value.strip("'\"")
+    # With sources of its own, the build must not use the Dockerfile's extra index.
+    return {"PIP_EXTRA_INDEX_URL": "", **settings} if settings.keys() - {"PIP_CERT"} else settings
 
 
 def local_paths(settings: Mapping[str, str]) -> Iterator[Path]:
-    """What of this machine these name. Of an index the directory above, which has its files."""
+    """Yield the local directories in pip settings; for an index, its parent with the files."""
     for value in " ".join(settings.values()).split():
         parts = urlsplit(value)
         if parts.scheme == "file":
@@ -79,7 +80,7 @@ def local_paths(settings: Mapping[str, str]) -> Iterator[Path]:
 
 
 def table(images: Mapping[str, Image]) -> str:
-    """Megabytes: of each image, of its layers, of the largest things in them."""
+    """Return a table of sizes in MB: images, layers, and the largest packages of each layer."""
     lines = [f"{'':<44}{'MB':>8}{'packed':>8}"]
     for target, image in images.items():
         lines.append(_row(target, image.bytes, image.packed_bytes))
@@ -100,12 +101,12 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--base", default="", help="image to build on; empty: the Dockerfile's")
     parser.add_argument("--engine", default=_engine(), help="buildah or docker")
     parser.add_argument("--write", type=Path, help="file for the result, as JSON")
-    parser.add_argument("--note", default="", help="what to say beside it")
+    parser.add_argument("--note", default="", help="remark to store with the result")
     return parser.parse_args(arguments)
 
 
 def _engine() -> str:
-    return next((each for each in ("buildah", "docker") if shutil.which(each)), "buildah")
+    return next((name for name in ("buildah", "docker") if shutil.which(name)), "buildah")
 
 
 def _build(engine: str, target: str, base: str, pip: Mapping[str, str]) -> Iterator[str]:
@@ -115,12 +116,12 @@ def _build(engine: str, target: str, base: str, pip: Mapping[str, str]) -> Itera
         yield from ("--build-arg", f"{key}={value}")
     local = sorted(set(local_paths(pip)))
     if engine == "buildah":
-        # Stages are shared by the targets.
+        # Caches layers, because targets share stages.
         yield "--layers"
         for path in local:
             yield from ("--volume", f"{path}:{path}:ro")
     elif local:
-        raise SystemExit(f"docker builds see nothing of {', '.join(map(str, local))}: use buildah")
+        raise SystemExit(f"docker cannot mount {', '.join(map(str, local))}: use buildah")
     yield str(ROOT)
 
 
@@ -136,7 +137,7 @@ def _measured(engine: str, target: str) -> Image:
 
 
 def _run(*command: str) -> str:
-    """What it prints; its complaints go where ours go."""
+    """Return the stdout of a command; stderr is inherited."""
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         sys.exit(f"{result.stdout[-4000:]}{' '.join(command)}: exit code {result.returncode}")

@@ -1,9 +1,8 @@
-"""Installs what an image needs, and nothing that requirements.lock does not pin.
+"""Installs the packages of an image and fails if requirements.lock does not pin one of them.
 
-`python install.py EXTRA...`, in the environment to install into, with a pip on the path. Names of
-packages come from pyproject.toml (its dependencies and those extras), versions from
-requirements.lock. With --gpu torch brings the packages of its CUDA build, whose versions it pins
-itself.
+`python install.py EXTRA...`, in the environment to install into, with pip on the path. Package
+names come from pyproject.toml (its dependencies and those extras), versions from requirements.lock.
+With --gpu, the CUDA build of torch adds packages whose versions torch pins itself.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
-# Pinned by torch itself; the lock has what the CPU build is tested with.
+# torch pins these itself; the lock has the versions of the CPU build.
 _OF_CUDA = re.compile(r"^(nvidia|cuda|triton)\b")
 _NOT_LOCKED = ("pip", "specrej")
 
 
 def main(arguments: list[str]) -> None:
-    """Install, then check."""
-    gpu, extras = "--gpu" in arguments, [each for each in arguments if each != "--gpu"]
+    """Install the packages, then check their versions."""
+    gpu, extras = "--gpu" in arguments, [extra for extra in arguments if extra != "--gpu"]
     lock = Path("requirements.lock").read_text()
     pins = [line for line in lock.splitlines() if not (gpu and _OF_CUDA.match(line))]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
@@ -36,20 +35,20 @@ def main(arguments: list[str]) -> None:
 
 
 def requirements(project: Path, extras: list[str]) -> list[str]:
-    """The project's dependencies and those of the extras, as it declares them."""
+    """Return the project's dependencies and those of the extras."""
     declared = tomllib.loads(project.read_text())["project"]
     groups = (declared["optional-dependencies"][extra] for extra in extras)
-    return [*declared["dependencies"], *(each for group in groups for each in group)]
+    return [*declared["dependencies"], *(package for group in groups for package in group)]
 
 
 def unpinned(pins: list[str], gpu: bool) -> Iterator[str]:
-    """What is installed in another version than the pinned one, or is not pinned at all."""
+    """Yield installed packages without a pin or in another version than the pinned one."""
     pinned = {_name(line): _version(line) for line in pins if "==" in line}
-    for each in distributions():
-        name, version = _name(each.metadata["Name"]), each.version.partition("+")[0]
+    for installed in distributions():
+        name, version = _name(installed.metadata["Name"]), installed.version.partition("+")[0]
         exempt = name in _NOT_LOCKED or (gpu and _OF_CUDA.match(name))
         if not exempt and pinned.get(name) != version:
-            yield f"{name} {each.version}"
+            yield f"{name} {installed.version}"
 
 
 def _name(requirement: str) -> str:

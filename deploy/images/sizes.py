@@ -1,4 +1,4 @@
-"""How large an image is, and what in it: read from an archive as buildah and docker write it."""
+"""Sizes of an image, its layers and packages, read from an OCI archive of buildah or docker."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-# Of each layer, and how large at least.
+# How many packages of a layer are listed, and their least size in bytes.
 _LARGEST, LEAST = 8, 500_000
-# Below these each entry counts by itself; elsewhere what is two levels deep.
+# Files below these directories count by entry, all others by their first two path components.
 _PARTED = ("site-packages", "dist-packages", "models", "app")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One that is not empty: what made it, and the sizes of the files in it."""
+    """A layer with files: the instruction that made it, and the sizes in bytes of its packages."""
 
     made_by: str
     bytes: int
@@ -29,7 +29,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """All layers, the base's first; packed is what a registry sends."""
+    """All layers, the base's first; `packed_bytes` is the size of a download."""
 
     bytes: int
     packed_bytes: int
@@ -37,19 +37,19 @@ class Image:
 
 
 def image_of(archive: Path) -> Image:
-    """Of a tar file in the layout of the OCI."""
+    """Read a tar file in the OCI layout."""
     with tarfile.open(archive) as tar:
         manifest = _json(tar, _json(tar, "index.json")["manifests"][0]["digest"])
         history = _json(tar, manifest["config"]["digest"])["history"]
-        made_by = [each.get("created_by", "") for each in history if not each.get("empty_layer")]
+        made_by = [step.get("created_by", "") for step in history if not step.get("empty_layer")]
         pairs = zip(made_by, manifest["layers"], strict=True)
-        layers = tuple(_layer(tar, short(how), layer) for how, layer in pairs)
-    packed = sum(each.packed_bytes for each in layers)
-    return Image(sum(each.bytes for each in layers), packed, layers)
+        layers = tuple(_layer(tar, short(step), layer) for step, layer in pairs)
+    packed = sum(layer.packed_bytes for layer in layers)
+    return Image(sum(layer.bytes for layer in layers), packed, layers)
 
 
 def short(made_by: str) -> str:
-    """The instruction, without the shell that ran it."""
+    """Return the instruction without its shell prefix, at most 80 characters."""
     for prefix in ("/bin/sh -c #(nop) ", "/bin/sh -c ", "/bin/sh"):
         made_by = made_by.removeprefix(prefix)
     copied = re.sub(r"^COPY \w+:[0-9a-f]+ in ", "COPY to ", made_by)
@@ -57,7 +57,7 @@ def short(made_by: str) -> str:
 
 
 def owner(path: PurePosixPath) -> str:
-    """The package, or the directory, that a file is counted for."""
+    """Return the package or directory that a file counts for."""
     for place in _PARTED:
         if place in path.parts[:-1]:
             return path.parts[path.parts.index(place) + 1]
@@ -68,17 +68,17 @@ def _layer(tar: tarfile.TarFile, made_by: str, described: Mapping[str, Any]) -> 
     sizes: Counter[str] = Counter()
     blob = tar.extractfile(_blob(described["digest"]))
     with tarfile.open(fileobj=blob, mode="r|*") as files:
-        for each in files:
-            sizes[owner(PurePosixPath(each.name))] += each.size
+        for file in files:
+            sizes[owner(PurePosixPath(file.name))] += file.size
     largest = {name: size for name, size in sizes.most_common(_LARGEST) if size >= LEAST}
     return Layer(made_by, sizes.total(), described["size"], largest)
 
 
 def _json(tar: tarfile.TarFile, name: str) -> Any:
-    """A file, by its name or by the digest of what is in it."""
-    found = tar.extractfile(_blob(name) if ":" in name else name)
-    assert found, name
-    return json.load(found)
+    """Load a JSON file by its name or by the digest of its content."""
+    file = tar.extractfile(_blob(name) if ":" in name else name)
+    assert file, name
+    return json.load(file)
 
 
 def _blob(digest: str) -> str:

@@ -1,7 +1,7 @@
-"""Drops what packages bring and a service never reads: run in the environment, after installing.
+"""Deletes files of packages that services never read; run it in the environment after installing.
 
-Tests, headers and CMake files of torch, static libraries, and the compiled form of the one or two
-hundred model families that a service does not serve; Python compiles the one it does serve.
+These are tests, headers and CMake files of torch, static libraries, and the bytecode of model
+families in transformers; Python compiles the family in use again.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _OF_TORCH = ("test", "include", "share")
-# torch looks for it when it is imported.
+# torch requires it at import.
 _PROGRAM = "torch_shm_manager"
 
 
 def main() -> None:
-    """Drop it, and say how much that was."""
+    """Delete the files and print their total size."""
     packages = Path(sysconfig.get_path("purelib"))
-    freed = sum(_drop(each) for each in list(superfluous(packages)))
-    print(f"dropped {freed / 1e6:.0f} MB from {packages}")
+    freed = sum(_delete(path) for path in list(superfluous(packages)))
+    print(f"deleted {freed / 1e6:.0f} MB from {packages}")
 
 
 def superfluous(packages: Path) -> Iterator[Path]:
-    """Files and directories, none inside another."""
+    """Yield files and directories to delete, none inside another."""
     torch = packages / "torch"
-    yield from (torch / each for each in _OF_TORCH if (torch / each).exists())
-    yield from (each for each in torch.glob("bin/*") if each.name != _PROGRAM)
-    yield from _outermost(each for each in packages.rglob("tests") if each.is_dir())
+    yield from (torch / name for name in _OF_TORCH if (torch / name).exists())
+    yield from (path for path in torch.glob("bin/*") if path.name != _PROGRAM)
+    yield from _outermost(path for path in packages.rglob("tests") if path.is_dir())
     yield from packages.rglob("*.a")
     models = packages / "transformers" / "models"
-    yield from (each for each in models.glob("*/__pycache__") if each.parent.name != "auto")
+    yield from (path for path in models.glob("*/__pycache__") if path.parent.name != "auto")
 
 
 def _outermost(directories: Iterator[Path]) -> Iterator[Path]:
-    found = set(directories)
-    return (each for each in sorted(found) if not found & set(each.parents))
+    unique = set(directories)
+    return (path for path in sorted(unique) if not unique & set(path.parents))
 
 
-def _drop(path: Path) -> int:
-    """The bytes that it had."""
+def _delete(path: Path) -> int:
+    """Delete a file or directory and return its size in bytes."""
     if not path.is_dir():
         size = path.stat().st_size
         path.unlink()
         return size
-    size = sum(each.lstat().st_size for each in path.rglob("*") if each.is_file())
+    size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
     shutil.rmtree(path)
     return size
 

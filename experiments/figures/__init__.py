@@ -1,1 +1,1 @@
-"""Results drawn: a file per study, all of them through `plotting.py`."""
+"""Charts of the studies."""

@@ -1,10 +1,8 @@
-"""All studies of some collections as files: figures, tables, and a page that explains them.
+"""Writes all studies of some collections as files: charts, tables and an HTML page.
 
-    write([("128 tokens", trajectories)], Path("out"))
-
-leaves in `out`: report.html, which needs nothing else; summary.md and .csv; studies-*.md, every
-study in few rows, small enough to commit; figures/*.png and .svg; tables/*.md and .csv;
-results/*.json, from which all of it can be drawn again.
+`write([("128 tokens", trajectories)], Path("out"))` creates in `out`: report.html, which loads no
+other file; summary.md and .csv; studies-*.md with all studies in few rows, small enough to commit;
+figures/*.png and .svg; tables/*.md and .csv; results/*.json with all results.
 """
 
 from __future__ import annotations
@@ -13,16 +11,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from experiments.figures import gallery
-from experiments.figures.gallery import Gallery
-from experiments.report.brief import TIMED, brief, measured_by
-from experiments.report.choices import Choices
+from experiments.figures import charts
+from experiments.figures.charts import Pictures
+from experiments.flops import UNKNOWN, ComputeModel
 from experiments.report.page import page
-from experiments.report.summary import summary
-from experiments.studies import live as live_runs
-from experiments.studies.analysis import Analysis, analyse
-from experiments.studies.compute import UNKNOWN, ComputeModel
-from experiments.studies.live import Live
+from experiments.report.summary import TIMED, compact, measured_by, summary
+from experiments.studies.analysis import analyse
+from experiments.studies.improvement import Live, read_live
 from experiments.studies.plans import ALPHAS
 from experiments.studies.tables import Table, to_csv, to_json, to_markdown
 from experiments.trajectories import Trajectories
@@ -38,77 +33,61 @@ def write(
     live: Live | Path | None = None,
     *,
     notes: Mapping[str, str] | None = None,
-    compute: Callable[[str], ComputeModel] | None = None,
+    compute: Callable[[str], ComputeModel] = lambda reward: UNKNOWN,
     alphas: Sequence[float] = ALPHAS,
-    choices: Choices | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    recommended: Sequence[Table] = (),
 ) -> Path:
-    """Study every collection under every reward it has; returns the page's path.
+    """Study every collection under every reward that it has; returns the page's path.
 
-    live: timed runs, or their file (`experiments.studies.live`). notes: facts for the page's end,
-    such as machine, model and command; date, machine and model head tables too.
-    compute: FLOPs by reward; left out otherwise. alphas: those that are swept.
-    choices: of settings and policies, if they were compared.
+    live: timed runs, or their file (`experiments.live`). notes: facts for the end of the page, such
+    as machine, model and command. compute: the models for which FLOPs are counted, by reward.
+    alphas: those that are replayed. recommended: tables of `report.summary.recommended`.
 
     Raises:
-        ValueError: a collection is empty, or `live` is no such file.
+        ValueError: a collection is empty, or `live` is not a file of live runs.
     """
-    timed = live_runs.read(live) if isinstance(live, Path) else live
+    timed = read_live(live) if isinstance(live, Path) else live
+    notes = {**(notes or {}), **({TIMED: timed.machine} if timed else {})}
+    runs = timed.runs if timed else ()
     analyses = [
-        analyse(
-            *(name, prompts, reward),
-            live=timed.of(reward, prompts[0].max_tokens) if timed else (),
-            compute=compute(reward) if compute else UNKNOWN,
-            alphas=alphas,
-            say=say,
-        )
+        analyse(name, prompts, reward, runs, compute(reward), alphas)
         for name, prompts in sets
-        for reward in _rewards(name, prompts)
+        for reward in _shared_rewards(name, prompts)
     ]
-    galleries = [gallery.draw(each) for each in analyses]
-    shown = dict(notes or {})
-    if timed:
-        shown[TIMED] = timed.machine
-    report = _files(analyses, galleries, out, choices, shown)
-    report.write_text(page(analyses, galleries, shown, choices), "utf-8")
-    return report
+    pictures = [charts.draw(analysis) for analysis in analyses]
+    for folder in ("figures", "tables", "results"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    measured = measured_by(notes, analyses)
+    _write_pictures(pictures, out / "figures")
+    for analysis in analyses:
+        for table in analysis.tables():
+            _write_table(table, out / "tables" / f"{analysis.slug}-{table.name}", measured)
+        results = json.dumps({"notes": notes} | to_json(analysis), ensure_ascii=False)
+        (out / "results" / f"{analysis.slug}.json").write_text(results + "\n", "utf-8")
+        text = compact(analysis, measured_by(notes, [analysis]))
+        (out / f"studies-{analysis.slug}.md").write_text(text, "utf-8")
+    summaries = summary(analyses)
+    for table in (*summaries, *recommended):
+        _write_table(table, out / table.name, measured)
+    path = out / "report.html"
+    path.write_text(page(analyses, pictures, summaries, recommended, notes), "utf-8")
+    return path
 
 
-def _rewards(name: str, prompts: Sequence[Trajectories]) -> tuple[str, ...]:
-    """Those that all prompts have."""
+def _shared_rewards(name: str, prompts: Sequence[Trajectories]) -> tuple[str, ...]:
+    """The rewards that all prompts have."""
     if not prompts:
         raise ValueError(f"{name} has no prompts")
-    first, *others = (each.reward_names for each in prompts)
+    first, *others = (prompt.reward_names for prompt in prompts)
     return tuple(reward for reward in first if all(reward in names for names in others))
 
 
-def _files(
-    analyses: Sequence[Analysis],
-    galleries: Sequence[Gallery],
-    out: Path,
-    choices: Choices | None,
-    notes: Mapping[str, str],
-) -> Path:
-    """All but the page itself; returns where that belongs."""
-    for folder in ("figures", "tables", "results"):
-        (out / folder).mkdir(parents=True, exist_ok=True)
-    by = measured_by(notes, analyses)
-    for analysis, drawn in zip(analyses, galleries, strict=True):
-        for each in drawn.all():
-            (out / "figures" / f"{each.name}.svg").write_text(each.svg, "utf-8")
-            (out / "figures" / f"{each.name}.png").write_bytes(each.png)
-        for table in analysis.tables():
-            _table(table, out / "tables" / f"{analysis.slug}-{table.name}", by)
-        own = measured_by(notes, [analysis])
-        (out / f"studies-{analysis.slug}.md").write_text(brief(analysis, own), "utf-8")
-        results = json.dumps({"notes": dict(notes)} | to_json(analysis), ensure_ascii=False)
-        (out / "results" / f"{analysis.slug}.json").write_text(results + "\n", "utf-8")
-    chosen = (*choices.recommended, *choices.policies) if choices else ()
-    for table in (*summary(analyses), *chosen):
-        _table(table, out / table.name, by)
-    return out / "report.html"
+def _write_pictures(pictures: Sequence[Pictures], folder: Path) -> None:
+    for picture in (figure for drawn in pictures for study in drawn.values() for figure in study):
+        (folder / f"{picture.name}.svg").write_text(picture.svg, "utf-8")
+        (folder / f"{picture.name}.png").write_bytes(picture.png)
 
 
-def _table(table: Table, stem: Path, by: str) -> None:
-    stem.with_name(stem.name + ".md").write_text(f"{by}\n\n{to_markdown(table)}", "utf-8")
-    stem.with_name(stem.name + ".csv").write_text(to_csv(table), "utf-8")
+def _write_table(table: Table, stem: Path, measured: str) -> None:
+    stem.with_name(f"{stem.name}.md").write_text(f"{measured}\n\n{to_markdown(table)}", "utf-8")
+    stem.with_name(f"{stem.name}.csv").write_text(to_csv(table), "utf-8")

@@ -1,1 +1,1 @@
-"""What the paper asks, each question a file: from trajectories to a result, without a model."""
+"""The studies of the paper: pure functions from trajectories to results, without a model."""

@@ -1,19 +1,18 @@
 """One prompt under the memory schedule, round by round: the paper's first figure.
 
-Slots fill while answers grow; when they are full, the lowest are rejected and the rest grows on. So
-memory stays full while the batch shrinks, where Best-of-N would need memory for every answer to its
-end.
+Slots fill while answers grow. When they are full, the lowest-ranked candidates are rejected and the
+rest continue. So memory stays full while the batch shrinks; Best-of-N needs memory for every answer
+to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from experiments.replay import Replayed, Replayer
-from experiments.studies.runs import Plan, run
+from experiments.studies.plans import Plan
 from experiments.studies.tables import Table
 from experiments.trajectories import FloatArray, IntArray, Trajectories
 
@@ -23,10 +22,8 @@ _POINTS = 64  # lengths between rounds
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """At a cut: rewards are quantiles of those ranked there, then of those that go on.
-
-    quantiles, kept_quantiles: at QUANTILES; the latter empty in the last round.
-    """
+    """A cut. quantiles, kept_quantiles: of rewards at QUANTILES, of all ranked and of survivors;
+    the latter are empty in the last round."""
 
     length: int
     live: int
@@ -36,10 +33,15 @@ class Round:
     quantiles: tuple[float, ...]
     kept_quantiles: tuple[float, ...]
 
+    @property
+    def kept_median(self) -> float:
+        """The median reward of survivors; NaN in the last round."""
+        return self.kept_quantiles[2] if self.kept_quantiles else float("nan")
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Live candidates and slots at a length; full_*: of Best-of-N with as many."""
+    """Live candidates and slots at a length; full_*: of Best-of-N with the same N."""
 
     length: int
     live: int
@@ -50,7 +52,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """The study's result. `slots` is the capacity."""
+    """One prompt. `slots` is the capacity."""
 
     reward: str
     prompt_id: str
@@ -60,94 +62,96 @@ class Anatomy:
     rounds: tuple[Round, ...]
     moments: tuple[Moment, ...]
 
+    @property
+    def full_slots(self) -> int:
+        """The slots that Best-of-N holds at once."""
+        return max(moment.full_slots for moment in self.moments)
+
     def tables(self) -> tuple[Table, ...]:
         """A row per round."""
-        headings = (
-            *("length", "live before", "live after", "slots before", "slots after"),
-            *("lowest", "lower quarter", "median reward", "upper quarter", "highest"),
-            "median of those kept",
-        )
-        rows = tuple(
-            (
-                *(r.length, r.live, r.live_after, r.slots, r.slots_after),
-                *r.quantiles,
-                r.kept_quantiles[2] if r.kept_quantiles else float("nan"),
-            )
-            for r in self.rounds
-        )
+        columns = {
+            "length": "length",
+            "live before": "live",
+            "live after": "live_after",
+            "slots before": "slots",
+            "slots after": "slots_after",
+            "lowest": lambda row: row.quantiles[0],
+            "lower quarter": lambda row: row.quantiles[1],
+            "median reward": lambda row: row.quantiles[2],
+            "upper quarter": lambda row: row.quantiles[3],
+            "highest": lambda row: row.quantiles[4],
+            "median of those kept": "kept_median",
+        }
         caption = f"Prompt {self.prompt_id}: {self.n} answers in {self.slots:,} slots"
-        return (Table("anatomy", caption, headings, rows),)
+        return (Table.of("anatomy", caption, self.rounds, columns),)
 
 
 def study(replayer: Replayer, plan: Plan) -> Anatomy:
-    """Of one prompt, its first candidates.
+    """Of one prompt with its first `plan.n` candidates.
 
     Raises:
         OffGrid: a round ends before the grid begins.
     """
-    kept, rows = replayer.trajectories, np.arange(plan.n)
-    found = run(replayer, plan, rows)
+    prompt, rows = replayer.trajectories, np.arange(plan.n)
+    replayed = plan.run(replayer, rows)
     rounds, live = [], rows
-    for each in found.rounds:
-        after = np.array(each.survivors, dtype=np.int64)
-        rounds.append(_round(replayer, each.decision_token, live, after))
-        live = after
+    for played in replayed.rounds:
+        survivors = np.array(played.survivors, dtype=np.int64)
+        rounds.append(_round(replayer, played.decision_token, live, survivors))
+        live = survivors
     return Anatomy(
         replayer.reward,
-        kept.prompt_id,
+        prompt.prompt_id,
         plan.n,
         plan.alpha,
-        plan.setting(replayer.reward, kept.prompt_tokens).slots,
+        plan.setting(replayer.reward, prompt.prompt_tokens).slots,
         tuple(rounds),
-        _moments(kept, rows, found),
+        _moments(prompt, rows, replayed),
     )
 
 
-def _round(replayer: Replayer, position: int, live: IntArray, after: IntArray) -> Round:
-    """`live` are those that began it."""
-    kept = replayer.trajectories
-    growing = live[kept.num_tokens[live] > position]
-    ended = live[kept.num_tokens[live] <= position]
-    scores = replayer.final[ended]
+def _round(replayer: Replayer, position: int, started: IntArray, survivors: IntArray) -> Round:
+    prompt = replayer.trajectories
+    is_live = prompt.num_tokens[started] > position
+    growing, ended = started[is_live], started[~is_live]
+    scores, kept = replayer.final[ended], np.empty(0)
     if len(growing):
-        scores = np.concatenate([scores, replayer.partial(position)[growing]])
-    passed = replayer.partial(position)[after] if len(after) else np.empty(0)
+        partial = replayer.partial(position)
+        scores, kept = np.concatenate([scores, partial[growing]]), partial[survivors]
     return Round(
         position,
         len(growing),
-        len(after),
-        kept.prompt_tokens + len(growing) * position,
-        kept.prompt_tokens + len(after) * position,
+        len(survivors),
+        prompt.prompt_tokens + len(growing) * position,
+        prompt.prompt_tokens + len(survivors) * position,
         _quantiles(scores),
-        _quantiles(passed) if len(passed) else (),
+        _quantiles(kept) if len(kept) else (),
     )
 
 
 def _quantiles(scores: FloatArray) -> tuple[float, ...]:
-    return tuple(float(each) for each in np.quantile(scores, QUANTILES))
+    return tuple(np.quantile(scores, QUANTILES).tolist())
 
 
-def _moments(kept: Trajectories, rows: IntArray, found: Replayed) -> tuple[Moment, ...]:
-    """Between rounds too: answers end all the time."""
-    longest = int(kept.num_tokens[rows].max())
+def _moments(prompt: Trajectories, rows: IntArray, replayed: Replayed) -> tuple[Moment, ...]:
+    """At the cuts and at lengths between them, since answers end between cuts too."""
+    longest = int(prompt.num_tokens[rows].max())
     lengths = np.unique(np.linspace(1, longest, _POINTS).astype(np.int64))
     moments = []
-    started: Sequence[int] | IntArray = rows
-    begins = 0
-    for each in found.rounds:
-        members = np.asarray(started, dtype=np.int64)
-        # At a cut there are two moments, before it and after it: memory is a saw-tooth.
-        inside = lengths[(lengths > begins) & (lengths < each.decision_token)]
-        points = [*([begins] if begins else []), *inside.tolist(), each.decision_token]
-        moments += [_moment(kept, rows, members, length) for length in points]
-        started, begins = each.survivors, each.decision_token
-    rest = lengths[lengths > begins]
-    return (*moments, *(_moment(kept, rows, rows[:0], int(length)) for length in rest))
+    members, start = rows, 0
+    for played in replayed.rounds:
+        # A cut has two moments, before and after it: memory is a sawtooth.
+        inside = lengths[(lengths > start) & (lengths < played.decision_token)]
+        points = [*([start] if start else []), *inside.tolist(), played.decision_token]
+        moments += [_moment(prompt, rows, members, length) for length in points]
+        members, start = np.array(played.survivors, dtype=np.int64), played.decision_token
+    rest = lengths[lengths > start].tolist()
+    return (*moments, *(_moment(prompt, rows, rows[:0], length) for length in rest))
 
 
-def _moment(kept: Trajectories, rows: IntArray, members: IntArray, length: int) -> Moment:
+def _moment(prompt: Trajectories, rows: IntArray, members: IntArray, length: int) -> Moment:
     # An answer of exactly this length still holds its slots.
-    live = int((kept.num_tokens[members] >= length).sum())
-    full = int((kept.num_tokens[rows] >= length).sum())
-    prompt = kept.prompt_tokens
-    return Moment(length, live, prompt + live * length, full, prompt + full * length)
+    live = int((prompt.num_tokens[members] >= length).sum())
+    full = int((prompt.num_tokens[rows] >= length).sum())
+    base = prompt.prompt_tokens
+    return Moment(length, live, base + live * length, full, base + full * length)

@@ -1,7 +1,10 @@
-"""Best-of-N: what each doubling of N buys, and what it costs.
+"""Best-of-N: reward and cost by N, and the lengths of its answers.
 
-The reward of Best-of-N is the highest among N answers, as in the paper. It is not measured on one
-draw of N of the answers there are, but averaged over all such draws, exactly.
+The reward of Best-of-N is the highest among N answers, as in the paper. It is averaged exactly over
+all draws of N of the answers of a prompt.
+
+An answer that ends before the limit costs Best-of-N no further tokens, so the more of them, the
+less there is to save. A reward that prefers short answers rejects long ones first, and saves more.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.studies.statistics import Estimate, FloatArray, expected_first, mean
+from experiments.studies.statistics import Estimate, expected_first, mean, pearson
 from experiments.studies.tables import Table
-from experiments.trajectories import Trajectories
+from experiments.trajectories import FloatArray, Trajectories
+
+QUANTILES = (0.1, 0.5, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +42,20 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class BestOfN:
-    """The study's result."""
+    """Best-of-N by N."""
 
     reward: str
-    num_prompts: int
     points: tuple[Point, ...]
 
     def tables(self) -> tuple[Table, ...]:
         """Reward and tokens by N."""
-        rows = tuple((p.n, p.reward, p.gain, p.tokens) for p in self.points)
-        headings = ("N", "mean reward of the best (95 %)", "gain over one answer (95 %)", "tokens")
-        return (Table("best_of_n", f"Best-of-N by {self.reward}", headings, rows),)
+        columns = {
+            "N": "n",
+            "mean reward of the best (95 %)": "reward",
+            "gain over one answer (95 %)": "gain",
+            "tokens": "tokens",
+        }
+        return (Table.of("best_of_n", f"Best-of-N by {self.reward}", self.points, columns),)
 
 
 def doublings(n: int) -> tuple[int, ...]:
@@ -57,24 +65,86 @@ def doublings(n: int) -> tuple[int, ...]:
 
 def curve(prompts: Sequence[Trajectories], reward: str, ns: Sequence[int]) -> Curve:
     """Best-of-N of every prompt, at every N."""
-    falling = [np.sort(each.scores(reward).final)[::-1] for each in prompts]
+    falling = [np.sort(prompt.final(reward))[::-1] for prompt in prompts]
     rewards = [[expected_first(finals, n) for n in ns] for finals in falling]
-    lengths = np.array([each.num_tokens.mean() for each in prompts])
+    lengths = np.array([prompt.num_tokens.mean() for prompt in prompts])
     return Curve(tuple(ns), np.array(rewards), lengths[:, None] * np.array(ns, dtype=np.float64))
 
 
 def study(prompts: Sequence[Trajectories], reward: str) -> BestOfN:
-    """At N = 1, 2, 4, ... and what every prompt has."""
-    ns = doublings(min(each.n for each in prompts))
-    found = curve(prompts, reward, ns)
-    single = found.rewards[:, 0]
+    """At N = 1, 2, 4, ... and the number of answers per prompt."""
+    ns = doublings(min(prompt.n for prompt in prompts))
+    known = curve(prompts, reward, ns)
     points = tuple(
-        Point(
-            n,
-            mean(found.rewards[:, column]),
-            mean(found.rewards[:, column] - single),
-            float(found.tokens[:, column].mean()),
-        )
-        for column, n in enumerate(ns)
+        Point(n, mean(rewards), mean(rewards - known.rewards[:, 0]), float(tokens.mean()))
+        for n, rewards, tokens in zip(ns, known.rewards.T, known.tokens.T, strict=True)
     )
-    return BestOfN(reward, len(prompts), points)
+    return BestOfN(reward, points)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """One prompt: tokens of its answers at QUANTILES, and of Best-of-N's answer.
+
+    ended_share: of answers that ended before the limit. tendency: Pearson's r of length and reward.
+    """
+
+    prompt_id: str
+    ended_share: float
+    tokens: tuple[float, ...]
+    best_tokens: int
+    best_ended: bool
+    tendency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths by prompt; best_tokens and tendency are means over prompts."""
+
+    reward: str
+    max_tokens: int
+    prompts: tuple[PromptLengths, ...]
+    mean_tokens: float
+    best_tokens: Estimate
+    tendency: Estimate
+
+    def tables(self) -> tuple[Table, ...]:
+        """A row per prompt, ordered by median length."""
+        columns = {
+            "prompt": "prompt_id",
+            "answers that end by themselves": "ended_share",
+            "a tenth ends by token": lambda p: p.tokens[0],
+            "half end by": lambda p: p.tokens[1],
+            "nine tenths end by": lambda p: p.tokens[2],
+            "tokens of Best-of-N's answer": "best_tokens",
+            "it ends by itself": lambda p: "yes" if p.best_ended else "no",
+            "length and reward, Pearson": "tendency",
+        }
+        ordered = sorted(self.prompts, key=lambda prompt: prompt.tokens[1])
+        caption = f"Lengths of answers, at most {self.max_tokens:,} tokens; best by {self.reward}"
+        return (Table.of("lengths", caption, ordered, columns),)
+
+
+def lengths(prompts: Sequence[Trajectories], reward: str) -> Lengths:
+    """Of all answers."""
+    rows = []
+    for prompt in prompts:
+        best, num_tokens = prompt.best(reward), prompt.num_tokens
+        rows.append(
+            PromptLengths(
+                prompt.prompt_id,
+                float(prompt.finished.mean()),
+                tuple(np.quantile(num_tokens, QUANTILES).tolist()),
+                int(num_tokens[best]),
+                bool(prompt.finished[best]),
+                pearson(num_tokens.astype(np.float64), prompt.final(reward)),
+            )
+        )
+    return Lengths(
+        reward,
+        max(prompt.max_tokens for prompt in prompts),
+        tuple(rows),
+        float(np.mean([prompt.num_tokens.mean() for prompt in prompts])),
+        mean(np.array([float(row.best_tokens) for row in rows])),
+        mean(np.array([row.tendency for row in rows])),
+    )

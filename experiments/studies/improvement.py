@@ -1,30 +1,111 @@
-"""Improvement score against relative compute: both algorithms on one engine.
+"""The paper's improvement score against relative compute, both algorithms on one engine.
 
-Everything is relative to Best-of-N of a base N, which is at (1, 100). Compute is counted in tokens
-and in FLOPs from the replays; seconds come from live runs, where somebody has made them.
+The score is 100 x (1 + mean over prompts of (reward - best of base) / (best of base - worst of
+base)), Sun et al., arXiv 2410.20290, section 5: 100 is as good as Best-of-N of a base N, 200 better
+by the base's whole range. Compute is relative to the base's. Tokens and FLOPs are counted from
+replays; seconds come from live runs (`experiments.live`), if there are any.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from experiments.studies.best_of_n import curve, doublings
-from experiments.studies.improvement_score import Base, base_of, improvement_score
-from experiments.studies.live import LiveRun
-from experiments.studies.statistics import Estimate, FloatArray
-from experiments.studies.sweep import Measured
+from experiments.studies.plans import Measured
+from experiments.studies.statistics import Estimate, expected_first, mean
 from experiments.studies.tables import Table
-from experiments.trajectories import Trajectories
+from experiments.trajectories import FloatArray, Trajectories
 
 FAST, FULL = "Speculative Rejection", "Best-of-N"
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """Best-of-N's reward and the lowest reward, averaged over all draws of `n`: [prompts]."""
+
+    n: int
+    best: FloatArray
+    worst: FloatArray
+
+
+def base_of(prompts: Sequence[Trajectories], reward: str, n: int) -> Base:
+    """The base for these prompts."""
+    rising = [np.sort(prompt.final(reward)) for prompt in prompts]
+    worst = np.array([expected_first(finals, n) for finals in rising])
+    return Base(n, curve(prompts, reward, [n]).rewards[:, 0], worst)
+
+
+def improvement_score(rewards: FloatArray, base: Base) -> Estimate:
+    """Of a reward per prompt; prompts with equal rewards of all base answers are left out."""
+    scale = base.best - base.worst
+    varies = scale > 0
+    return mean(100 * (1 + (rewards - base.best)[varies] / scale[varies]))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """One timed request. algorithm: "best-of-n" or "speculative-rejection".
+
+    as_replayed: whether its replay has the same answer and number of tokens.
+    """
+
+    prompt_id: str
+    reward: str
+    max_tokens: int
+    algorithm: str
+    n: int
+    seconds: float
+    score: float
+    alpha: float = 0.0
+    schedule: str = "no cuts"
+    as_replayed: bool = True
+
+    @property
+    def method(self) -> str:
+        """FAST or FULL."""
+        return FULL if self.algorithm == "best-of-n" else FAST
+
+    @property
+    def setting(self) -> tuple[str, int, float, str]:
+        """Method, N, alpha and schedule."""
+        return (self.method, self.n, self.alpha, self.schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """All runs of a file, and the machine they ran on."""
+
+    machine: str
+    runs: tuple[LiveRun, ...]
+
+
+def read_live(path: Path) -> Live:
+    """A file of live runs (`experiments.live`); unknown fields are ignored.
+
+    Raises:
+        ValueError: the file does not hold live runs.
+    """
+    stored: Any = json.loads(path.read_text("utf-8"))
+    names = {field.name for field in fields(LiveRun)}
+    try:
+        runs = [
+            LiveRun(**{name: value for name, value in run.items() if name in names})
+            for run in stored["runs"]
+        ]
+        return Live(str(stored.get("machine", "")), tuple(runs))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} does not hold live runs: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
-    """A setting; `tokens` and `flops` in parts of the base's."""
+    """A setting; `tokens` and `flops` are relative to the base's."""
 
     method: str
     n: int
@@ -37,9 +118,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The same, of live runs of the prompts they had; `seconds` in parts of the base's.
+    """Live runs of one setting; `seconds` are relative to the base's on the same prompts.
 
-    score: against the live answer of Best-of-N to the same prompt, which chose by the same rule.
+    score: compared with the base's live answers, since the service prefers complete answers.
     """
 
     method: str
@@ -51,9 +132,16 @@ class Timed:
     num_runs: int
 
 
+_SETTING = {"method": "method", "N": "n", "alpha": "alpha", "schedule": "schedule"}
+
+
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """The study's result. num_unlike: of live runs, left out as they were not as replayed."""
+    """Scores by compute.
+
+    model: for which FLOPs are counted; "" if unknown. num_unlike: live runs that are left out, as
+    their replays differ.
+    """
 
     reward: str
     base_n: int
@@ -64,30 +152,26 @@ class Improvement:
 
     @property
     def left_out(self) -> str:
-        """How many live runs, for a caption; nothing if none."""
+        """The number of live runs that are left out, for a caption; empty if none."""
         return f"{self.num_unlike} not as replayed left out" if self.num_unlike else ""
 
     def tables(self) -> tuple[Table, ...]:
         """Replays, and live runs if there are any."""
         of = f"{self.reward}, against Best-of-{self.base_n}"
-        head = ("method", "N", "alpha", "schedule", "improvement score (95 %)")
-        rows = tuple(
-            (p.method, p.n, p.alpha, p.schedule, p.score, p.tokens, p.flops) for p in self.points
-        )
-        replayed = Table(
+        columns = {**_SETTING, "improvement score (95 %)": "score"}
+        replays = Table.of(
             "improvement",
             f"Improvement score and relative compute: {of}",
-            (*head, "relative tokens", "relative FLOPs"),
-            rows,
+            self.points,
+            {**columns, "relative tokens": "tokens", "relative FLOPs": "flops"},
         )
-        if not self.timed:
-            return (replayed,)
-        live = tuple(
-            (t.method, t.n, t.alpha, t.schedule, t.score, t.seconds, t.num_runs) for t in self.timed
+        live = Table.of(
+            "live",
+            ", ".join(filter(None, (f"The same, of live runs: {of}", self.left_out))),
+            self.timed,
+            {**columns, "relative seconds": "seconds", "runs": "num_runs"},
         )
-        headings = (*head, "relative seconds", "runs")
-        caption = ", ".join(filter(None, (f"The same, of live runs: {of}", self.left_out)))
-        return (replayed, Table("live", caption, headings, live))
+        return (replays, live) if self.timed else (replays,)
 
 
 def study(
@@ -99,16 +183,16 @@ def study(
     model: str,
     live: Sequence[LiveRun] = (),
 ) -> Improvement:
-    """Best-of-N from a quarter of the base up, and all that was measured.
+    """Best-of-N from a quarter of the base up, and all settings that were measured.
 
-    full_flops: [prompts, 2], of reading each prompt, and of each answer; `model` is whose they are.
+    full_flops: [prompts, 2], as of `ComputeModel.best_of_n`.
     """
     base = base_of(prompts, reward, base_n)
-    ns = tuple(n for n in doublings(min(each.n for each in prompts)) if n * 4 >= base_n)
-    reading, writing = full_flops.mean(axis=0)
-    base_flops = float(reading + base_n * writing)
+    ns = tuple(n for n in doublings(min(prompt.n for prompt in prompts)) if n * 4 >= base_n)
+    prompt_flops, answer_flops = full_flops.mean(axis=0)
+    base_flops = float(prompt_flops + base_n * answer_flops)
     known = curve(prompts, reward, (*ns, base_n))
-    tokens = known.tokens.mean(axis=0) / known.tokens[:, -1].mean()
+    base_tokens = float(known.tokens[:, -1].mean())
     points = [
         Point(
             FULL,
@@ -116,70 +200,49 @@ def study(
             0.0,
             "no cuts",
             improvement_score(known.rewards[:, i], base),
-            float(tokens[i]),
-            float(reading + n * writing) / base_flops,
+            float(known.tokens[:, i].mean()) / base_tokens,
+            float(prompt_flops + n * answer_flops) / base_flops,
         )
         for i, n in enumerate(ns)
     ]
-    base_tokens = float(known.tokens[:, -1].mean())
-    points += [_point(each, base, base_tokens, base_flops) for each in measured]
-    places = {each.prompt_id: i for i, each in enumerate(prompts)}
-    runs = [each for each in live if each.prompt_id in places]
-    alike = [each for each in runs if each.as_replayed]
-    timed = _timed(alike, places, base)
-    return Improvement(reward, base_n, model, tuple(points), timed, len(runs) - len(alike))
+    for measurement in measured:
+        plan, score = measurement.plan, improvement_score(measurement.rewards, base)
+        tokens = float(measurement.tokens.mean()) / base_tokens
+        flops = float(measurement.flops.mean()) / base_flops
+        points.append(Point(FAST, plan.n, plan.alpha, plan.name, score, tokens, flops))
+    prompt_ids = [prompt.prompt_id for prompt in prompts]
+    key = (reward, prompts[0].max_tokens)
+    runs = [run for run in live if (run.reward, run.max_tokens) == key]
+    runs = [run for run in runs if run.prompt_id in prompt_ids]
+    comparable = [run for run in runs if run.as_replayed]
+    timed = _timed(comparable, prompt_ids, base)
+    num_unlike = len(runs) - len(comparable)
+    return Improvement(reward, base_n, model, tuple(points), timed, num_unlike)
 
 
-def _point(measured: Measured, base: Base, base_tokens: float, base_flops: float) -> Point:
-    plan = measured.plan
-    return Point(
-        FAST,
-        plan.n,
-        plan.alpha,
-        plan.name,
-        improvement_score(measured.rewards, base),
-        float(measured.tokens.mean()) / base_tokens,
-        float(measured.flops.mean()) / base_flops,
+def _timed(live: Sequence[LiveRun], prompt_ids: list[str], base: Base) -> tuple[Timed, ...]:
+    """Each setting on the prompts for which the base was timed too."""
+    of_base = [run for run in live if run.method == FULL and run.n == base.n]
+    timed = []
+    for setting in dict.fromkeys(run.setting for run in live):
+        runs = [run for run in live if run.setting == setting]
+        shared = sorted({run.prompt_id for run in runs} & {run.prompt_id for run in of_base})
+        if not shared:
+            continue
+        rewards, best = (_by_prompt(group, shared, "score") for group in (runs, of_base))
+        seconds, base_seconds = (_by_prompt(group, shared, "seconds") for group in (runs, of_base))
+        scale = (base.best - base.worst)[[prompt_ids.index(prompt_id) for prompt_id in shared]]
+        score = improvement_score(rewards, Base(base.n, best, best - scale))
+        relative = float(seconds.sum()) / float(base_seconds.sum())
+        timed.append(Timed(*setting, score, relative, len(runs)))
+    return tuple(timed)
+
+
+def _by_prompt(runs: Sequence[LiveRun], prompt_ids: Sequence[str], name: str) -> FloatArray:
+    """[prompts] means of a field over the runs of each prompt."""
+    return np.array(
+        [
+            np.mean([getattr(run, name) for run in runs if run.prompt_id == prompt_id])
+            for prompt_id in prompt_ids
+        ]
     )
-
-
-def _timed(live: Sequence[LiveRun], places: dict[str, int], base: Base) -> tuple[Timed, ...]:
-    """Settings of live runs, on the prompts that each has in common with the base's runs."""
-    of_base = [each for each in live if each.is_best_of_n and each.n == base.n]
-    found = []
-    for key in dict.fromkeys(each.key for each in live):
-        runs = [each for each in live if each.key == key]
-        timed = _timed_setting(runs, of_base, places, base)
-        if timed:
-            found.append(timed)
-    return tuple(found)
-
-
-def _timed_setting(
-    runs: Sequence[LiveRun], of_base: Sequence[LiveRun], places: dict[str, int], base: Base
-) -> Timed | None:
-    shared = sorted({each.prompt_id for each in runs} & {each.prompt_id for each in of_base})
-    if not shared:
-        return None
-    rewards, best = (
-        np.array([_mean(each, prompt_id, "score") for prompt_id in shared])
-        for each in (runs, of_base)
-    )
-    seconds = sum(_mean(runs, prompt_id, "seconds") for prompt_id in shared)
-    base_seconds = sum(_mean(of_base, prompt_id, "seconds") for prompt_id in shared)
-    rows = [places[prompt_id] for prompt_id in shared]
-    scale = (base.best - base.worst)[rows]
-    first = runs[0]
-    return Timed(
-        FULL if first.is_best_of_n else FAST,
-        first.n,
-        first.alpha,
-        first.schedule,
-        improvement_score(rewards, Base(base.n, best, best - scale)),
-        seconds / base_seconds,
-        len(runs),
-    )
-
-
-def _mean(runs: Sequence[LiveRun], prompt_id: str, field: str) -> float:
-    return float(np.mean([getattr(each, field) for each in runs if each.prompt_id == prompt_id]))

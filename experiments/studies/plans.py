@@ -1,72 +1,187 @@
-"""Which settings the studies replay: alpha 0.1 to 0.9, three kinds of schedules, some N."""
+"""The settings that the studies replay, and their measurements.
+
+A plan is replayed on every prompt. Where a prompt has more answers than N, several disjoint groups
+of N are replayed and averaged. Regret is the reward of Best-of-N less that of Speculative
+Rejection, as in `experiments.replay`: both have the same answers, so that luck cancels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from experiments.studies.runs import MEMORY, Plan
-from experiments.trajectories import Trajectories
-from orchestrator.composition import LIKELIHOOD
-from specrej.contracts import Schedule
+import numpy as np
+
+from experiments.flops import ComputeModel
+from experiments.replay import Replayed, Replayer, Setting, decision_tokens
+from experiments.studies.best_of_n import curve
+from experiments.trajectories import FloatArray, IntArray, Trajectories
+from orchestrator.loop.composition import LIKELIHOOD
+from specrej.contracts import (
+    FinishReason,
+    GeometricSchedule,
+    MemorySchedule,
+    Schedule,
+    TokensSchedule,
+)
 
 ALPHAS = tuple(round(0.1 * tenth, 1) for tenth in range(1, 10))
-DOUBLING = Schedule("geometric", first=16, factor=2.0)  # the service's own default
+DOUBLING = GeometricSchedule(first=16, factor=2.0)  # the service's default
+MEMORY = MemorySchedule()
 _FIRSTS = (8, 16, 32)
 _EXPLICIT = (16, 64, 256)
 _MEMORY_TOKENS = 16
-_FEWEST = 16  # with fewer answers there is little to reject
+_MIN_N = 16  # with fewer answers there is little to reject
+_MAX_GROUPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A setting for every prompt.
+
+    memory_tokens: there are slots for this many tokens of each of the N candidates; 0: unlimited.
+    """
+
+    n: int
+    alpha: float
+    schedule: Schedule
+    memory_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """The schedule as text."""
+        match self.schedule:
+            case GeometricSchedule(first, factor):
+                cuts = f"from {first}, x{factor:g}"
+            case TokensSchedule(tokens):
+                cuts = "at " + ", ".join(map(str, tokens))
+            case MemorySchedule():
+                cuts = ""
+        memory = f"memory for {self.memory_tokens} each" if self.memory_tokens else ""
+        return "; ".join(filter(None, (cuts, memory))) or "no cuts"
+
+    def decision_tokens(self, max_tokens: int) -> tuple[int, ...] | None:
+        """The decision tokens before the limit; None where full slots end rounds."""
+        return None if self.memory_tokens else decision_tokens(self.schedule, max_tokens)
+
+    def setting(self, reward: str, prompt_tokens: int) -> Setting:
+        """The setting for one prompt."""
+        slots = prompt_tokens + self.n * self.memory_tokens if self.memory_tokens else 0
+        return Setting(self.n, self.alpha, self.schedule, reward, slots, snap=True)
+
+    def run(self, replayer: Replayer, rows: IntArray) -> Replayed:
+        """Replay these candidates of a prompt; errors as of `Replayer.run`."""
+        setting = self.setting(replayer.reward, replayer.trajectories.prompt_tokens)
+        return replayer.run(setting, rows)
 
 
 def plans(
     prompts: Sequence[Trajectories], reward: str, alphas: Sequence[float] = ALPHAS
 ) -> tuple[Plan, ...]:
-    """All whose decision tokens lie where prefixes were scored; the largest N first.
+    """The plans with all decision tokens on the grid; the largest N first.
 
-    Memory that a candidate alone would not fit is left out.
+    Plans with too little memory for one whole answer are left out.
     """
-    max_tokens = min(each.max_tokens for each in prompts)
-    longest = max(each.max_tokens for each in prompts)
+    max_tokens = min(prompt.max_tokens for prompt in prompts)
+    longest = max(prompt.max_tokens for prompt in prompts)
+    schedules: list[tuple[Schedule, int]] = [
+        (GeometricSchedule(first=first), 0) for first in _FIRSTS if first < max_tokens
+    ]
+    if tokens := tuple(token for token in _EXPLICIT if token < max_tokens):
+        schedules.append((TokensSchedule(tokens), 0))
+    if max_tokens > _MEMORY_TOKENS:
+        schedules.append((MEMORY, _MEMORY_TOKENS))
     return tuple(
-        plan
-        for n in numbers(prompts)
-        for schedule, memory_tokens in _schedules(max_tokens)
+        Plan(n, alpha, schedule, memory_tokens)
+        for n in ns(prompts)
+        for schedule, memory_tokens in schedules
         if not memory_tokens or n * memory_tokens >= longest
         if _is_scored(prompts, reward, Plan(n, 0.5, schedule, memory_tokens))
-        for plan in (Plan(n, alpha, schedule, memory_tokens) for alpha in alphas)
+        for alpha in alphas
     )
 
 
-def numbers(prompts: Sequence[Trajectories]) -> tuple[int, ...]:
-    """As many answers as there are, and three halvings of that."""
-    most = min(each.n for each in prompts)
-    halvings = [most // 2**i for i in range(4)]
-    return tuple(n for n in halvings if n >= _FEWEST) or (most,)
+def ns(prompts: Sequence[Trajectories]) -> tuple[int, ...]:
+    """The number of answers per prompt, and three halvings of it."""
+    largest = min(prompt.n for prompt in prompts)
+    halvings = [largest // 2**i for i in range(4)]
+    return tuple(n for n in halvings if n >= _MIN_N) or (largest,)
 
 
 def base_n(prompts: Sequence[Trajectories]) -> int:
-    """Of the improvement score: an eighth of the answers there are."""
-    return max(1, min(each.n for each in prompts) // 8)
-
-
-def _schedules(max_tokens: int) -> list[tuple[Schedule, int]]:
-    geometric = [
-        (Schedule("geometric", first=first, factor=2.0), 0)
-        for first in _FIRSTS
-        if first < max_tokens
-    ]
-    tokens = tuple(token for token in _EXPLICIT if token < max_tokens)
-    explicit = [(Schedule("tokens", tokens), 0)] if tokens else []
-    memory = [(MEMORY, _MEMORY_TOKENS)] if max_tokens > _MEMORY_TOKENS else []
-    return [*geometric, *explicit, *memory]
+    """N of the improvement score's base: an eighth of the answers per prompt."""
+    return max(1, min(prompt.n for prompt in prompts) // 8)
 
 
 def _is_scored(prompts: Sequence[Trajectories], reward: str, plan: Plan) -> bool:
-    """Full slots end a round at the last position of the grid before, so the first one counts."""
+    """Full slots end a round at the grid's position before, so the first position matters too."""
     if reward == LIKELIHOOD:
         return True
-    needed = set(plan.planned(min(each.max_tokens for each in prompts)) or ())
+    needed = set(plan.decision_tokens(min(prompt.max_tokens for prompt in prompts)) or ())
     return all(
-        needed <= {int(position) for position in each.positions}
-        and (not plan.memory_tokens or int(each.positions[0]) <= plan.memory_tokens)
-        for each in prompts
+        needed <= set(prompt.positions.tolist())
+        and (not plan.memory_tokens or int(prompt.positions[0]) <= plan.memory_tokens)
+        for prompt in prompts
     )
+
+
+def groups(num_candidates: int, n: int, limit: int = _MAX_GROUPS) -> list[IntArray]:
+    """At most `limit` disjoint groups of `n` candidates.
+
+    Raises:
+        ValueError: there are fewer than `n` candidates.
+    """
+    if n > num_candidates:
+        raise ValueError(f"{n} candidates of {num_candidates} that were generated")
+    starts = range(0, num_candidates - n + 1, n)[:limit]
+    return [np.arange(start, start + n) for start in starts]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A replayed plan: [prompts] arrays, means over groups.
+
+    rewards: Best-of-N's less the regret. full_*: of Best-of-N with the same N. complete: the share
+    of answers that ended by themselves.
+    """
+
+    plan: Plan
+    rewards: FloatArray
+    regrets: FloatArray
+    tokens: FloatArray
+    full_tokens: FloatArray
+    flops: FloatArray
+    complete: FloatArray
+    full_complete: FloatArray
+
+
+def measure(replayers: Sequence[Replayer], plan: Plan, compute: ComputeModel) -> Measured:
+    """Replay one plan on every prompt.
+
+    Raises:
+        ValueError: a prompt has fewer answers than N.
+        OffGrid: a round ends where no prefix was scored.
+    """
+    rows = np.array([_means(replayer, plan, compute) for replayer in replayers])
+    prompts = [replayer.trajectories for replayer in replayers]
+    best = curve(prompts, replayers[0].reward, [plan.n]).rewards[:, 0]
+    return Measured(plan, best - rows[:, 0], *rows.T)
+
+
+def _means(replayer: Replayer, plan: Plan, compute: ComputeModel) -> FloatArray:
+    """The fields of Measured from `regrets` on, for one prompt."""
+    prompt, rows = replayer.trajectories, []
+    for group in groups(prompt.n, plan.n):
+        run = plan.run(replayer, group)
+        rows.append(
+            (
+                run.regret,
+                run.generated_tokens,
+                run.best_of_n_tokens,
+                compute.flops(prompt.prompt_tokens, run),
+                run.finish is FinishReason.STOP,
+                prompt.finished[run.best_of_n_answer],
+            )
+        )
+    means: FloatArray = np.mean(np.array(rows, dtype=np.float64), axis=0)
+    return means

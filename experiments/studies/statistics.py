@@ -1,12 +1,12 @@
-"""Correlations, expected answers and bootstrap intervals, on plain arrays. Knows no study.
+"""Correlations, expected maxima and bootstrap intervals on plain arrays.
 
-Intervals are 95 % percentile bootstraps (Efron, 1979) over prompts: a figure is computed anew from
-prompts that are drawn with replacement, as many as there are, and the middle 95 % of these are its
-interval. A prompt is drawn with all its candidates: prompts that differ by the luck of their
-candidates too make the interval wider by just that. Candidates are not drawn anew within prompts:
-of 512 drawn with replacement a third is missing, mostly the best one too, so that the best of them
-is always worse than the best there was (the bootstrap of a maximum fails: Bickel and Freedman,
-1981). Fewer than four prompts have none: draws from one are all the same, and would look certain.
+Intervals are 95 % percentile bootstraps (Efron, 1979) over prompts: prompts are drawn with
+replacement, as many as there are, the figure is computed from each draw, and the middle 95 % of
+these values are the interval. A prompt is drawn with all its candidates, so the variation between
+its candidates is part of the variation between prompts. Candidates are not drawn within prompts: of
+512 drawn with replacement a third is missing, often the best one too, so that the best of the draw
+is biased downwards (the bootstrap of a maximum fails: Bickel and Freedman, 1981). Fewer than four
+prompts have no interval, since draws of one prompt are all equal and would look certain.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+from experiments.trajectories import FloatArray, IntArray
+
 Statistic = Callable[[IntArray], Any]
 
-FEWEST = 4
-_SHARE = 0.95
+MIN_PROMPTS = 4
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,49 +36,44 @@ class Estimate:
 
 
 def bootstrap(num_prompts: int, statistic: Statistic, draws: int = 1000) -> Estimate:
-    """A figure of prompts: `statistic` gets indices in [..., prompts] and returns [...].
+    """An estimate of `statistic`, which maps indices in [..., prompts] to values in [...].
 
-    Draws are the same for the same number of prompts, so that figures can be compared. A statistic
-    may be infinite; where it is NaN, the draw is left out.
+    Draws are equal for equal numbers of prompts, so that figures can be compared. Values may be
+    infinite; draws with NaN are left out.
     """
     value = float(statistic(np.arange(num_prompts)))
-    return interval(value, np.asarray(statistic(drawn(num_prompts, draws))), num_prompts)
+    return interval(value, np.asarray(statistic(resamples(num_prompts, draws))), num_prompts)
 
 
-def interval(value: float, again: FloatArray, num_prompts: int) -> Estimate:
-    """A figure, and the middle of what resampled prompts gave."""
-    if num_prompts < FEWEST:
+def interval(value: float, resampled: FloatArray, num_prompts: int) -> Estimate:
+    """A figure with the middle 95 % of its values on resampled prompts."""
+    defined = resampled[~np.isnan(resampled)]
+    if num_prompts < MIN_PROMPTS or len(defined) == 0:
         return Estimate(value)
-    return Estimate(value, *_middle(again[~np.isnan(again)]))
+    edge = (1 - _CONFIDENCE) / 2
+    # "nearest", since no value lies between a finite and an infinite one.
+    low, high = np.quantile(defined, [edge, 1 - edge], method="nearest")
+    return Estimate(value, float(low), float(high))
 
 
-def drawn(num_prompts: int, draws: int = 1000) -> IntArray:
-    """[draws, prompts]: indices, with replacement."""
+def resamples(num_prompts: int, draws: int = 1000) -> IntArray:
+    """[draws, prompts] indices drawn with replacement; equal for equal arguments."""
     return np.random.default_rng(0).integers(num_prompts, size=(draws, num_prompts))
 
 
 def mean(values: FloatArray) -> Estimate:
-    """Of a figure per prompt; NaNs are left out."""
-    known = values[~np.isnan(values)]
-    if len(known) == 0:
+    """The mean of a figure per prompt; NaNs are left out."""
+    defined = values[~np.isnan(values)]
+    if len(defined) == 0:
         return Estimate(math.nan)
-    return bootstrap(len(known), lambda prompts: known[prompts].mean(axis=-1))
+    return bootstrap(len(defined), lambda prompts: defined[prompts].mean(axis=-1))
 
 
 def quotient(above: FloatArray, below: FloatArray) -> Estimate:
-    """Of the sums of two figures per prompt, drawn together."""
+    """The quotient of the sums of two figures per prompt, which are drawn together."""
     return bootstrap(
         len(above), lambda prompts: above[prompts].sum(axis=-1) / below[prompts].sum(axis=-1)
     )
-
-
-def _middle(values: FloatArray) -> tuple[float, float]:
-    if len(values) == 0:
-        return math.nan, math.nan
-    edge = (1 - _SHARE) / 2
-    # Never between two draws: one of them may be infinite.
-    low, high = np.quantile(values, [edge, 1 - edge], method="nearest")
-    return float(low), float(high)
 
 
 def pearson(x: FloatArray, y: FloatArray) -> float:
@@ -94,8 +88,8 @@ def pearson(x: FloatArray, y: FloatArray) -> float:
 def kendall(x: FloatArray, y: FloatArray) -> float:
     """Tau-b (Kendall, 1945): (C - D) / sqrt((P - X) (P - Y)); NaN if all of x, or of y, are equal.
 
-    Of P pairs, C are ordered the same way by both, D the other way round, X are tied in x and Y in
-    y. Counts all pairs: meant for a thousand values at most.
+    Of P pairs, C have the same order in both, D the opposite order, X are tied in x and Y in y.
+    Compares all pairs: suited to a thousand values at most.
     """
     above = np.triu_indices(len(x), k=1)
     signs_x = np.sign(x[:, None] - x[None, :])[above]
@@ -105,17 +99,20 @@ def kendall(x: FloatArray, y: FloatArray) -> float:
 
 
 def expected_first(ranked: FloatArray, n: int) -> float:
-    """The mean, over all subsets of `n`, of the value that comes first in a subset.
+    """The mean, over all subsets of size `n`, of the value that ranks first in the subset.
 
-    `ranked` has the values in their order, the best first. The r-th (from 0) of N is a subset's
-    first with probability C(N-1-r, n-1) / C(N, n): it is in, and the rest come later (Dodge et al.,
-    arXiv 1909.03004, without replacement as in Chen et al., arXiv 2107.03374).
+    `ranked` has the values in their order, the best first. The value of rank r (from 0) of N is the
+    first of a subset with probability C(N-1-r, n-1) / C(N, n) (Dodge et al., arXiv 1909.03004,
+    without replacement as in Chen et al., arXiv 2107.03374).
+
+    Raises:
+        ValueError: `n` is not between 1 and the number of values.
     """
     size = len(ranked)
     if not 1 <= n <= size:
         raise ValueError(f"no subsets of {n} among {size}")
     ranks = np.arange(size - n)
-    # Each weight from the one before: binomials themselves are too large.
+    # Each weight follows from the one before: binomial coefficients would overflow.
     steps = (size - ranks - n) / (size - 1 - ranks)
     weights = n / size * np.concatenate([[1.0], np.cumprod(steps)])
     return float(ranked[: size - n + 1] @ weights)

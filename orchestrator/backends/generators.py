@@ -1,35 +1,31 @@
-"""All generators as one `Generator`: places sessions, moves what is lost, splits what is large.
-
-Knows no scores. Who gets what is `placement.py`, who is there `fleet.py`.
-"""
+"""All generators as one `Generator`: places sessions, moves lost ones, splits large ones."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from orchestrator.backends.fleet import Fleet
-from orchestrator.backends.placement import order, prefix_of
+from orchestrator.backends.placement import prefix_of
+from orchestrator.backends.remote import RemoteGenerator
 from orchestrator.backends.sessions import (
+    FailoverSession,
     GeneratorBackend,
-    MovingSession,
-    Opening,
     PlacedSession,
     placed,
 )
-from orchestrator.backends.split import SLOTS_EXCEEDED, Rooms, SplitSession, sizes, together
-from orchestrator.remote import RemoteGenerator
-from specrej.contracts import GeneratorDescription, Prompt, Sampling, Session
-from specrej.errors import InvalidRequest, Unavailable
+from orchestrator.backends.split import CapacityEstimates, SplitSession, shares_of, together
+from specrej.contracts import GeneratorDescription, Session, SessionSpec
+from specrej.errors import InvalidRequest, SlotsExceeded, Unavailable
 
-# Sessions' worth of load: more than any generator has.
+# Added to the load of a generator without enough free slots: more than any number of sessions.
 _FULL = 1e6
 
 
 class FleetGenerator:
-    """A `Generator` made of all that there are."""
+    """A `Generator` made of all generators of a fleet."""
 
     def __init__(
         self, fleet: Fleet[RemoteGenerator], draw: Callable[[], float] = random.random
@@ -39,63 +35,59 @@ class FleetGenerator:
         self._draw = draw
 
     @asynccontextmanager
-    async def open(
-        self,
-        prompt: Prompt,
-        n: int,
-        sampling: Sampling,
-        first_round_tokens: int,
-        cache_salt: str = "",
-        first_candidate: int = 0,
-    ) -> AsyncIterator[Session]:
-        opening = Opening(prompt, n, sampling, first_round_tokens, cache_salt, first_candidate)
+    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
         async with AsyncExitStack() as stack:
-            yield await self._enter(stack, opening)
+            yield await self._enter(stack, spec)
 
     async def describe(self) -> GeneratorDescription:
-        """All that could serve a request together, as of now.
+        """All generators together, as of their latest polls.
 
         Raises:
-            SpecrejError: why there is nobody.
+            SpecrejError: no generator serves.
         """
-        members = await self._fleet.refreshed()
-        if not members:
-            raise self._fleet.failure()
-        return _all_of([member.description for member in members])
+        descriptions: list[GeneratorDescription] = self._fleet.descriptions()
+        return replace(
+            descriptions[0],
+            context_tokens=min(one.context_tokens for one in descriptions),
+            max_candidates=sum(one.max_candidates for one in descriptions),
+            slots=together([one.slots for one in descriptions]),
+            sessions=sum(one.sessions for one in descriptions),
+            waiting=sum(one.waiting for one in descriptions),
+        )
 
-    async def _enter(self, stack: AsyncExitStack, opening: Opening) -> Session:
+    async def _enter(self, stack: AsyncExitStack, spec: SessionSpec) -> Session:
         """A session at one generator; at several if no single one could ever hold it."""
         try:
-            return await stack.enter_async_context(MovingSession(opening, self._placed))
+            return await stack.enter_async_context(FailoverSession(spec, self._placed))
         except InvalidRequest as refused:
-            rooms = Rooms(_first_round_tokens(opening))
-            rooms.learn(refused)
-            if not (self._is_too_large(opening, refused) and self._may_split(rooms)):
+            estimates = CapacityEstimates(spec.first_tokens)
+            estimates.learn(refused)
+            if not (self._is_too_large(spec, refused) and self._can_split(estimates)):
                 raise
-        return await self._enter_parts(stack, opening, rooms)
+        return await self._enter_parts(stack, spec, estimates)
 
     @asynccontextmanager
     async def _placed(
-        self, opening: Opening, lost: PlacedSession | None
+        self, spec: SessionSpec, lost: PlacedSession | None
     ) -> AsyncIterator[PlacedSession]:
-        """At the best place that has room; `lost` is the one that it takes the place of."""
-        ranked = self._ranked(opening)
+        """A session at the best generator with room; it replaces `lost`, if given."""
+        ranked = self._ranked(spec)
         if lost:
-            others = (each for each in ranked if each is not lost.backend)
-            ranked = [each for each in others if each.version == lost.version]
+            others = (backend for backend in ranked if backend is not lost.backend)
+            ranked = [backend for backend in others if backend.version == lost.version]
         async with AsyncExitStack() as stack:
-            yield await self._first_with_room(stack, opening, ranked)
+            yield await self._first_with_room(stack, spec, ranked)
 
     async def _first_with_room(
-        self, stack: AsyncExitStack, opening: Opening, ranked: list[GeneratorBackend]
+        self, stack: AsyncExitStack, spec: SessionSpec, ranked: list[GeneratorBackend]
     ) -> PlacedSession:
-        """A session at the first that can hold it: one that is too small speaks for its like."""
-        rooms = Rooms(_first_round_tokens(opening))
+        """A session at the first that can hold it; skips those no larger than one that refused."""
+        estimates = CapacityEstimates(spec.first_tokens)
         refusing: set[GeneratorBackend] = set()
 
         async def enter(backend: GeneratorBackend) -> PlacedSession:
             try:
-                return await stack.enter_async_context(placed(opening, backend))
+                return await stack.enter_async_context(placed(spec, backend))
             except InvalidRequest:
                 refusing.add(backend)
                 raise
@@ -104,146 +96,111 @@ class FleetGenerator:
             try:
                 return await self._fleet.first(ranked, enter)
             except InvalidRequest as refused:
-                if not self._is_too_large(opening, refused):
+                if not self._is_too_large(spec, refused):
                     raise
-                rooms.learn(refused)
-                # Who was only busy is asked again: that it is, and not this, would be the answer.
-                left = (each for each in ranked if each not in refusing and each.description)
-                ranked = [each for each in left if rooms.of(each.description) >= opening.n]
+                estimates.learn(refused)
+                # Busy ones are tried again: their Overloaded takes precedence over a refusal.
+                left = [b for b in ranked if b not in refusing and b.description]
+                ranked = [b for b in left if estimates.of(b.description) >= spec.n]
                 if not ranked:
                     raise
 
-    def _ranked(self, opening: Opening) -> list[GeneratorBackend]:
-        """In the order in which they should be asked; where none serves, one may by now."""
-        members = self._fleet.members()
-        if not members:
-            return self._fleet.others()
-        by_address = {each.target.address: each for each in members}
-        needed = opening.n * _first_round_tokens(opening)
-        loads = {address: _load(each, needed) for address, each in by_address.items()}
-        prefix = prefix_of(opening.prompt, opening.cache_salt)
-        return [by_address[address] for address in order(prefix, loads, self._draw)]
+    def _ranked(self, spec: SessionSpec) -> list[GeneratorBackend]:
+        needed = spec.n * spec.first_tokens
+        prefix = prefix_of(spec.prompt, spec.cache_salt)
+        return self._fleet.ranked(prefix, lambda backend: _load(backend, needed), self._draw)
 
-    def _known(self) -> list[GeneratorBackend]:
-        """Those who might be able to do something together, here or away."""
+    def _all(self) -> list[GeneratorBackend]:
         return [*self._fleet.members(), *self._fleet.others()]
 
-    def _may_split(self, rooms: Rooms) -> bool:
-        """Whether there are several, one of which takes a candidate."""
-        known = self._known()
+    def _can_split(self, estimates: CapacityEstimates) -> bool:
+        """Whether there are several generators, and one could hold a candidate."""
+        known = self._all()
         return len(known) > 1 and any(
-            not each.description or rooms.of(each.description) for each in known
+            not backend.description or estimates.of(backend.description) for backend in known
         )
 
-    def _is_too_large(self, opening: Opening, refused: InvalidRequest) -> bool:
-        """Whether fewer candidates, and nothing else, would have been taken."""
-        if refused.reason == SLOTS_EXCEEDED:
+    def _is_too_large(self, spec: SessionSpec, refused: InvalidRequest) -> bool:
+        """Whether a generator would have accepted fewer candidates."""
+        if isinstance(refused, SlotsExceeded):
             return True
-        return any(each.description and opening.n > _limit(each) for each in self._known())
+        descriptions: list[GeneratorDescription] = [b.description for b in self._all()]
+        return any(known and spec.n > known.max_candidates for known in descriptions)
 
     async def _enter_parts(
-        self, stack: AsyncExitStack, opening: Opening, rooms: Rooms
+        self, stack: AsyncExitStack, spec: SessionSpec, estimates: CapacityEstimates
     ) -> SplitSession:
-        """Parts at several, planned anew without whoever is not there or has less room than was
-        thought; nothing is held meanwhile."""
-        ill: set[GeneratorBackend] = set()
+        """Parts at several generators. After a failure all parts are closed and planned anew,
+        without generators that are away and with smaller estimates of those that refused."""
+        away: set[GeneratorBackend] = set()
         while True:
-            shares = await self._shares(opening, rooms, ill)
+            shares = await self._shares(spec, estimates, away)
             async with AsyncExitStack() as parts:
-                session = await _entered(parts, opening, shares, rooms, ill)
-                if session:
+                if session := await _entered(parts, spec, shares, estimates, away):
                     stack.push_async_exit(parts.pop_all())
                     return session
 
     async def _shares(
-        self, opening: Opening, rooms: Rooms, ill: Collection[GeneratorBackend]
+        self, spec: SessionSpec, estimates: CapacityEstimates, away: Collection[GeneratorBackend]
     ) -> dict[GeneratorBackend, int]:
-        """How many candidates go where.
+        """Number of candidates by generator.
 
         Raises:
-            InvalidRequest: there is not the room, and would not be with those who are away.
-            Unavailable: with them there might be.
+            SlotsExceeded: all generators together, also those away, are too small.
+            Unavailable: a generator that is needed is away.
         """
-        try:
-            return self._sizes(opening, rooms, ill)
-        except InvalidRequest:
-            told = [each.description for each in self._known()]
-            if all(told) and sum(map(rooms.of, told)) < opening.n:
-                raise
-        await self._fleet.recalled()
-        try:
-            return self._sizes(opening, rooms, ill)
-        except InvalidRequest:
-            raise Unavailable("a generator that is needed for so many candidates is away") from None
-
-    def _sizes(
-        self, opening: Opening, rooms: Rooms, ill: Collection[GeneratorBackend]
-    ) -> dict[GeneratorBackend, int]:
-        """Raises InvalidRequest: those who serve have not the room."""
-        ranked = self._ranked(opening) if self._fleet.members() else []
-        return sizes(
-            opening.n, {each: rooms.of(each.description) for each in ranked if each not in ill}
-        )
+        for is_last in (False, True):
+            ranked = self._ranked(spec) if self._fleet.members() else []
+            room = {b: estimates.of(b.description) for b in ranked if b not in away}
+            try:
+                return shares_of(spec.n, room)
+            except SlotsExceeded:
+                descriptions = [backend.description for backend in self._all()]
+                if all(descriptions) and sum(map(estimates.of, descriptions)) < spec.n:
+                    raise
+            if not is_last:
+                await self._fleet.recalled()
+        raise Unavailable("a generator that is needed for so many candidates is away")
 
 
 async def _entered(
     parts: AsyncExitStack,
-    opening: Opening,
+    spec: SessionSpec,
     shares: Mapping[GeneratorBackend, int],
-    rooms: Rooms,
-    ill: set[GeneratorBackend],
+    estimates: CapacityEstimates,
+    away: set[GeneratorBackend],
 ) -> SplitSession | None:
-    """The parts; None if one cannot be had, for a reason that is noted.
+    """The parts; None if one could not be opened: then `away` or `estimates` have changed.
 
-    Admitted one after the other, by address: two requests that each hold what the other waits for
-    cannot be.
+    Opened one after the other, by address, so that two such requests cannot each hold what the
+    other waits for.
     """
     sessions: list[tuple[int, PlacedSession]] = []
-    first = opening.first_candidate
-    for backend in sorted(shares, key=lambda each: each.target.address):
+    first = spec.first_candidate_id
+    for backend in sorted(shares, key=lambda backend: backend.target.address):
         n = shares[backend]
-        part = replace(opening, n=n, first_candidate=first)
+        part = replace(spec, n=n, first_candidate_id=first)
         try:
             session = await parts.enter_async_context(placed(part, backend))
         except Unavailable:
-            ill.add(backend)
+            away.add(backend)
             return None
         except InvalidRequest as refused:
-            rooms.learn(refused)
-            if rooms.of(backend.description) >= n:
-                raise  # it is not for its number of candidates
+            estimates.learn(refused)
+            if estimates.of(backend.description) >= n:
+                raise  # not because of the number of candidates
             return None
         sessions.append((first, session))
         first += n
     return SplitSession(sessions)
 
 
-def _first_round_tokens(opening: Opening) -> int:
-    return min(opening.first_round_tokens, opening.sampling.max_tokens)
+def _load(backend: GeneratorBackend, needed_slots: int) -> float:
+    """In sessions: those it has, those placed since its description, and the share of full slots.
 
-
-def _limit(backend: GeneratorBackend) -> int:
-    told: GeneratorDescription = backend.description
-    return told.max_candidates
-
-
-def _load(backend: GeneratorBackend, needed: int) -> float:
-    """In sessions: those it has, those it was given since, and how full its slots are.
-
-    Whoever has not the `needed` slots free comes after all who have: waiting is worse than sharing.
+    Generators without the needed free slots come last: waiting is worse than sharing.
     """
-    told: GeneratorDescription = backend.description
-    sessions = told.sessions + told.waiting + backend.placed
-    is_full = told.slots.capacity - told.slots.owned < needed
-    return sessions + told.slots.owned / max(1, told.slots.capacity) + _FULL * is_full
-
-
-def _all_of(descriptions: Sequence[GeneratorDescription]) -> GeneratorDescription:
-    return replace(
-        descriptions[0],
-        context_tokens=min(each.context_tokens for each in descriptions),
-        max_candidates=sum(each.max_candidates for each in descriptions),
-        slots=together([each.slots for each in descriptions]),
-        sessions=sum(each.sessions for each in descriptions),
-        waiting=sum(each.waiting for each in descriptions),
-    )
+    known: GeneratorDescription = backend.description
+    sessions = known.sessions + known.waiting + backend.placed
+    is_full = known.slots.capacity - known.slots.owned < needed_slots
+    return sessions + known.slots.owned / max(1, known.slots.capacity) + _FULL * is_full

@@ -1,8 +1,8 @@
-"""Who gets the next session: power of two choices, with a liking for where its prompt has been.
+"""Placement of sessions: power of two choices, with an affinity for equal prompt beginnings.
 
-Pure. One choice is the backend that a hash of the prompt's beginning points at: equal prompts and
-equal system prompts meet there, and are read once. The other is drawn at random. The less loaded of
-the two wins, the first as long as it is not much busier (Mitzenmacher, "The Power of Two Choices in
+Pure. The first choice is the backend that a hash of the prompt's beginning selects: equal prompts
+and equal system prompts meet there and are prefilled once. The second is drawn at random. The less
+loaded of the two wins, with a bonus for the first (Mitzenmacher, "The Power of Two Choices in
 Randomized Load Balancing", 2001; rendezvous hashing after Thaler and Ravishankar, 1998).
 """
 
@@ -13,19 +13,21 @@ from collections.abc import Callable, Mapping
 
 from specrej.contracts import Prompt
 
-# Sessions' worth of load that a prompt which need not be read again makes up for.
+# Load, in sessions, that a prompt which is already prefilled makes up for.
 AFFINITY_WORTH = 0.25
 _PREFIX_CHARACTERS = 256
 
 
 def order(prefix: str, loads: Mapping[str, float], random: Callable[[], float]) -> list[str]:
-    """Addresses in the order in which they should be asked; all of `loads`.
+    """All addresses of `loads`, best first.
 
     `loads`: in sessions, by address. `random` draws from [0, 1).
     """
     if not loads:
         return []
-    favourite = max(loads, key=lambda address: _affinity(prefix, address))
+    favourite = max(
+        loads, key=lambda address: hashlib.sha256(f"{address}/{prefix}".encode()).digest()
+    )
     others = sorted(address for address in loads if address != favourite)
     chosen = [favourite]
     if others:
@@ -38,10 +40,6 @@ def order(prefix: str, loads: Mapping[str, float], random: Callable[[], float]) 
 
 
 def prefix_of(prompt: Prompt, cache_salt: str) -> str:
-    """What prompts that may share their beginning have in common: who asks, and how it begins."""
+    """Equal in prompts that may share their prefilled beginning."""
     beginning = prompt.turns[0].content if prompt.turns else ""
     return f"{cache_salt}/{beginning[:_PREFIX_CHARACTERS]}"
-
-
-def _affinity(prefix: str, address: str) -> bytes:
-    return hashlib.sha256(f"{address}/{prefix}".encode()).digest()

@@ -1,7 +1,6 @@
-"""Which machines stand behind the addresses that were configured.
+"""Resolves the configured names to the addresses of backends.
 
-A name stands for all of its addresses, as the name of a headless Service does: each is a backend of
-its own. Knows no channel and nobody's load.
+Each address of a name, such as that of a headless Service, is one backend.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Target:
-    """One backend: "host:port" to connect to, and the name that its certificate is of."""
+    """One backend: "host:port" to connect to, and the name in its certificate."""
 
     address: str
     name: str
 
 
 class Resolver:
-    """Looks names up, again and again; what cannot be looked up now is where it was."""
+    """Resolves names; keeps the last addresses of a name that cannot be resolved now."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """`addresses`: "host:port" each."""
@@ -33,13 +32,13 @@ class Resolver:
         self._known: dict[str, frozenset[Target]] = {}
 
     async def resolve(self) -> frozenset[Target]:
-        """Everyone behind all names, as of now."""
+        """The targets of all names."""
         for address in self._addresses:
-            found = await _resolved(address)
-            # An empty answer may be a name server's trouble: whoever is really gone does not answer
-            # either, and is not given anything to do.
-            if found:
-                self._known[address] = found
+            targets = await _resolved(address)
+            # An empty result may be a failure of the name server. A backend that is really gone
+            # does not answer polls, so it gets no sessions.
+            if targets:
+                self._known[address] = targets
             elif address not in self._known:
                 log.info("cannot resolve %s", address)
         return frozenset().union(*self._known.values())
@@ -50,17 +49,17 @@ async def _resolved(address: str) -> frozenset[Target]:
     if _is_literal(host):
         return frozenset({Target(address, host)})
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(
+        infos = await asyncio.get_running_loop().getaddrinfo(
             host, int(port), type=socket.SOCK_STREAM
         )
-    except (OSError, UnicodeError):  # nobody has that name, or nobody can have it
+    except (OSError, UnicodeError):  # an unknown or an invalid name
         return frozenset()
-    # The same machine must not count twice because it has an address of each kind.
-    families = {family for family, *_ in found}
+    # A machine with an IPv4 and an IPv6 address is one backend.
+    families = {family for family, *_ in infos}
     wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-    hosts = {str(where[0]) for family, _, _, _, where in found if family == wanted}
+    hosts = {str(where[0]) for family, _, _, _, where in infos if family == wanted}
     return frozenset(
-        Target(f"[{each}]:{port}" if ":" in each else f"{each}:{port}", host) for each in hosts
+        Target(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in hosts
     )
 
 

@@ -1,7 +1,7 @@
 """One session over several generators: parts of its candidates at each, one ranking for all.
 
-Each part is a session of its own whose ids follow those of the part before, so that together they
-say what one session would have said. A part that is lost takes its candidates with it.
+Each part is a session of its own. Its ids follow those of the part before, so that the candidates
+are those of one session. If a part is lost, its candidates are lost.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from typing import TypeVar
 
 from orchestrator.backends.sessions import PlacedSession
 from specrej.contracts import GeneratorDescription, Pruned, Round, RoundEnd, Session, SlotGauge
-from specrej.errors import InternalError, InvalidRequest, Unavailable, Violation
+from specrej.errors import InternalError, InvalidRequest, SlotsExceeded, Unavailable, Violation
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-SLOTS_EXCEEDED = "SLOTS_EXCEEDED"
 
+def shares_of(n: int, room: Mapping[K, int]) -> dict[K, int]:
+    """Number of the `n` candidates by place: few places, each in proportion to its room.
 
-def sizes(n: int, room: Mapping[K, int]) -> dict[K, int]:
-    """How many of `n` candidates go where; few places, each in proportion to its room.
-
-    `room`: the most that each place takes, in the order of preference.
+    `room`: the most candidates that each place accepts, in the order of preference.
 
     Raises:
-        InvalidRequest: all of them together have not the room.
+        SlotsExceeded: all places together accept fewer.
     """
     chosen: dict[K, int] = {}
     for place, most in room.items():
@@ -35,37 +33,32 @@ def sizes(n: int, room: Mapping[K, int]) -> dict[K, int]:
             chosen[place] = most
     total = sum(chosen.values())
     if total < n:
-        raise InvalidRequest(
-            [Violation("n", f"at most {total} candidates fit into all generators, n is {n}")],
-            reason=SLOTS_EXCEEDED,
-            metadata={"candidates": str(total)},
-        )
+        violation = Violation("n", f"at most {total} candidates fit into all generators, n is {n}")
+        raise SlotsExceeded([violation], max_candidates=total)
     shares = {place: n * most // total for place, most in chosen.items()}
     for place, most in chosen.items():
         shares[place] += min(n - sum(shares.values()), most - shares[place])
     return {place: share for place, share in shares.items() if share}
 
 
-class Rooms:
-    """The most candidates of a request that generators take, as far as is known.
+class CapacityEstimates:
+    """The most candidates of one request that each generator accepts, learned from refusals.
 
-    Learned from what they refuse: exact for who has refused, for others of more slots never too
-    little.
+    Exact for a generator that has refused; for others with more slots never too small.
     """
 
     def __init__(self, first_round_tokens: int) -> None:
-        # A candidate holds at least so many slots: its newest token is not stored yet.
+        # A candidate holds at least so many slots: its newest token has none yet.
         self._least_slots = max(1, first_round_tokens - 1)
-        self._refusals: list[tuple[int, int]] = []  # candidates, and the slots they were told for
+        self._refusals: list[tuple[int, int]] = []  # candidates, capacity
 
     def learn(self, refused: InvalidRequest) -> None:
-        """What somebody has refused to take."""
-        if refused.reason == SLOTS_EXCEEDED:
-            told = refused.metadata
-            self._refusals.append((int(told.get("candidates", 0)), int(told.get("capacity", 0))))
+        """Note a generator's refusal."""
+        if isinstance(refused, SlotsExceeded):
+            self._refusals.append((refused.max_candidates, refused.capacity))
 
     def of(self, description: GeneratorDescription) -> int:
-        """The most that a generator takes."""
+        """The most candidates that a generator accepts."""
         most, slots = description.max_candidates, description.slots.capacity
         for candidates, capacity in self._refusals:
             more = max(0, slots - capacity)
@@ -81,12 +74,12 @@ class _Part:
 
 
 class SplitSession:
-    """A `Session` of several; their ids follow each other."""
+    """A `Session` of several sessions with consecutive ids."""
 
     def __init__(self, sessions: Sequence[tuple[int, PlacedSession]]) -> None:
-        """`sessions`: each with the id of its first candidate."""
-        self._parts = [_Part(each, set(range(first, first + each.n))) for first, each in sessions]
-        self._lost: set[int] = set()  # ids, not told yet
+        """`sessions`: with the id of the first candidate of each."""
+        self._parts = [_Part(one, set(range(first, first + one.n))) for first, one in sessions]
+        self._lost: set[int] = set()  # ids, until the next round reports them
         self._slots: dict[int, SlotGauge] = {}  # by part
         self._num_tokens = 0  # of every live candidate
         self.n = sum(session.n for _, session in sessions)
@@ -98,7 +91,7 @@ class SplitSession:
         rounds = await self._of_all(lambda part: part.session.extend(until_tokens))
         for index, ended in rounds.items():
             part = self._parts[index]
-            part.live -= {each.id for each in ended.candidates if each.finish}
+            part.live -= {c.id for c in ended.candidates if c.finish}
             self._slots[index] = ended.slots
         lost, self._lost = self._lost, set()
         joined = _joined(list(rounds.values()))
@@ -110,60 +103,57 @@ class SplitSession:
         for part in self._parts:
             part.live &= wanted
         pruned = await self._of_all(lambda part: part.session.prune(part.live), also_empty=True)
-        self._slots |= {index: each.slots for index, each in pruned.items()}
-        return Pruned(sum(each.freed_slots for each in pruned.values()), self._gauge())
+        self._slots |= {index: part.slots for index, part in pruned.items()}
+        return Pruned(sum(part.freed_slots for part in pruned.values()), self._gauge())
 
     async def _of_all(
-        self, ask: Callable[[_Part], Awaitable[T]], *, also_empty: bool = False
+        self, call: Callable[[_Part], Awaitable[T]], *, also_empty: bool = False
     ) -> dict[int, T]:
-        """What every part answers that is there, and has anybody to answer for.
+        """Results of all parts that are not lost and have live candidates, by index.
 
         Raises:
             Unavailable, InternalError: no part is left.
         """
-        asked = [
+        parts = [
             (index, part)
             for index, part in enumerate(self._parts)
             if not part.is_lost and (part.live or also_empty)
         ]
-        if not asked:
+        if not parts:
             raise Unavailable("the generators that had the rest of the candidates were lost")
-        answers = await asyncio.gather(*(ask(part) for _, part in asked), return_exceptions=True)
-        answered: dict[int, T] = {}
-        for (index, part), answer in zip(asked, answers, strict=True):
-            if not isinstance(answer, BaseException):
-                answered[index] = answer
-            elif isinstance(answer, Unavailable | InternalError):
-                self._lose(index, part)
+        outcomes = await asyncio.gather(*(call(part) for _, part in parts), return_exceptions=True)
+        results: dict[int, T] = {}
+        for (index, part), outcome in zip(parts, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                results[index] = outcome
+            elif isinstance(outcome, Unavailable | InternalError):
+                part.is_lost = True
+                self._lost |= part.live
+                part.live = set()
+                self._slots.pop(index, None)
             else:
-                raise answer
-        if not answered:
-            raise next(each for each in answers if isinstance(each, BaseException))
-        return answered
-
-    def _lose(self, index: int, part: _Part) -> None:
-        part.is_lost = True
-        self._lost |= part.live
-        part.live = set()
-        self._slots.pop(index, None)
+                raise outcome
+        if not results:
+            raise next(outcome for outcome in outcomes if isinstance(outcome, BaseException))
+        return results
 
     def _gauge(self) -> SlotGauge:
         return together(list(self._slots.values()))
 
 
 def together(gauges: Sequence[SlotGauge]) -> SlotGauge:
-    """The slots of all."""
+    """The sum of all gauges."""
     return SlotGauge(
-        sum(each.capacity for each in gauges),
-        sum(each.owned for each in gauges),
-        sum(each.session for each in gauges),
-        sum(each.cached for each in gauges),
+        sum(gauge.capacity for gauge in gauges),
+        sum(gauge.owned for gauge in gauges),
+        sum(gauge.session for gauge in gauges),
+        sum(gauge.cached for gauge in gauges),
     )
 
 
 def _joined(rounds: Sequence[Round]) -> Round:
-    """One round of all candidates; a part that is full is behind, and catches up after a cut."""
-    ends = {each.ended_by for each in rounds}
+    """One round of all candidates; a part with full slots lags until it has been cut."""
+    ends = {part.ended_by for part in rounds}
     if RoundEnd.SLOTS_FULL in ends:
         ended_by = RoundEnd.SLOTS_FULL
     elif ends == {RoundEnd.ALL_FINISHED}:
@@ -171,10 +161,10 @@ def _joined(rounds: Sequence[Round]) -> Round:
     else:
         ended_by = RoundEnd.DECISION_TOKEN
     return Round(
-        tuple(sorted((c for each in rounds for c in each.candidates), key=lambda c: c.id)),
+        tuple(sorted((c for part in rounds for c in part.candidates), key=lambda c: c.id)),
         ended_by,
-        max(each.num_tokens for each in rounds),
+        max(part.num_tokens for part in rounds),
         rounds[0].slots,
-        sum(each.repeated_tokens for each in rounds),
-        made_by=frozenset().union(*(each.made_by for each in rounds)),
+        sum(part.repeated_tokens for part in rounds),
+        made_by=frozenset().union(*(part.made_by for part in rounds)),
     )

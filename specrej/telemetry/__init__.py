@@ -1,4 +1,4 @@
-"""The only package that knows OpenTelemetry: traces, metrics, logs, and the names of all of it."""
+"""Traces, metrics, logs and their names; the only package that imports OpenTelemetry."""
 
 from specrej.telemetry import metrics, names
 from specrej.telemetry.calls import Call, served

@@ -1,4 +1,4 @@
-"""One call that came in, as telemetry sees it: a span, counts by method and code, a log line."""
+"""Telemetry of one incoming call: a span, counts by method and code, a log line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(f"{names.NAMESPACE}.requests")
 
 @dataclass(slots=True)
 class Call:
-    """How it ends: the name of a gRPC status."""
+    """The name of the gRPC status that the call ends with."""
 
     code: str = "OK"
 
@@ -24,8 +24,7 @@ class Call:
 def served(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Call]:
     """A call of `method` ("package.Service/Method") for as long as the context lasts.
 
-    Whoever serves it sets the code if it is not OK. Of a call that something was noted of, the log
-    gets a line at its end.
+    The interceptor sets `code` if it is not OK. A call with noted facts is logged when it ends.
     """
     call, began, labels = Call(), time.perf_counter(), {names.RPC_METHOD: method}
     metrics.add(names.RPC_STARTED, 1, **labels)
@@ -43,4 +42,4 @@ def served(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator
                     "code": call.code,
                     "total_ms": round(seconds * 1e3, 3),
                 }
-                logs.say(log, "request", {**facts, **ending})
+                logs.log_facts(log, "request", {**facts, **ending})

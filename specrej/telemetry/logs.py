@@ -1,7 +1,7 @@
-"""Log lines: text to read or JSON to search, each with the ids of the span that it was written in.
+"""Log lines as text or JSON, with the ids of the current span.
 
-A request's line at its end is made of facts that were noted on its way. What a prompt or an answer
-says is in no line, unless a setting wants it.
+A request ends with one line of the facts noted while it ran. Prompts and answers are logged only if
+a setting allows it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from opentelemetry import trace
 
 Fact = str | int | float | bool
 
-# Whose lines the level is about. Libraries speak up from warnings on: some tell of every call.
-_OURS = ("specrej", "orchestrator", "generator_service", "reward_service", "inference", "__main__")
-_MAX_CHAIN = 8  # of exceptions that led to each other
+# The level setting applies to these; libraries log from WARNING on, as some log every call.
+_OURS = ("specrej", "orchestrator", "generator_service", "reward_service", "__main__")
+_MAX_CHAIN = 8  # of chained exceptions
 
-# Of the request that is served in this context; nobody notes anything outside of one.
+# The facts of the request in this context; None outside of requests.
 _noted: ContextVar[dict[str, Fact] | None] = ContextVar("noted", default=None)
 
 
 def configure(service: str, level: str, *, as_json: bool, error_text: bool) -> None:
-    """Log to stderr from now on: what is ours from `level` on, libraries' warnings at least."""
+    """Log to stderr: this project's loggers from `level` on, libraries from WARNING on."""
     handler = logging.StreamHandler()
     handler.setFormatter(log_formatter(service, as_json=as_json, error_text=error_text))
     libraries = max(logging.WARNING, logging.getLevelNamesMapping()[level])
@@ -40,14 +40,14 @@ def configure(service: str, level: str, *, as_json: bool, error_text: bool) -> N
 def log_formatter(
     service: str, *, as_json: bool = False, error_text: bool = False
 ) -> logging.Formatter:
-    """The format of a service's logs; `error_text`: exceptions may say what they were about."""
+    """The format of a service's logs; `error_text`: include the messages of exceptions."""
     kind = _Json if as_json else _Text
     return kind(service, error_text=error_text)
 
 
 @contextmanager
 def noting() -> Iterator[dict[str, Fact]]:
-    """What is noted in this context from now on."""
+    """Collect the facts noted in this context."""
     facts: dict[str, Fact] = {}
     token = _noted.set(facts)
     try:
@@ -57,26 +57,26 @@ def noting() -> Iterator[dict[str, Fact]]:
 
 
 def note(**facts: Fact) -> None:
-    """Something to be said of the request that is served here, in its line at its end."""
+    """Add facts to the final log line of the current request."""
     noted = _noted.get()
     if noted is not None:
         noted.update(facts)
 
 
-def say(log: logging.Logger, message: str, facts: dict[str, Fact]) -> None:
-    """A line of facts: fields of their own where lines are JSON."""
+def log_facts(log: logging.Logger, message: str, facts: dict[str, Fact]) -> None:
+    """Log a line of facts; in JSON each is a field."""
     log.info(message, extra={"facts": facts})
 
 
 class _Formatter(logging.Formatter):
-    """Tells where and of what kind exceptions were, not their text: it may quote a prompt."""
+    """Formats exceptions by type and place, without their text, which may quote a prompt."""
 
     def __init__(self, service: str, *, error_text: bool) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s")
         self._service = service
         self._error_text = error_text
 
-    def formatException(self, ei: Any) -> str:  # noqa: N802 - the name of logging's
+    def formatException(self, ei: Any) -> str:  # noqa: N802
         if self._error_text:
             return super().formatException(ei)
         error: BaseException | None = ei[1]
@@ -90,20 +90,20 @@ class _Formatter(logging.Formatter):
 
 
 class _Text(_Formatter):
-    """A line to read; an exception's frames follow."""
+    """One line of text; the frames of an exception follow."""
 
     def format(self, record: logging.LogRecord) -> str:
-        # Other handlers leave what they made of the exception on the record, for all.
+        # Other handlers cache their formatted exception on the record.
         cached, record.exc_text = record.exc_text, None
         try:
             return super().format(record)
         finally:
             record.exc_text = cached
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of logging's
-        said = {**_facts_of(record), **_span_ids()}
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        values = {**_facts_of(record), **_span_ids()}
         return " ".join(
-            [super().formatMessage(record), *(f"{key}={_plain(said[key])}" for key in said)]
+            [super().formatMessage(record), *(f"{key}={_plain(values[key])}" for key in values)]
         )
 
 
@@ -131,7 +131,7 @@ def _facts_of(record: logging.LogRecord) -> dict[str, Fact]:
 
 
 def _span_ids() -> dict[str, Fact]:
-    """Of the span that the line is written in, as traces show them."""
+    """The ids of the current span."""
     context = trace.get_current_span().get_span_context()
     if not context.is_valid:
         return {}
@@ -142,7 +142,7 @@ def _span_ids() -> dict[str, Fact]:
 
 
 def _plain(value: Fact) -> str:
-    """As JSON where it would not be one word."""
+    """The value as one word, else as JSON."""
     if isinstance(value, bool) or (
         isinstance(value, str) and (not value or not value.isprintable())
     ):

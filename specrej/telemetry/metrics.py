@@ -1,4 +1,4 @@
-"""Instruments by their `names.Metric`; free where nobody exports them."""
+"""Instruments by their `names.Metric`; without an exporter they cost next to nothing."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from specrej.telemetry.names import NAMESPACE, Metric
 
 Label = str | int | float | bool
 
-# One of a gauge's values as of now, with its labels.
+# A value of a gauge and its labels.
 Observed = tuple[float, dict[str, Label]]
 Observe = Callable[[], Iterable[Observed]]
 
-# Instruments made before a provider is set are that provider's, once it is.
+# Instruments created before a provider is set belong to it once it is set.
 _meter = api.get_meter(NAMESPACE)
 
 
 def add(metric: Metric, count: float = 1, **labels: Label) -> None:
-    """To a counter, or to one that also goes down."""
+    """Add to a counter or an up-down counter."""
     _counter(metric).add(count, labels)
 
 
 def record(metric: Metric, value: float, **labels: Label) -> None:
-    """One value of a histogram."""
+    """Record a value of a histogram."""
     _histogram(metric).record(value, labels)
 
 
 def observe(metric: Metric, values: Observe) -> None:
-    """From now on a gauge is what `values` returns, whenever it is asked for; from any thread."""
+    """Register the callback of a gauge; the exporter calls it from any thread."""
 
     def callback(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(value, labels) for value, labels in values()]

@@ -20,7 +20,7 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 Kind = Literal["counter", "up_down", "gauge", "histogram"]
 
 
-# Equal to itself alone: each metric is here once, and looked up at every count.
+# Compared by identity: each metric exists once and is looked up at every count.
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One instrument; `labels` are all that its values ever carry."""
@@ -33,50 +33,50 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-# Who tells.
+# The resource.
 SERVICE_NAME, SERVICE_NAMESPACE = "service.name", "service.namespace"
 SERVICE_INSTANCE = "service.instance.id"
 
 # Calls, on all three ports (labels as the conventions name them).
 RPC_SYSTEM, RPC_METHOD, RPC_CODE = "rpc.system", "rpc.method", "rpc.response.status_code"
 RPC_STARTED = Metric(
-    "specrej.rpc.server.started", "counter", "{call}", "calls that came in", (RPC_METHOD,)
+    "specrej.rpc.server.started", "counter", "{call}", "started calls", (RPC_METHOD,)
 )
 RPC_IN_FLIGHT = Metric(
-    "specrej.rpc.server.in_flight", "up_down", "{call}", "calls that run", (RPC_METHOD,)
+    "specrej.rpc.server.in_flight", "up_down", "{call}", "running calls", (RPC_METHOD,)
 )
 RPC_DURATION = Metric(
     "rpc.server.call.duration",
     "histogram",
     "s",
-    "calls that ended, by code",
+    "ended calls, by code",
     (RPC_METHOD, RPC_CODE),
     _CALL_S,
 )
 HEARTBEAT_AGE = Metric(
-    "specrej.heartbeat.age", "gauge", "s", "since the last sign of life of what is at work"
+    "specrej.heartbeat.age", "gauge", "s", "since the compute thread last made progress"
 )
 LEASES_EXPIRED = Metric(
-    "specrej.leases.expired", "counter", "{session}", "streams whose peer fell silent"
+    "specrej.leases.expired", "counter", "{session}", "streams whose lease ran out"
 )
 
 # The orchestrator.
 ADMISSIONS = Metric(
     "specrej.admission.results", "counter", "{request}", "requests by result", ("result",)
-)  # admitted, refused; left: it gave up while it waited
-REQUESTS_RUNNING = Metric("specrej.requests.running", "gauge", "{request}", "that run")
-REQUESTS_QUEUED = Metric("specrej.requests.queued", "gauge", "{request}", "that wait for a turn")
+)  # admitted, refused; left: cancelled in the queue
+REQUESTS_RUNNING = Metric("specrej.requests.running", "gauge", "{request}", "running requests")
+REQUESTS_QUEUED = Metric("specrej.requests.queued", "gauge", "{request}", "queued requests")
 TOKENS_QUEUED = Metric(
-    "specrej.requests.queued.tokens", "gauge", "{token}", "candidate-tokens that wait for a turn"
+    "specrej.requests.queued.tokens", "gauge", "{token}", "candidate-tokens of queued requests"
 )
 QUEUE_DURATION = Metric(
-    "specrej.queue.duration", "histogram", "s", "waiting for a turn", (), _CALL_S
+    "specrej.queue.duration", "histogram", "s", "time in the queue", (), _CALL_S
 )
 REQUEST_DURATION = Metric(
     "specrej.request.duration",
     "histogram",
     "s",
-    "requests answered by a run, from arrival to answer",
+    "answered requests, from arrival to answer",
     ("algorithm",),
     _CALL_S,
 )
@@ -92,23 +92,36 @@ TOKEN_DURATION = Metric(
     "specrej.request.token.duration",
     "histogram",
     "s",
-    "a run's seconds per token of its answer",
+    "seconds per token of the answer",
     ("algorithm",),
     _TOKEN_S,
 )
 ANSWERS = Metric(
-    "specrej.answers", "counter", "{answer}", "by where they came from", ("source",)
+    "specrej.answers", "counter", "{answer}", "answers by source", ("source",)
 )  # run, cache, flight
 DEGRADED = Metric(
-    "specrej.answers.degraded", "counter", "{answer}", "weaker than asked for", ("degradation",)
+    "specrej.answers.degraded",
+    "counter",
+    "{answer}",
+    "answers weaker than requested, by degradation",
+    ("degradation",),
 )
 HURRIED = Metric(
-    "specrej.answers.hurried", "counter", "{answer}", "cut deeper or earlier for the deadline"
+    "specrej.answers.hurried",
+    "counter",
+    "{answer}",
+    "deadline-adjusted answers: cut deeper or earlier",
 )
 CANDIDATES = Metric(
-    "specrej.candidates", "counter", "{candidate}", "of runs that began, by fate", ("fate",)
-)  # finished, truncated, rejected; abandoned: it still grew when its run ended
-ROUNDS = Metric("specrej.rounds", "counter", "{round}", "by why they ended", ("ended_by",))
+    "specrej.candidates",
+    "counter",
+    "{candidate}",
+    "candidates of opened sessions, by fate",
+    ("fate",),
+)  # finished, truncated, rejected; abandoned: live when its request ended
+ROUNDS = Metric(
+    "specrej.rounds", "counter", "{round}", "rounds by reason of their end", ("ended_by",)
+)
 TOKENS = Metric(
     "specrej.tokens",
     "counter",
@@ -118,24 +131,34 @@ TOKENS = Metric(
 )
 BACKENDS = Metric(
     "specrej.backends", "gauge", "{backend}", "generators and reward services", ("kind", "state")
-)  # serving; other_version: in vain; away
+)  # serving, other_version (unused), away
 SESSIONS_MOVED = Metric(
-    "specrej.sessions.moved", "counter", "{session}", "whose generator was lost", ("result",)
+    "specrej.sessions.moved",
+    "counter",
+    "{session}",
+    "sessions that lost their generator, by result",
+    ("result",),
 )  # moved, failed
 CACHE_RESULTS = Metric(
     "specrej.cache.results", "counter", "{lookup}", "lookups of answers, by result", ("result",)
 )  # hit, stale, miss, invalid, error; off: there is no Redis
 FLIGHT_WAITS = Metric(
-    "specrej.flights.waited", "counter", "{request}", "that waited for an equal one", ("where",)
+    "specrej.flights.waited",
+    "counter",
+    "{request}",
+    "requests that waited for an equal one",
+    ("where",),
 )  # here, elsewhere
 
 # The generator.
 SLOTS = Metric(
-    "specrej.slots", "gauge", "{slot}", "KV slots by state; the three are all there are", ("state",)
+    "specrej.slots", "gauge", "{slot}", "KV slots by state; their sum is the capacity", ("state",)
 )  # owned, cached, free
-SESSIONS = Metric("specrej.sessions", "gauge", "{session}", "by state", ("state",))  # open, waiting
+SESSIONS = Metric(
+    "specrej.sessions", "gauge", "{session}", "sessions by state", ("state",)
+)  # open, waiting
 STEP_DURATION = Metric(
-    "specrej.engine.step.duration", "histogram", "s", "one forward pass and its draws", (), _STEP_S
+    "specrej.engine.step.duration", "histogram", "s", "one forward pass with its draws", (), _STEP_S
 )
 STEP_ROWS = Metric(
     "specrej.engine.step.rows", "histogram", "{row}", "candidates in one step", (), _COUNTS
@@ -154,12 +177,18 @@ REWARD_BATCH = Metric(
     "specrej.reward.batch", "histogram", "{text}", "texts of a batch", (REWARD,), _COUNTS
 )
 REWARD_TOKENS = Metric("specrej.reward.tokens", "counter", "{token}", "computed", (REWARD,))
-REWARD_QUEUED = Metric("specrej.reward.queued", "up_down", "{call}", "that wait or run", (REWARD,))
+REWARD_QUEUED = Metric(
+    "specrej.reward.queued", "up_down", "{call}", "batches that wait or run", (REWARD,)
+)
 
-# How well prefixes foretell: see docs/telemetry.md.
+# Shadows: see docs/telemetry.md.
 _SHADOW_LABELS = ("schedule", REWARD)
 SHADOW_REQUESTS = Metric(
-    "specrej.shadow.requests", "counter", "{request}", "that kept shadows", _SHADOW_LABELS
+    "specrej.shadow.requests",
+    "counter",
+    "{request}",
+    "requests whose shadows ended",
+    _SHADOW_LABELS,
 )
 SHADOW_CORRELATION = Metric(
     "specrej.shadow.correlation",
@@ -172,38 +201,38 @@ SHADOW_REGRETS = Metric(
     "specrej.shadow.regrets",
     "counter",
     "{request}",
-    "in which a shadow would have been the answer",
+    "requests in which a shadow beat the answer",
     _SHADOW_LABELS,
 )
 SHADOW_REGRET = Metric(
-    "specrej.shadow.regret", "gauge", "1", "share of requests that lost their best, estimated",
+    "specrej.shadow.regret", "gauge", "1", "share of requests whose best was rejected",
     _SHADOW_LABELS,
 )  # fmt: skip
 SHADOW_TOKENS = Metric(
     "specrej.shadow.tokens", "counter", "{token}", "generated for shadows", _SHADOW_LABELS
 )
 SHADOW_GIVEN_UP = Metric(
-    "specrej.shadow.given_up", "counter", "{request}", "whose shadows were not run to their end",
+    "specrej.shadow.given_up", "counter", "{request}", "requests whose shadows were abandoned",
     (*_SHADOW_LABELS, "reason"),
 )  # fmt: skip
 # reasons: weaker, busy, slots, changed, failed
 SHADOW_ALPHA = Metric(
-    "specrej.shadow.recommended_alpha", "gauge", "1", "the alpha that shadows speak for",
+    "specrej.shadow.recommended_alpha", "gauge", "1", "largest alpha within the target regret",
     _SHADOW_LABELS,
 )  # fmt: skip
 
-# Spans below a call's own, which has the method's name.
+# Spans below a call's span, which has the name of the method.
 SPAN_PLAN = "plan"
-SPAN_LOOKUP = "lookup"  # of a stored answer
+SPAN_LOOKUP = "lookup"  # of a cached answer
 SPAN_FLIGHT, SPAN_SHARED_FLIGHT = "flight", "flight.shared"
 SPAN_QUEUE = "queue"
 SPAN_OPEN, SPAN_ROUND, SPAN_CLOSE = "open", "round", "close"
 SPAN_EXTEND, SPAN_SCORE, SPAN_PRUNE = "extend", "score", "prune"
 SPAN_STORE = "store"  # an answer
-SPAN_REFRESH = "refresh"  # of a stale answer; a trace of its own
-SPAN_SHADOWS = "shadows"  # a trace of their own, after the answer
+SPAN_REFRESH = "refresh"  # of a stale answer; a separate trace
+SPAN_SHADOWS = "shadows"  # a separate trace, after the answer
 
-# Their attributes: the conventions' of generative AI and of databases.
+# Attributes of the conventions for generative AI and databases.
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
 REQUEST_MODEL = "gen_ai.request.model"
@@ -215,7 +244,7 @@ INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_
 FINISH_REASONS = "gen_ai.response.finish_reasons"
 DB_SYSTEM, DB_OPERATION = "db.system.name", "db.operation.name"
 
-# The project's own.
+# Attributes of the project.
 REQUEST_ID = "specrej.request.id"
 ALGORITHM, ALPHA = "specrej.algorithm", "specrej.alpha"
 SCHEDULE, REWARDS = "specrej.schedule", "specrej.rewards"

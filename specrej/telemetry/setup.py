@@ -1,7 +1,7 @@
-"""Where a process sends what it tells: logs to stderr, traces and metrics to a collector.
+"""Telemetry of a process: logs to stderr, traces and metrics to a collector.
 
-Metrics also go to whoever asks a Prometheus endpoint. Without a collector and a port nothing is
-kept, and all of telemetry is next to free.
+Metrics are also served at a Prometheus endpoint. Without a collector and a port nothing is kept,
+and telemetry costs next to nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from specrej.settings import ServiceSettings
 
-# For what is still to be sent when a process ends, and then for calls that are cancelled to end.
+# Time to send pending data when a process ends, and then for cancelled calls to end.
 FLUSH_S = 2.0
 _CANCELLED_S = 0.5
 
@@ -33,20 +33,20 @@ class _Exporter(Protocol):
 
 @dataclass(slots=True)
 class _Outlets:
-    """What a process sends to; `ends` send what is left, and wait."""
+    """Exporters, and `ends`: functions that send pending data and wait."""
 
     ends: list[Callable[[], object]] = field(default_factory=list)
     exporters: list[_Exporter] = field(default_factory=list)
 
     def close(self) -> None:
-        """Send what is left, within a bound: no collector may keep a process from ending."""
+        """Send pending data within a bound, so that no collector delays the end of a process."""
         threads = [Thread(target=end, daemon=True) for end in self.ends]
         for thread in threads:
             thread.start()
         if _all_end(threads, FLUSH_S):
             return
         for exporter in self.exporters:
-            exporter.shutdown()  # ends what it still tries
+            exporter.shutdown()  # ends its retries
         _all_end(threads, _CANCELLED_S)
 
 
@@ -59,12 +59,12 @@ def _all_end(threads: list[Thread], bound_s: float) -> bool:
 
 @contextmanager
 def configured(service: str, settings: ServiceSettings) -> Iterator[None]:
-    """Telemetry of this process as its settings say, until the context is left; once per process.
+    """Set up telemetry from the settings for the context; once per process.
 
-    Leaving takes 2.5 seconds at most, whatever becomes of what is still to be sent.
+    Leaving takes at most 2.5 seconds, whether or not pending data can be sent.
 
     Raises:
-        OSError: the port for metrics cannot be listened on.
+        OSError: the metrics port cannot be bound.
     """
     logs.configure(
         service,
@@ -98,7 +98,7 @@ def _resource(service: str) -> Resource:
     resource = Resource.create(
         {names.SERVICE_NAME: service, names.SERVICE_NAMESPACE: names.NAMESPACE}
     )
-    if names.SERVICE_INSTANCE in resource.attributes:  # of OTEL_RESOURCE_ATTRIBUTES
+    if names.SERVICE_INSTANCE in resource.attributes:  # set by OTEL_RESOURCE_ATTRIBUTES
         return resource
     return resource.merge(Resource({names.SERVICE_INSTANCE: str(uuid.uuid4())}))
 
@@ -138,7 +138,7 @@ def _prometheus(outlets: _Outlets, settings: ServiceSettings) -> MetricReader:
     except OSError as error:
         address = f"{host}:{settings.metrics_port}"
         raise OSError(f"cannot listen on {address} (metrics_port)") from error
-    # Takes half a second, and nobody has to wait for it.
+    # Shutting down takes half a second; it is not awaited.
     outlets.ends.append(Thread(target=server.shutdown, daemon=True).start)
     return reader
 

@@ -1,6 +1,6 @@
-"""Spans around calls and what they are made of; traces go on where the metadata says.
+"""Spans of calls and their steps; trace context travels in the calls' metadata.
 
-Without a collector the API's no-op tracer makes all of this free.
+Without a collector the API's no-op tracer is used.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ Attribute = str | int | float | bool | Sequence[str] | Sequence[float]
 
 _tracer = trace.get_tracer(names.NAMESPACE)
 
-# The first span that was opened in this context: of the call that is served here, mostly.
+# The first span opened in this context, normally that of the served call.
 _first: ContextVar[Span | None] = ContextVar("first", default=None)
 
-# Metadata of a call that belongs to no trace: nobody on its way records it (W3C trace context, the
-# sampled flag off).
+# Metadata of a call that no service records: W3C trace context with the sampled flag off.
 UNTRACED = (("traceparent", "00-00000000000000000000000000000001-0000000000000001-00"),)
 
-# What the conventions call a server's own failures.
+# Server failures according to the conventions.
 _FAILURES = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
@@ -47,9 +46,9 @@ _FAILURES = frozenset(
 def span(
     name: str, attributes: Mapping[str, Attribute] | None = None, kind: SpanKind = SpanKind.INTERNAL
 ) -> Iterator[Span]:
-    """A span inside this process; what ends it early is noted by its kind alone.
+    """A span inside this process; an exception is recorded by its type only.
 
-    The context must not be left for a while in between: no `yield` of a generator in it.
+    Do not `yield` from a generator inside the context: other code would run in the span.
     """
     with (
         _tracer.start_as_current_span(
@@ -93,9 +92,9 @@ def _perhaps_first(current: Span) -> Iterator[None]:
 
 
 class ClientSpan:
-    """The span of one outgoing call, from now until `end`; never the current one.
+    """The span of one outgoing call, from construction to `end`; never the current span.
 
-    So it may outlive the context in which the call was made, as the calls of streams do.
+    It may outlive the context in which the call was made, as streams do.
     """
 
     def __init__(self, method: str, *, outlives: bool = False) -> None:
@@ -110,13 +109,13 @@ class ClientSpan:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What makes the span of whoever serves the call a child of this one."""
+        """Trace context that makes the server's span a child of this one."""
         carrier: dict[str, str] = {}
         propagate.inject(carrier, trace.set_span_in_context(self._span))
         return tuple(carrier.items())
 
     def end(self, code: str) -> None:
-        """The call has ended, with this gRPC status; only the first time counts."""
+        """End the span with a gRPC status; later calls have no effect."""
         if self._span.is_recording():
             self._span.set_attribute(names.RPC_CODE, code)
             if code != "OK":
@@ -125,7 +124,7 @@ class ClientSpan:
 
 
 def end_with_code(current: Span, code: str) -> None:
-    """Note the gRPC status of a call that came in on its span."""
+    """Record the gRPC status of an incoming call on its span."""
     current.set_attribute(names.RPC_CODE, code)
     if code in _FAILURES:
         current.set_status(Status(StatusCode.ERROR, code))

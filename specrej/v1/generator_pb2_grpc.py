@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GeneratorServiceStub:
-    """Candidates of one prompt, grown in rounds.
+    """Generates the candidates of one prompt in rounds.
     """
 
     def __init__(self, channel):
@@ -48,12 +48,12 @@ class GeneratorServiceStub:
 
 
 class GeneratorServiceServicer:
-    """Candidates of one prompt, grown in rounds.
+    """Generates the candidates of one prompt in rounds.
     """
 
     def Session(self, request_iterator, context):
         """One session: open, then (extend, prune) any number of times, then close.
-        The stream's lifetime is the KV's: however the stream ends, the session's slots are freed.
+        The stream's lifetime is that of the KV: however the stream ends, the slots are freed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GeneratorService:
-    """Candidates of one prompt, grown in rounds.
+    """Generates the candidates of one prompt in rounds.
     """
 
     @staticmethod

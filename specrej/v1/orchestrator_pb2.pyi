@@ -32,7 +32,7 @@ class _AlgorithmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Algorithm.V
     ALGORITHM_SPECULATIVE_REJECTION: _Algorithm.ValueType  # 1
     """Rejects the lowest fraction alpha at every decision token."""
     ALGORITHM_BEST_OF_N: _Algorithm.ValueType  # 2
-    """Grows every candidate to its end: Speculative Rejection with alpha 0."""
+    """Generates every candidate to its end: Speculative Rejection with alpha 0."""
 
 class Algorithm(_Algorithm, metaclass=_AlgorithmEnumTypeWrapper):
     """How the best candidate is found."""
@@ -42,7 +42,7 @@ ALGORITHM_UNSPECIFIED: Algorithm.ValueType  # 0
 ALGORITHM_SPECULATIVE_REJECTION: Algorithm.ValueType  # 1
 """Rejects the lowest fraction alpha at every decision token."""
 ALGORITHM_BEST_OF_N: Algorithm.ValueType  # 2
-"""Grows every candidate to its end: Speculative Rejection with alpha 0."""
+"""Generates every candidate to its end: Speculative Rejection with alpha 0."""
 Global___Algorithm: _TypeAlias = Algorithm  # noqa: Y015
 
 class _CacheControl:
@@ -52,15 +52,15 @@ class _CacheControl:
 class _CacheControlEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheControl.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CACHE_CONTROL_UNSPECIFIED: _CacheControl.ValueType  # 0
-    """Use."""
+    """As CACHE_CONTROL_USE."""
     CACHE_CONTROL_USE: _CacheControl.ValueType  # 1
-    """Answer from the cache if it can, store the answer otherwise."""
+    """Answer from the cache if possible, else store the answer."""
     CACHE_CONTROL_BYPASS: _CacheControl.ValueType  # 2
     """Neither read nor write."""
     CACHE_CONTROL_REFRESH: _CacheControl.ValueType  # 3
-    """Generate anew and store."""
+    """Generate a new answer and store it."""
     CACHE_CONTROL_USE_BETTER: _CacheControl.ValueType  # 4
-    """Like USE; the answer may also be one stored for the same prompt, sampling (but for the seed)
+    """Like USE; the answer may also be one stored for the same prompt, sampling (except the seed)
     and rewards, from a search at least as large, or better than the one stored for this request.
     Not where a reward is normalised by its batch: such scores compare within one request only.
     """
@@ -69,15 +69,15 @@ class CacheControl(_CacheControl, metaclass=_CacheControlEnumTypeWrapper):
     """What the cache may do for a request."""
 
 CACHE_CONTROL_UNSPECIFIED: CacheControl.ValueType  # 0
-"""Use."""
+"""As CACHE_CONTROL_USE."""
 CACHE_CONTROL_USE: CacheControl.ValueType  # 1
-"""Answer from the cache if it can, store the answer otherwise."""
+"""Answer from the cache if possible, else store the answer."""
 CACHE_CONTROL_BYPASS: CacheControl.ValueType  # 2
 """Neither read nor write."""
 CACHE_CONTROL_REFRESH: CacheControl.ValueType  # 3
-"""Generate anew and store."""
+"""Generate a new answer and store it."""
 CACHE_CONTROL_USE_BETTER: CacheControl.ValueType  # 4
-"""Like USE; the answer may also be one stored for the same prompt, sampling (but for the seed)
+"""Like USE; the answer may also be one stored for the same prompt, sampling (except the seed)
 and rewards, from a search at least as large, or better than the one stored for this request.
 Not where a reward is normalised by its batch: such scores compare within one request only.
 """
@@ -92,27 +92,27 @@ class _DegradationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Degradati
     DEGRADATION_UNSPECIFIED: _Degradation.ValueType  # 0
     """Nothing."""
     DEGRADATION_REWARD: _Degradation.ValueType  # 1
-    """A reward could not be had: candidates were ranked by the generator's likelihood."""
+    """A reward failed: candidates were ranked by the generator's likelihood."""
     DEGRADATION_GENERATOR: _Degradation.ValueType  # 2
-    """The generator broke off: the answer is the best that was complete by then."""
+    """The generator failed: the answer is the best complete one until then."""
     DEGRADATION_DEADLINE: _Degradation.ValueType  # 3
-    """Time ran out before any answer was complete: the answer is the best text so far."""
+    """The deadline passed before any answer was complete: the answer is the best text so far."""
     DEGRADATION_CANDIDATES: _Degradation.ValueType  # 4
-    """There were fewer candidates than asked for: one of several generators broke off."""
+    """Fewer candidates than requested: one of several generators failed."""
 
 class Degradation(_Degradation, metaclass=_DegradationEnumTypeWrapper):
-    """What stood in for a step of the plan that could not be done."""
+    """How an answer is weaker than requested."""
 
 DEGRADATION_UNSPECIFIED: Degradation.ValueType  # 0
 """Nothing."""
 DEGRADATION_REWARD: Degradation.ValueType  # 1
-"""A reward could not be had: candidates were ranked by the generator's likelihood."""
+"""A reward failed: candidates were ranked by the generator's likelihood."""
 DEGRADATION_GENERATOR: Degradation.ValueType  # 2
-"""The generator broke off: the answer is the best that was complete by then."""
+"""The generator failed: the answer is the best complete one until then."""
 DEGRADATION_DEADLINE: Degradation.ValueType  # 3
-"""Time ran out before any answer was complete: the answer is the best text so far."""
+"""The deadline passed before any answer was complete: the answer is the best text so far."""
 DEGRADATION_CANDIDATES: Degradation.ValueType  # 4
-"""There were fewer candidates than asked for: one of several generators broke off."""
+"""Fewer candidates than requested: one of several generators failed."""
 Global___Degradation: _TypeAlias = Degradation  # noqa: Y015
 
 class _CandidateFate:
@@ -122,29 +122,29 @@ class _CandidateFate:
 class _CandidateFateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CandidateFate.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CANDIDATE_FATE_UNSPECIFIED: _CandidateFate.ValueType  # 0
-    """Not known."""
+    """Unknown."""
     CANDIDATE_FATE_KEPT: _CandidateFate.ValueType  # 1
-    """It goes on."""
+    """It continues."""
     CANDIDATE_FATE_REJECTED: _CandidateFate.ValueType  # 2
-    """Rejected by its rank."""
+    """Rejected for its rank."""
     CANDIDATE_FATE_VETOED: _CandidateFate.ValueType  # 3
-    """Rejected, since a reward is below its veto_below."""
+    """Rejected because a reward is below its veto_below."""
     CANDIDATE_FATE_FINISHED: _CandidateFate.ValueType  # 4
-    """It ended by itself in this round. It may still be the answer, ranked out or not."""
+    """It ended by itself in this round. It may still be the answer, whatever its rank."""
 
 class CandidateFate(_CandidateFate, metaclass=_CandidateFateEnumTypeWrapper):
-    """What became of a candidate at a decision token."""
+    """The state of a candidate after a decision token."""
 
 CANDIDATE_FATE_UNSPECIFIED: CandidateFate.ValueType  # 0
-"""Not known."""
+"""Unknown."""
 CANDIDATE_FATE_KEPT: CandidateFate.ValueType  # 1
-"""It goes on."""
+"""It continues."""
 CANDIDATE_FATE_REJECTED: CandidateFate.ValueType  # 2
-"""Rejected by its rank."""
+"""Rejected for its rank."""
 CANDIDATE_FATE_VETOED: CandidateFate.ValueType  # 3
-"""Rejected, since a reward is below its veto_below."""
+"""Rejected because a reward is below its veto_below."""
 CANDIDATE_FATE_FINISHED: CandidateFate.ValueType  # 4
-"""It ended by itself in this round. It may still be the answer, ranked out or not."""
+"""It ended by itself in this round. It may still be the answer, whatever its rank."""
 Global___CandidateFate: _TypeAlias = CandidateFate  # noqa: Y015
 
 class _AnswerSource:
@@ -154,30 +154,30 @@ class _AnswerSource:
 class _AnswerSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AnswerSource.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ANSWER_SOURCE_UNSPECIFIED: _AnswerSource.ValueType  # 0
-    """There is none, or not yet."""
+    """There is no answer yet, or none."""
     ANSWER_SOURCE_RUN: _AnswerSource.ValueType  # 1
-    """It was made for this request."""
+    """Generated for this request."""
     ANSWER_SOURCE_CACHE: _AnswerSource.ValueType  # 2
     """From the cache."""
     ANSWER_SOURCE_FLIGHT: _AnswerSource.ValueType  # 3
-    """It was made for an equal request at the same time."""
+    """Generated for an equal, concurrent request."""
 
 class AnswerSource(_AnswerSource, metaclass=_AnswerSourceEnumTypeWrapper):
     """Where an answer came from."""
 
 ANSWER_SOURCE_UNSPECIFIED: AnswerSource.ValueType  # 0
-"""There is none, or not yet."""
+"""There is no answer yet, or none."""
 ANSWER_SOURCE_RUN: AnswerSource.ValueType  # 1
-"""It was made for this request."""
+"""Generated for this request."""
 ANSWER_SOURCE_CACHE: AnswerSource.ValueType  # 2
 """From the cache."""
 ANSWER_SOURCE_FLIGHT: AnswerSource.ValueType  # 3
-"""It was made for an equal request at the same time."""
+"""Generated for an equal, concurrent request."""
 Global___AnswerSource: _TypeAlias = AnswerSource  # noqa: Y015
 
 @_typing.final
 class Schedule(_message.Message):
-    """Where decision tokens lie. Full slots end a round early under every schedule."""
+    """The decision tokens. Full slots end a round early under every schedule."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -190,7 +190,7 @@ class Schedule(_message.Message):
 
     @_builtins.property
     def tokens(self) -> Global___TokensSchedule:
-        """At these tokens."""
+        """At the listed tokens."""
 
     @_builtins.property
     def geometric(self) -> Global___GeometricSchedule:
@@ -298,19 +298,19 @@ class WeightedReward(_message.Message):
     NORMALIZATION_FIELD_NUMBER: _builtins.int
     VETO_BELOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"likelihood" (the generator's own mean log-likelihood), or a name that Describe tells. A
-    composite stands for its rewards, in its place, their weights multiplied with this one's.
+    """"likelihood" (the generator's own mean log-likelihood), or a name that Describe lists. A
+    composite is replaced by its rewards, their weights multiplied by this one.
     """
     weight: _builtins.float
     """Its weight; -1000000 .. 1000000, not 0; default 1."""
     veto_below: _builtins.float
-    """Candidates whose value, as the reward gave it, is below this are rejected at the decision
-    token, whatever the others say; -1e12 .. 1e12; absent: never. Not for composites.
+    """Candidates with a raw value below this are rejected at the decision token, whatever the other
+    rewards; -1e12 .. 1e12; absent: never. Not for composites.
     """
     @_builtins.property
     def normalization(self) -> Global___Normalization:
-        """What is done to its values before they are weighted; absent: nothing. Not for composites, whose
-        rewards have their own.
+        """Applied to the values before they are weighted; absent: none. Not for composites, whose rewards
+        have their own.
         """
 
     def __init__(
@@ -338,7 +338,7 @@ Global___WeightedReward: _TypeAlias = WeightedReward  # noqa: Y015
 
 @_typing.final
 class Normalization(_message.Message):
-    """What makes the values of different rewards comparable."""
+    """Makes the values of different rewards comparable."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -346,11 +346,11 @@ class Normalization(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fixed(self) -> Global___FixedNormalization:
-        """By a mean and a deviation that are known beforehand."""
+        """By a given mean and deviation."""
 
     @_builtins.property
     def batch(self) -> Global___BatchNormalization:
-        """By those of the candidates themselves."""
+        """By the mean and deviation of the candidates."""
 
     def __init__(
         self,
@@ -396,8 +396,8 @@ Global___FixedNormalization: _TypeAlias = FixedNormalization  # noqa: Y015
 
 @_typing.final
 class BatchNormalization(_message.Message):
-    """The same with the mean and the standard deviation over all candidates that still count at a
-    decision token, live and finished; 0 for all where all values are equal.
+    """The same with the mean and the standard deviation over all live and finished candidates at a
+    decision token; 0 for all if all values are equal.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -415,7 +415,7 @@ Global___BatchNormalization: _TypeAlias = BatchNormalization  # noqa: Y015
 
 @_typing.final
 class Selection(_message.Message):
-    """Which candidate is returned, and at what cost."""
+    """How the returned candidate is selected."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -426,7 +426,7 @@ class Selection(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     RETURN_CANDIDATES_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Candidates at the start; 0 (as many as the free slots take) .. the server's limit; default 0."""
+    """Candidates at the start; 0 (as many as the free slots hold) .. the server's limit; default 0."""
     alpha: _builtins.float
     """Fraction of the ranked candidates rejected at each decision token; [0, 1); default 0.5."""
     algorithm: Global___Algorithm.ValueType
@@ -435,12 +435,12 @@ class Selection(_message.Message):
     """How many of the top candidates to return; 1 .. 64; default 1."""
     @_builtins.property
     def schedule(self) -> Global___Schedule:
-        """Where decision tokens lie."""
+        """The decision tokens."""
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightedReward]:
-        """The reward, or up to 8 to be added up, each name once, also after composites are replaced by
-        their rewards; absent: the server's default.
+        """The reward, or up to 8 to be summed; each name once, also after composites are replaced by their
+        rewards; absent: the server's default.
         """
 
     def __init__(
@@ -485,10 +485,10 @@ class GenerateRequest(_message.Message):
     cache_control: Global___CacheControl.ValueType
     """What the cache may do."""
     allow_degraded: _builtins.bool
-    """Whether something weaker is better than an error, see Degradation; default false."""
+    """Whether a weaker answer is returned in place of an error, see Degradation; default false."""
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
-        """What to answer."""
+        """The prompt."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
@@ -537,7 +537,7 @@ class GenerateResponse(_message.Message):
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
     HURRIED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Made by the server; also in its logs and traces."""
+    """Assigned by the server; also in its logs and traces."""
     text: _builtins.str
     """The best answer."""
     score: _builtins.float
@@ -545,15 +545,15 @@ class GenerateResponse(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """STOP: complete. LENGTH: no candidate finished within max_tokens."""
     cached: _builtins.bool
-    """Whether the answer came from the cache; usage, rounds and timings are then those of the run
-    that made it.
+    """Whether the answer came from the cache; usage, rounds and timings are then those of the
+    request that generated it.
     """
     degraded: _builtins.bool
-    """Whether some step of the plan could not be done and something weaker stood in."""
+    """Whether the answer is weaker than requested."""
     n: _builtins.int
     """Candidates at the start."""
     hurried: _builtins.bool
-    """Whether the deadline made cuts deeper, or earlier, than was asked for."""
+    """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedCandidate]:
         """The top candidates, best first: complete ones before truncated ones, vetoed ones last. The
@@ -562,7 +562,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundTrace]:
-        """What happened in each round."""
+        """The rounds, in order."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -570,15 +570,15 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def fingerprints(self) -> Global___Fingerprints:
-        """What made it."""
+        """Fingerprints of generator and rewards."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
-        """Where the time went."""
+        """Time per phase."""
 
     @_builtins.property
     def degradations(self) -> _containers.RepeatedScalarFieldContainer[Global___Degradation.ValueType]:
-        """What stood in, where `degraded`; each at most once."""
+        """How it is weaker, if `degraded`; each at most once."""
 
     def __init__(
         self,
@@ -638,16 +638,18 @@ class RankedCandidate(_message.Message):
     """Whether a reward is below its veto_below. No such candidate comes before one that is not."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All its tokens, one that ended it included; empty unless the sampling asks for logprobs."""
+        """All its tokens, one that ended it included; empty unless the sampling has `logprobs`."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Their log-probabilities, in the same order; 0 or less each; empty unless asked for."""
+        """Their log-probabilities, in the same order; 0 or less each; empty unless the sampling has
+        `logprobs`.
+        """
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Each reward's value as the reward gave it, in the order of the request's rewards, composites
-        replaced by theirs; 1 to 8 of them.
+        """Each reward's raw value, in the order of the request's rewards with composites replaced by their
+        rewards; 1 to 8 of them.
         """
 
     def __init__(
@@ -713,7 +715,7 @@ class RoundTrace(_message.Message):
     num_live: _builtins.int
     """Live candidates after it."""
     best_score: _builtins.float
-    """Best reward so far, of finished and live candidates; of vetoed ones only where all are."""
+    """Best reward so far, of finished and live candidates; of vetoed ones only if all are."""
     session_slots: _builtins.int
     """Slots that held this session's tokens at the decision token."""
     freed_slots: _builtins.int
@@ -721,19 +723,19 @@ class RoundTrace(_message.Message):
     capacity_slots: _builtins.int
     """All slots of the generator."""
     generated_tokens: _builtins.int
-    """Tokens made in this round."""
+    """Tokens generated in this round."""
     extend_ms: _builtins.float
-    """Milliseconds spent making tokens."""
+    """Milliseconds spent generating tokens."""
     score_ms: _builtins.float
     """Milliseconds spent scoring."""
     prune_ms: _builtins.float
     """Milliseconds spent pruning."""
     num_vetoed: _builtins.int
-    """Live candidates that were vetoed at its end; 0 or more. They are rejected, but for the best of
-    them where nobody else is left.
+    """Live candidates that were vetoed at its end; 0 or more. They are rejected, except the best of
+    them if no other candidate is left.
     """
     alpha: _builtins.float
-    """Fraction of the ranked candidates that was rejected; more than asked for where time is short."""
+    """Fraction of the ranked candidates that was rejected; more than requested if the deadline is near."""
     num_lost: _builtins.int
     """Live candidates that were lost with one of several generators; 0 or more."""
     @_builtins.property
@@ -742,7 +744,7 @@ class RoundTrace(_message.Message):
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateTrace]:
-        """The candidates behind `scores`, in the same order."""
+        """The candidates of `scores`, in the same order."""
 
     def __init__(
         self,
@@ -790,7 +792,7 @@ class CandidateTrace(_message.Message):
     score: _builtins.float
     """Its reward."""
     fate: Global___CandidateFate.ValueType
-    """What became of it, after the cut."""
+    """Its state after the cut."""
     def __init__(
         self,
         *,
@@ -808,7 +810,7 @@ Global___CandidateTrace: _TypeAlias = CandidateTrace  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """Tokens, all counted but the estimate."""
+    """Numbers of tokens and slots: counted, except the estimate."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -821,7 +823,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     generated_tokens: _builtins.int
-    """Tokens made, of all candidates; what had to be made again, since a generator was lost, counts
+    """Tokens generated for all candidates; those generated again after the loss of a generator count
     again.
     """
     answer_tokens: _builtins.int
@@ -831,8 +833,8 @@ class Usage(_message.Message):
     freed_slots: _builtins.int
     """Slots freed by cuts."""
     best_of_n_tokens_estimate: _builtins.int
-    """Estimate of what Best-of-N of the same N would have made: candidates that ended count as they
-    are, rejected ones as long as those that ended were on average (but no shorter than they were).
+    """Estimate of the tokens of Best-of-N with the same N: finished candidates count with their length,
+    rejected ones with the mean length of the finished ones, or their own if that is larger.
     """
     def __init__(
         self,
@@ -854,7 +856,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Fingerprints(_message.Message):
-    """Digests of what made an answer; of all that did, joined by +, where others took over half-way."""
+    """Digests of generator and rewards of an answer; several, after a failover, are joined by +."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -898,7 +900,7 @@ class Timings(_message.Message):
     open_ms: _builtins.float
     """Opening the session: waiting for slots."""
     extend_ms: _builtins.float
-    """Making tokens, prefill included."""
+    """Generating tokens, prefill included."""
     score_ms: _builtins.float
     """Scoring."""
     prune_ms: _builtins.float
@@ -959,7 +961,7 @@ class GenerateStreamResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted:
-        """The generator has made room for the session."""
+        """The session is open."""
 
     @_builtins.property
     def round_completed(self) -> Global___RoundCompleted:
@@ -1026,14 +1028,14 @@ class RoundCompleted(_message.Message):
     SURVIVORS_FIELD_NUMBER: _builtins.int
     BEST_TEXT_FIELD_NUMBER: _builtins.int
     best_text: _builtins.str
-    """The best text so far, whole or not."""
+    """The best text so far, complete or not."""
     @_builtins.property
     def round(self) -> Global___RoundTrace:
-        """What happened in it."""
+        """The round in numbers."""
 
     @_builtins.property
     def survivors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of the candidates that go on."""
+        """Ids of the live candidates after the cut."""
 
     def __init__(
         self,
@@ -1052,7 +1054,7 @@ Global___RoundCompleted: _TypeAlias = RoundCompleted  # noqa: Y015
 
 @_typing.final
 class OrchestratorServiceDescribeRequest(_message.Message):
-    """Asks for the service's description."""
+    """Requests the service's description."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1083,28 +1085,28 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     NUM_DEGRADED_FIELD_NUMBER: _builtins.int
     NUM_HURRIED_FIELD_NUMBER: _builtins.int
     cache_available: _builtins.bool
-    """Whether the cache answers."""
+    """Whether the cache is reachable."""
     running: _builtins.int
     """Requests running now."""
     queued: _builtins.int
     """Requests waiting now."""
     num_answers: _builtins.int
-    """Answers that this process has made since it started; those from the cache do not count."""
+    """Answers generated by this process since it started, without those from the cache."""
     num_degraded: _builtins.int
     """Of these, degraded ones."""
     num_hurried: _builtins.int
-    """Of these, hurried ones."""
+    """Of these, deadline-adjusted ones."""
     @_builtins.property
     def generator(self) -> _generator_pb2.GeneratorServiceDescribeResponse:
         """The generator as it describes itself."""
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the rewards and composites a request may ask for; the first is the default."""
+        """Names of the rewards and composites that requests can use; the first is the default."""
 
     @_builtins.property
     def default_schedule(self) -> Global___Schedule:
-        """The schedule of a request that names none."""
+        """The schedule of requests without one."""
 
     def __init__(
         self,
@@ -1129,7 +1131,7 @@ Global___OrchestratorServiceDescribeResponse: _TypeAlias = OrchestratorServiceDe
 
 @_typing.final
 class GetRecordRequest(_message.Message):
-    """Asks for the record of a request."""
+    """Requests the record of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1158,7 +1160,7 @@ class GetRecordResponse(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def record(self) -> Global___RequestRecord:
-        """How the request went."""
+        """The record."""
 
     def __init__(
         self,
@@ -1175,7 +1177,7 @@ Global___GetRecordResponse: _TypeAlias = GetRecordResponse  # noqa: Y015
 
 @_typing.final
 class RequestRecord(_message.Message):
-    """How a request went, or goes: numbers, and nothing of its texts. Times are milliseconds on the
+    """The record of a running or ended request, without its texts. Times are milliseconds on the
     orchestrator's monotonic clock since the request arrived.
     """
 
@@ -1200,7 +1202,7 @@ class RequestRecord(_message.Message):
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
     HURRIED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """As asked."""
+    """As in the request for the record."""
     started_unix_s: _builtins.float
     """When it arrived; seconds since 1970, by the orchestrator's clock."""
     max_tokens: _builtins.int
@@ -1208,42 +1210,42 @@ class RequestRecord(_message.Message):
     outcome: _builtins.str
     """OK, or the reason of the error it ended with, as in that error's ErrorInfo; empty while it runs."""
     elapsed_ms: _builtins.float
-    """How long it took, or has taken so far."""
+    """Time until its end, or so far."""
     queued_at_ms: _builtins.float
-    """When it began to wait for its turn; absent: it has not, as its answer needed no run."""
+    """When it entered the queue; absent: it did not, since its answer needed no generation."""
     running_at_ms: _builtins.float
-    """When its turn came, and it began to wait for slots."""
+    """When it left the queue and began to wait for slots."""
     opened_at_ms: _builtins.float
-    """When the generator had made room."""
+    """When the session was open."""
     n: _builtins.int
-    """Candidates at the start; 0: not known yet."""
+    """Candidates at the start; 0: not yet known."""
     prompt_tokens: _builtins.int
-    """Tokens of the prompt; 0: not known yet."""
+    """Tokens of the prompt; 0: not yet known."""
     source: Global___AnswerSource.ValueType
     """Where its answer came from."""
     answer_candidate_id: _builtins.int
-    """The candidate that is the answer, where there is one."""
+    """Id of the candidate that is the answer, if there is one."""
     score: _builtins.float
     """The answer's reward."""
     hurried: _builtins.bool
-    """Whether the deadline made cuts deeper, or earlier, than was asked for."""
+    """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
     @_builtins.property
     def selection(self) -> Global___Selection:
         """Which candidate is returned, defaults filled in, rewards by their names."""
 
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedRound]:
-        """Its rounds so far; where the answer was not made for this request, those that made it. Of a
-        request with very many candidates, later rounds are without them.
+        """Its rounds so far; for an answer not generated for this request, those that generated it. Later
+        rounds of requests with very many candidates are without `candidates`.
         """
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What the answer cost whoever made it; absent where there is none."""
+        """The cost of the answer for the request that generated it; absent without an answer."""
 
     @_builtins.property
     def degradations(self) -> _containers.RepeatedScalarFieldContainer[Global___Degradation.ValueType]:
-        """What stood in for what could not be done."""
+        """How the answer is weaker than requested."""
 
     def __init__(
         self,
@@ -1295,10 +1297,10 @@ class RecordedRound(_message.Message):
     START_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     start_ms: _builtins.float
-    """When it began; since the arrival of the request it was made for."""
+    """When it began, in ms since the arrival of the request it was generated for."""
     @_builtins.property
     def trace(self) -> Global___RoundTrace:
-        """What happened in it."""
+        """The round in numbers."""
 
     def __init__(
         self,

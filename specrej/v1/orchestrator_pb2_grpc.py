@@ -69,7 +69,7 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same, with an event at admission and after every round.
+        """As Generate, with an event at admission and after every round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,8 +83,8 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRecord(self, request, context):
-        """How one of the caller's last requests went, or goes. NOT_FOUND: it is not remembered, was
-        served by another process, or is somebody else's.
+        """The record of one of the caller's latest requests, running or ended. NOT_FOUND: no record in this
+        process for the caller's tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,12 +36,12 @@ class OrchestratorServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GenerateRequest, _orchestrator_pb2.GenerateResponse]
     """The best answer."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateStreamRequest, _orchestrator_pb2.GenerateStreamResponse]
-    """The same, with an event at admission and after every round."""
+    """As Generate, with an event at admission and after every round."""
     Describe: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceDescribeRequest, _orchestrator_pb2.OrchestratorServiceDescribeResponse]
     """Models, rewards, limits and defaults."""
     GetRecord: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRecordRequest, _orchestrator_pb2.GetRecordResponse]
-    """How one of the caller's last requests went, or goes. NOT_FOUND: it is not remembered, was
-    served by another process, or is somebody else's.
+    """The record of one of the caller's latest requests, running or ended. NOT_FOUND: no record in this
+    process for the caller's tenant.
     """
 
 @_typing.type_check_only
@@ -52,12 +52,12 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GenerateRequest, _orchestrator_pb2.GenerateResponse]  # type: ignore[assignment]
     """The best answer."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateStreamRequest, _orchestrator_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """The same, with an event at admission and after every round."""
+    """As Generate, with an event at admission and after every round."""
     Describe: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.OrchestratorServiceDescribeRequest, _orchestrator_pb2.OrchestratorServiceDescribeResponse]  # type: ignore[assignment]
     """Models, rewards, limits and defaults."""
     GetRecord: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRecordRequest, _orchestrator_pb2.GetRecordResponse]  # type: ignore[assignment]
-    """How one of the caller's last requests went, or goes. NOT_FOUND: it is not remembered, was
-    served by another process, or is somebody else's.
+    """The record of one of the caller's latest requests, running or ended. NOT_FOUND: no record in this
+    process for the caller's tenant.
     """
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -77,7 +77,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.GenerateStreamResponse], _abc.AsyncIterator[_orchestrator_pb2.GenerateStreamResponse]]:
-        """The same, with an event at admission and after every round."""
+        """As Generate, with an event at admission and after every round."""
 
     @_abc_1.abstractmethod
     def Describe(
@@ -93,8 +93,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.GetRecordRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.GetRecordResponse, _abc.Awaitable[_orchestrator_pb2.GetRecordResponse]]:
-        """How one of the caller's last requests went, or goes. NOT_FOUND: it is not remembered, was
-        served by another process, or is somebody else's.
+        """The record of one of the caller's latest requests, running or ended. NOT_FOUND: no record in this
+        process for the caller's tenant.
         """
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

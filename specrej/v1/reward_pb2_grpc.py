@@ -65,7 +65,7 @@ class RewardServiceServicer:
 
     def ScoreSession(self, request_iterator, context):
         """Scores the growing candidates of one prompt, batch after batch. The stream's lifetime is that
-        of whatever the reward keeps for the prefixes.
+        of the reward's state for the prefixes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,44 +1,43 @@
-"""What the comparison with peers asks, and what it makes of answers, failures and silence."""
+"""The comparison with peers: requests, failures, missing engines, and the report."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from benchmarks.peers import Bench, Case, as_json, parse_cases, prompt_ids, table
+from benchmarks.peers import Bench, Case, as_json, notes, parse_cases, table_rows
 from benchmarks.workers.engines import EngineSpec
 from benchmarks.workers.process import WorkerError
 
-CASE = Case(4, 40, 64)
-NAMES = ("specrej", "vllm", "llamacpp")
+CASE, OTHER = Case(4, 40, 64), Case(1, 40, 64)
 
 
-def _quick(request: dict[str, Any]) -> float:
-    return 2.0
+Answer = Callable[[dict[str, Any]], float]
 
 
-def _died(request: dict[str, Any]) -> float:
+def _fails(request: dict[str, Any]) -> float:
     raise WorkerError("ended by SIGKILL: out of memory")
 
 
 @dataclass
 class FakeWorker:
-    answer: Callable[[dict[str, Any]], float] = _quick
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    answer: Answer
+    not_ready: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False
     stopped: bool = False
 
     def ready(self) -> dict[str, str]:
+        if self.not_ready:
+            raise WorkerError(self.not_ready)
         return {"engine": "1.0"}
 
-    def ask(self, request: dict[str, Any]) -> float:
-        self.asked.append(request)
+    def measure(self, request: dict[str, Any]) -> float:
+        self.requests.append(request)
         try:
             return self.answer(request)
         except WorkerError as error:
@@ -55,45 +54,25 @@ class FakeWorker:
 @dataclass
 class FakeSpec:
     name: str
-    answer: Callable[[dict[str, Any]], float] = _quick
-    not_installed: str = ""
-    not_started: str = ""
-    started: list[FakeWorker] = field(default_factory=list)
-
-    def install(self) -> None:
-        if self.not_installed:
-            raise WorkerError(self.not_installed)
+    answer: Answer = lambda request: 2.0
+    no_environment: str = ""
+    not_ready: str = ""
+    workers: list[FakeWorker] = field(default_factory=list)
+    num_starts: int = 0
 
     def start(self, threads: int) -> FakeWorker:
-        if self.not_started:
-            self.started.append(_Unready(self.not_started))
-        else:
-            self.started.append(FakeWorker(self.answer))
-        return self.started[-1]
+        self.num_starts += 1
+        if self.no_environment:
+            raise WorkerError(self.no_environment)
+        self.workers.append(FakeWorker(self.answer, self.not_ready))
+        return self.workers[-1]
 
 
-class _Unready(FakeWorker):
-    def __init__(self, reason: str) -> None:
-        super().__init__()
-        self.reason = reason
-
-    def ready(self) -> dict[str, str]:
-        raise WorkerError(self.reason)
-
-
-def _bench(*specs: FakeSpec, num_rounds: int = 3) -> Bench:
-    bench = Bench(specs, threads=2, num_rounds=num_rounds, settle_s=0.0)
-    bench.install()
+def _measured(*specs: FakeSpec, cases: tuple[Case, ...] = (CASE,)) -> Bench:
+    bench = Bench(specs, threads=2, num_rounds=3, settle_s=0.0)
+    for case in cases:
+        bench.measure(case)
     return bench
-
-
-def _measured(bench: Bench) -> dict[str, tuple[float, ...]]:
-    return {result.engine: result.rounds for result in bench.report.results}
-
-
-@pytest.mark.parametrize("text", ["", " ; "])
-def test_no_cases_means_all(text: str) -> None:
-    assert len(parse_cases(text)) == 5 * 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -107,129 +86,98 @@ def test_no_cases_means_all(text: str) -> None:
 )
 def test_cases_may_leave_keys_out(text: str, cases: list[Case]) -> None:
     assert parse_cases(text) == cases
+    assert len(parse_cases(" ; ")) == 5 * 2 * 2  # no cases are all
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("rows=4", "not one of n=, prompt=, new="),
-        ("n", "n is a whole number from 1"),
-        ("n=0", "n is a whole number from 1"),
-        ("new=-8", "new is a whole number from 1"),
-        ("n=4,n=8", "n is there twice"),
+        ("rows=4", "one of n=, prompt=, new="),
+        ("n", "n must be a whole number from 1"),
+        ("n=0", "n must be a whole number from 1"),
+        ("new=-8", "new must be a whole number from 1"),
+        ("n=4,n=8", "n occurs twice"),
     ],
 )
-def test_bad_cases_are_told_apart(text: str, problem: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=problem):
+def test_invalid_cases_are_refused_with_the_reason(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         parse_cases(text)
 
 
-def test_no_two_prompts_begin_alike() -> None:
-    """A prefix cache would save one engine the prompt, and only that one."""
-    assert len({prompt_ids(40, number)[0] for number in range(500)}) == 500
-
-
-def test_every_round_asks_all_engines_the_same_but_none_twice() -> None:
-    specs = [FakeSpec(name) for name in NAMES]
-    bench = _bench(*specs)
-    bench.measure(CASE)
-    asked = [[r for r in spec.started[0].asked if "n" in r] for spec in specs]
-    assert asked[0] == asked[1] == asked[2]
-    assert len({tuple(request["prompt_ids"]) for request in asked[0]}) == 4
-    assert [request["new_tokens"] for request in asked[0]] == [16, 64, 64, 64]
-
-
-def test_the_warm_up_does_not_count() -> None:
-    seconds = iter([100.0, 1.0, 4.0, 2.0])
-    bench = _bench(FakeSpec("vllm", lambda request: next(seconds)))
-    bench.measure(CASE)
-    (result,) = bench.report.results
-    assert result.rounds == (256.0, 64.0, 128.0)
-    assert result.tokens_per_s == 128.0
-
-
-def test_the_bound_is_the_fastest_pass_of_all_rounds() -> None:
-    passes = iter([0.5, 0.25, 1.0])
-    ours = FakeSpec("specrej", lambda request: next(passes) if "gemm_bound" in request else 1.0)
-    bench = _bench(ours)
-    bench.measure(CASE)
-    assert bench.report.bounds == {4: 16.0}
+def test_every_round_sends_one_new_request_to_all_engines() -> None:
+    """The warm-up does not count; the bound is the fastest pass of all rounds."""
+    passes, seconds = iter([0.5, 0.25, 1.0]), iter([100.0, 1.0, 4.0, 2.0])
+    specs = [
+        FakeSpec("specrej", lambda request: next(passes) if "gemm_bound" in request else 1.0),
+        FakeSpec("vllm", lambda request: next(seconds)),
+        FakeSpec("llamacpp"),
+    ]
+    bench = _measured(*specs)
+    sent = [[r for r in spec.workers[0].requests if "n" in r] for spec in specs]
+    assert sent[0] == sent[1] == sent[2]
+    assert len({tuple(request["prompt_ids"]) for request in sent[0]}) == 4
+    assert [request["new_tokens"] for request in sent[0]] == [16, 64, 64, 64]
+    assert bench.measurements.speeds["vllm", CASE] == [256.0, 64.0, 128.0]
+    assert bench.measurements.bounds == {4: 16.0}
+    bench.stop()
+    assert all(worker.stopped for spec in specs for worker in spec.workers)
 
 
 @pytest.mark.parametrize(
     "missing",
-    [FakeSpec("vllm", not_installed="no package"), FakeSpec("vllm", not_started="no package")],
+    [FakeSpec("vllm", no_environment="no package"), FakeSpec("vllm", not_ready="no package")],
 )
-def test_a_missing_peer_is_reported_and_the_rest_goes_on(missing: FakeSpec) -> None:
-    bench = _bench(FakeSpec("specrej"), missing, FakeSpec("llamacpp"))
-    bench.measure(CASE)
-    bench.measure(Case(1, 40, 64))
-    assert bench.report.missing == {"vllm": "no package"}
-    assert bench.report.failed == []
-    assert _measured(bench).keys() == {"specrej", "llamacpp"}
-    assert len(missing.started) <= 1  # not tried again in every case
+def test_missing_peer_is_reported_once_and_the_rest_goes_on(missing: FakeSpec) -> None:
+    bench = _measured(FakeSpec("specrej"), missing, FakeSpec("llamacpp"), cases=(CASE, OTHER))
+    assert bench.measurements.missing == {"vllm": "no package"}
+    assert bench.measurements.failed == {}
+    assert {name for name, _ in bench.measurements.speeds} == {"specrej", "llamacpp"}
+    assert missing.num_starts == 1
 
 
-def test_a_worker_that_dies_loses_its_case_and_comes_back_for_the_next() -> None:
+@pytest.mark.parametrize(
+    ("reason", "num_workers"),
+    [("ended by SIGKILL: out of memory", 2), ("at most 2 sequences", 1)],
+)
+def test_failed_case_is_lost_and_the_next_is_measured(reason: str, num_workers: int) -> None:
+    """A worker that died is started again; one that refused a request is kept."""
+
     def answer(request: dict[str, Any]) -> float:
-        return _died(request) if request["n"] == 4 and request["new_tokens"] == 64 else 1.0
-
-    dying = FakeSpec("vllm", answer)
-    bench = _bench(FakeSpec("specrej"), dying)
-    bench.measure(CASE)
-    assert bench.report.failed == [("vllm", CASE, "ended by SIGKILL: out of memory")]
-    assert _measured(bench).keys() == {"specrej"}
-    bench.measure(Case(1, 40, 64))
-    assert _measured(bench).keys() == {"specrej", "vllm"}
-    assert [worker.stopped for worker in dying.started] == [True, False]
-
-
-def test_a_refused_request_keeps_its_worker() -> None:
-    def answer(request: dict[str, Any]) -> float:
-        if request["n"] == 4:
-            raise WorkerError("at most 2 sequences")
+        if request["n"] == 4 and request["new_tokens"] == 64:
+            raise WorkerError(reason)
         return 1.0
 
-    peer = FakeSpec("llamacpp", answer)
-    bench = _bench(peer)
-    bench.measure(CASE)
-    bench.measure(Case(1, 40, 64))
-    assert bench.report.failed == [("llamacpp", CASE, "at most 2 sequences")]
-    assert len(peer.started) == 1
+    peer = FakeSpec("vllm", answer)
+    bench = _measured(FakeSpec("specrej"), peer, cases=(CASE, OTHER))
+    assert bench.measurements.failed == {("vllm", CASE): reason}
+    measured = {("specrej", CASE), ("specrej", OTHER), ("vllm", OTHER)}
+    assert set(bench.measurements.speeds) == measured
+    assert len(peer.workers) == num_workers
+    assert [worker.stopped for worker in peer.workers] == [True, False][-num_workers:]
 
 
-def test_stop_stops_all_that_runs() -> None:
-    specs = [FakeSpec(name) for name in NAMES]
-    bench = _bench(*specs)
-    bench.measure(CASE)
-    bench.stop()
-    assert all(worker.stopped for spec in specs for worker in spec.started)
-
-
-def test_json_and_table_tell_what_was_measured_and_what_is_missing() -> None:
-    bench = _bench(
+def test_report_holds_measured_missing_and_failed_engines() -> None:
+    bench = _measured(
         FakeSpec("specrej", lambda request: 1.0),
         FakeSpec("transformers"),
-        FakeSpec("vllm", not_installed="no such package"),
-        FakeSpec("llamacpp", _died),
+        FakeSpec("vllm", no_environment="no such package"),
+        FakeSpec("llamacpp", _fails),
     )
-    bench.measure(CASE)
-    specs = [EngineSpec(name, f"{name}'s way", {}) for name in ("specrej", "transformers", "vllm")]
-    told = json.loads(json.dumps(as_json(bench.report, specs)))
+    names = ("specrej", "transformers", "vllm")
+    specs = [EngineSpec(name, f"settings of {name}", {}) for name in names]
+    result = json.loads(json.dumps(as_json(bench.measurements, specs)))
     case = {"n": 4, "prompt_tokens": 40, "new_tokens": 64}
-    assert told["results"] == [
+    assert result["results"] == [
         {"engine": "specrej", **case, "tokens_per_s": 256.0, "rounds": [256.0] * 3},
         {"engine": "transformers", **case, "tokens_per_s": 128.0, "rounds": [128.0] * 3},
     ]
-    assert told["gemm_bound_tokens_per_s"] == {"4": 4.0}
-    assert told["missing"] == {"vllm": "no such package"}
-    assert told["failed"] == [
+    assert result["gemm_bound_tokens_per_s"] == {"4": 4.0}
+    assert result["missing"] == {"vllm": "no such package"}
+    assert result["failed"] == [
         {"engine": "llamacpp", **case, "reason": "ended by SIGKILL: out of memory"}
     ]
-    assert told["settings"]["vllm"] == "vllm's way"
-    assert told["versions"]["transformers"] == {"engine": "1.0"}
-    console = Console(width=120)
-    with console.capture() as captured:
-        console.print(table(bench.report, specs))
-    assert "128 (2.00x)" in captured.get()
-    assert "vllm is missing: no such package" in captured.get()
+    assert result["settings"]["vllm"] == "settings of vllm"
+    assert result["versions"]["transformers"] == {"engine": "1.0"}
+    rows = list(table_rows(bench.measurements, specs))
+    assert rows == [(4, 40, 64, "256", "128 (2.00x)", "-", "4")]
+    assert "vllm is missing: no such package" in notes(bench.measurements, specs)

@@ -5,7 +5,6 @@ All tests share one event loop: a connection to vLLM belongs to the loop that ma
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.conformance.subjects import HAS_VLLM, REMOTE, SUBJECTS, Subject, remote, save_model
+from tests.serving import until
 
 _BOUND_S = 60.0
 
@@ -26,20 +26,20 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def until_idle(subject: Subject) -> None:
-    """Returns once nothing is open, owned or waited for; TimeoutError if that stays so.
+    """Return once no session is open or waits and no slot is owned; else TimeoutError.
 
-    A peer over the network learns a moment later that a stream has ended.
+    A generator behind a port handles the end of a stream a moment later.
     """
-    async with asyncio.timeout(_BOUND_S):
-        while True:
-            now = await subject.generator.describe()
-            if not (now.slots.owned or now.sessions or now.waiting):
-                return
-            await asyncio.sleep(0)
+
+    async def idle() -> bool:
+        now = await subject.generator.describe()
+        return not (now.slots.owned or now.sessions or now.waiting)
+
+    await until(idle, bound_s=_BOUND_S)
 
 
 class Started:
-    """Generators that run, each started when it is first asked for."""
+    """Generators that run, each started at its first use."""
 
     def __init__(self, directory: Path, resources: AsyncExitStack) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""Every generator there is, under one name each, with what a test must know of it."""
+"""All kinds of generators by name, with the properties that tests depend on."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 
 import grpc.aio
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import Step
 from generator_service.toy import ToyGenerator
-from orchestrator.backends.fleet import Fleet, Pulse
+from orchestrator.backends.fleet import Fleet, PollSettings
 from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.remote import RemoteGenerator
 from orchestrator.backends.resolving import Resolver, Target
-from orchestrator.remote import RemoteGenerator
 from specrej.channel import open_channel
 from specrej.contracts import Generator, GeneratorDescription, Prompt
-from tests.reward_service.tiny import make_tokenizer
+from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 from tests.serving import listening, serving
 
 CAPACITY = 1024
-CONTEXT = 256
 MAX_CANDIDATES = 32
 PROMPT = Prompt(text="Name three uses of a brick, and say why each of them matters.")
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A generator under test. A toy has no model: no stop texts, no context, nothing greedy.
+    """A generator under test. A toy has no model: no stop texts, no context, no greedy draws.
 
-    A fleet has no slots of its own: sessions and refusals tell those of the members they were at.
-    `is_split`: sessions of more than three candidates are in parts.
-    `steps`: what vLLM has said of each of its own.
+    A fleet has no slots of its own: its sessions and refusals carry the slots of their members.
+    `is_split`: sessions of more than three candidates are in parts. `steps`: those of vLLM.
     """
 
     generator: Generator
@@ -50,31 +47,13 @@ class Subject:
 
 
 def save_model(directory: Path) -> Path:
-    """A Llama of random weights, wide enough apart that tokens differ, with bytes as tokens.
+    """A Llama of random weights, with bytes as tokens, and with heads that vLLM's kernels support.
 
-    Its heads are of a size that vLLM's kernels take.
+    There are several end tokens, so that some answers end early.
     """
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=1,
-        eos_token_id=[2, 100, 150, 200],  # several, so that some answers end early
-        pad_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0)
-    model.save_pretrained(directory)
-    make_tokenizer("<pad>").save_pretrained(directory)
-    return directory
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = make_config("llama", 0, **sizes, eos_token_id=[2, 100, 150, 200])
+    return save_language_model(directory, config, make_tokenizer("<pad>"), seed=7)
 
 
 @asynccontextmanager
@@ -104,7 +83,7 @@ async def vllm(directory: Path) -> AsyncIterator[Subject]:
     )
     steps: list[Step] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's own
+        warnings.simplefilter("ignore")  # of vLLM
         from generator_service.vllm_generator import load_vllm
 
         generator = load_vllm(settings, steps.append)
@@ -117,7 +96,7 @@ async def vllm(directory: Path) -> AsyncIterator[Subject]:
 
 @asynccontextmanager
 async def remote(served: Subject) -> AsyncIterator[Subject]:
-    """One behind a port, over real gRPC."""
+    """A generator behind a port, over real gRPC."""
     servicer = GeneratorServicer(lease_s=60)
     servicer.load(served.generator)
     async with serving(servicer.service()) as channel:
@@ -125,7 +104,7 @@ async def remote(served: Subject) -> AsyncIterator[Subject]:
 
 
 class Few(ToyGenerator):
-    """Takes three candidates at most."""
+    """A toy of at most three candidates."""
 
     async def describe(self) -> GeneratorDescription:
         return replace(await super().describe(), max_candidates=3)
@@ -134,7 +113,7 @@ class Few(ToyGenerator):
 def fleet(
     make: Callable[[], ToyGenerator], num: int, *, is_split: bool = False
 ) -> Callable[[Path], AbstractAsyncContextManager[Subject]]:
-    """Several behind ports of their own, as one: as the orchestrator has them."""
+    """Several generators behind ports, as the orchestrator uses them."""
 
     def connect(target: Target) -> tuple[grpc.aio.Channel, RemoteGenerator]:
         channel = open_channel(target.address, retries=False)
@@ -144,21 +123,17 @@ def fleet(
     async def opened(_: Path) -> AsyncIterator[Subject]:
         async with AsyncExitStack() as stack:
             servicers = [GeneratorServicer(lease_s=60) for _ in range(num)]
-            ports = [listening(each.service()) for each in servicers]
             for servicer in servicers:
                 servicer.load(make())
-            found = Resolver([await stack.enter_async_context(port) for port in ports])
-            all_of_them = Fleet("generator", found, connect, _fingerprint, Pulse(lost_s=60))
-            await stack.enter_async_context(all_of_them)
-            await all_of_them.surveyed()
-            generator = FleetGenerator(all_of_them)
-            yield Subject(generator, is_toy=True, is_fleet=True, is_split=is_split)
+            ports = [listening(servicer.service()) for servicer in servicers]
+            resolver = Resolver([await stack.enter_async_context(port) for port in ports])
+            fingerprint = attrgetter("fingerprint")
+            members = Fleet("generator", resolver, connect, fingerprint, PollSettings(lost_s=60))
+            await stack.enter_async_context(members)
+            await members.surveyed()
+            yield Subject(FleetGenerator(members), is_toy=True, is_fleet=True, is_split=is_split)
 
     return opened
-
-
-def _fingerprint(description: GeneratorDescription) -> str:
-    return description.fingerprint
 
 
 SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {

@@ -1,4 +1,4 @@
-"""What docs/vllm.md says of versions and speeds is what other files say."""
+"""Versions and speeds in docs/vllm.md equal those of the files they come from."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text()
-RESULT = json.loads((ROOT / "benchmarks" / "results" / "backends.json").read_text())
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "generators.json").read_text())
 _KINDS = {"whole": "whole", "rounds": "cut"}
 
 
 def test_speeds_are_those_that_were_measured() -> None:
     """Guards against figures of another run than the file beside them."""
-    told = "\n".join(_table(RESULT))
-    assert told in PAGE, f"docs/vllm.md must say\n\n{told}"
+    table = "\n".join(_table(RESULT))
+    assert table in PAGE, f"docs/vllm.md must contain\n\n{table}"
     where = f"{RESULT['model']} in float32 on {RESULT['cores']} cores of an {RESULT['processor']}"
     num_rounds = len(RESULT["cases"][0]["own"]["rounds"])
     assert f"Medians of {num_rounds} rounds, interleaved, {where}\n" in PAGE, where

@@ -1,4 +1,4 @@
-"""What vLLM's own figures must say of the generator on it."""
+"""The generator on vLLM, checked by vLLM's own statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_engine import VLLMEngine
 from generator_service.vllm_generator import Blocks, VLLMGenerator
-from specrej.contracts import Prompt, RoundEnd, Sampling
+from specrej.contracts import Prompt, RoundEnd, Sampling, SessionSpec
 from tests.conformance.conftest import Started
 from tests.conformance.subjects import PROMPT, own, vllm
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 def test_a_shorter_context_is_a_limit(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against an internal error for a text that vLLM was told not to take."""
+    """Guards against an internal error for a text beyond vLLM's max_model_len."""
 
     def started(arguments: Any, **_: Any) -> Any:
         return SimpleNamespace(
@@ -42,48 +42,48 @@ def test_a_shorter_context_is_a_limit(
         )
         return VLLMEngine.load(settings).shape.context_tokens
 
-    assert context_tokens() > 96  # what has not the slots is refused for want of slots
+    assert context_tokens() > 96  # a small kv_slots is no limit of the context
     assert context_tokens(max_model_len=64) == 64
 
 
-async def test_the_embedded_model_says_the_same_as_in_the_own_engine() -> None:
-    """Guards against what a tiny model has not: thirty layers, shared key heads, a chat template,
-    end tokens and a vocabulary of its own."""
+async def test_the_embedded_model_draws_the_tokens_of_the_own_engine() -> None:
+    """Covers properties that a tiny model lacks: thirty layers, shared key heads, a chat template,
+    its own end tokens and vocabulary."""
     prompt = Prompt.from_user("Name three uses of a brick.")
     sampling = Sampling(max_tokens=24, seed=5, logprobs=True)
-    said = []
+    made = []
     for subject in (own, vllm):
         async with (
             subject(Path(".models/SmolLM2-135M-Instruct")) as started,
-            started.generator.open(prompt, 6, sampling, 8) as session,
+            started.generator.open(SessionSpec(prompt, 6, sampling, 8)) as session,
         ):
             first = await session.extend(8)
             assert (first.ended_by, len(first.candidates)) == (RoundEnd.DECISION_TOKEN, 6)
             assert (await session.prune([0, 3, 5])).freed_slots > 0
             last = await session.extend(24)
-            said.append([*first.candidates, *last.candidates])
-    assert [(c.id, c.text, c.finish) for c in said[0]] == [
-        (c.id, c.text, c.finish) for c in said[1]
+            made.append([*first.candidates, *last.candidates])
+    assert [(c.id, c.text, c.finish) for c in made[0]] == [
+        (c.id, c.text, c.finish) for c in made[1]
     ]
-    for ours, theirs in zip(*said, strict=True):
+    for ours, theirs in zip(*made, strict=True):
         assert ours.new_logprobs == pytest.approx(theirs.new_logprobs, abs=1e-3)
 
 
 async def test_pausing_and_cutting_compute_nothing_again(started: Started) -> None:
     """The prompt's whole blocks once, its rest by each candidate, and every token once.
 
-    Guards the point of it all: survivors' keys and values stay where they are between rounds.
+    Guards that survivors' keys and values stay in place between rounds.
     """
     subject = await started.get("vllm")
     generator = subject.generator
     assert isinstance(generator, VLLMGenerator)
     subject.steps.clear()
     sampling = Sampling(max_tokens=100, seed=3, ignore_eos=True)
-    async with generator.open(PROMPT, 6, sampling, 8, "read anew") as session:
+    async with generator.open(SessionSpec(PROMPT, 6, sampling, 8, "unique")) as session:
         blocks = Blocks(generator.engine.block_tokens, session.prompt_tokens)
         for until, keep in ((8, [0, 2, 5]), (40, [2]), (99, [2])):
             ended = await session.extend(until)
-            # What vLLM holds is never more than what the books say, so it takes nothing back.
+            # vLLM never holds more than the ledger counts, so it never preempts.
             assert isinstance(generator.engine, VLLMEngine)
             assert 0 < generator.engine.used_slots <= ended.slots.owned
             await session.prune(keep)

@@ -1,4 +1,4 @@
-"""All services as real processes on toys, used in every way that a metric tells of."""
+"""Runs all services as processes on toys and triggers every metric."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import grpc
 
+from deploy.local.processes import Processes, Program
+from deploy.local.stack import HOST, Ports, Stack
 from specrej.channel import open_channel
 from specrej.client import Client, Options
-from specrej.contracts import Algorithm, CacheControl
+from specrej.contracts import Algorithm
 from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
-from specrej.processes import Processes, Program
-from specrej.prometheus import Look, look, prometheus_name
-from specrej.stack import HOST, Ports, Stack
 from specrej.telemetry import names
+from specrej.telemetry.names import Metric
 from specrej.v1 import common_pb2, generator_pb2, generator_pb2_grpc
+from tests import serving
+from tests.collector import Collector, collecting
+from tests.endpoints import Scrape, prometheus_name, scrape
+from tests.serving import describe_generator, health_of
 
+METRICS = [metric for metric in vars(names).values() if isinstance(metric, Metric)]
 _BOUND_S = 60.0
 _ATTEMPTS = 10
 _ENVIRONMENT = {
@@ -34,43 +40,55 @@ _ENVIRONMENT = {
     "SPECREJ_ORCHESTRATOR_MAX_RUNNING": "1",
     "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "1",
     "SPECREJ_ORCHESTRATOR_SHADOW_SHARE": "1",
-    # So that a few requests are enough for a recommendation.
+    # A few requests are then enough for a recommendation.
     "SPECREJ_ORCHESTRATOR_SHADOW_REGRET": "0.9",
     "SPECREJ_ORCHESTRATOR_BACKEND_POLL_S": "0.2",
+    "OTEL_METRIC_EXPORT_INTERVAL": "200",
 }
-# Many whose last would take too long though some have ended; some of which none ever ends.
+# Hurried: many candidates, the last of which would take too long. Degraded: none ever ends.
 _LATE: dict[str, Options] = {
-    "hurried": {"n": 256, "max_tokens": 600, "alpha": 0.0},
-    "degraded": {"n": 4, "max_tokens": 4000, "ignore_eos": True},
+    "hurried": {"n": 256, "max_tokens": 600, "alpha": 0.0, "allow_degraded": True},
+    "degraded": {"n": 4, "max_tokens": 4000, "ignore_eos": True, "allow_degraded": True},
 }
-# Seconds; how fast the machine is decides which of them is too short, but not by too much.
+# Seconds; the speed of the machine decides which of them is too short, but not by too much.
 _TIMEOUTS = {"hurried": (0.8, 0.5, 1.2, 2.0), "degraded": (2.5, 4.0, 1.5, 6.0)}
 
+until = partial(serving.until, bound_s=_BOUND_S, every_s=0.02)
 
-async def busy_look() -> Look:
-    """What the endpoints tell in the end."""
-    ports, spare = Ports.free(), Ports.free().generator
-    both = f"{HOST}:{ports.generator},{HOST}:{spare}"
-    environment = {**_ENVIRONMENT, "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": both}
-    async with (
-        Stack(ports, environment=environment) as stack,
-        Client(stack.orchestrator_address, timeout_s=20) as client,
-    ):
-        urls = stack.ports.metrics_urls
-        await _usual(client)
-        await _shadows(client, urls)
-        await _refused(client)
-        await _hurried(client)
-        await _silent(stack.generator_address)
-        await _lost(client, spare, stack.log_dir)
-        os.kill(stack.processes["redis"], signal.SIGKILL)
-        await client.generate("without a cache", n=2, max_tokens=8)
-        os.kill(stack.processes["reward"], signal.SIGSTOP)
-        try:
-            await _failed(client, urls[0])
-        finally:
-            os.kill(stack.processes["reward"], signal.SIGCONT)
-        return await _until(urls, lambda now: bool(now.value(names.LEASES_EXPIRED)))
+
+async def busy_scrape() -> tuple[Scrape, Collector]:
+    """Return the metrics of a stack that has recorded every metric, and those it has exported."""
+    ports, spare = Ports.free(), f"{HOST}:{Ports.free().generator}"
+    async with collecting() as collector:
+        environment = {
+            **_ENVIRONMENT,
+            "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": f"{HOST}:{ports.generator},{spare}",
+            **{
+                f"SPECREJ_{kind.upper()}_OTLP_ENDPOINT": collector.endpoint
+                for kind in Stack.modules
+            },
+        }
+        async with (
+            Stack(ports, environment=environment) as stack,
+            Client(stack.orchestrator_address, timeout_s=20) as client,
+        ):
+            urls = stack.ports.metrics_urls
+            await _usual(client)
+            await _shadows(client, urls)
+            await _refused(client)
+            await _hurried(client)
+            await _silent(stack.generator_address)
+            await _lost(client, spare, stack.log_dir)
+            os.kill(stack.processes["redis"], signal.SIGKILL)
+            await client.generate("without a cache", n=2, max_tokens=8)
+            os.kill(stack.processes["reward"], signal.SIGSTOP)
+            try:
+                await _failed(client, urls[0])
+            finally:
+                os.kill(stack.processes["reward"], signal.SIGCONT)
+            exported = {metric.name for metric in METRICS}
+            await until(lambda: {name for _, name in collector.metrics} >= exported)
+            return await scrape(urls), collector
 
 
 async def _usual(client: Client) -> None:
@@ -81,13 +99,16 @@ async def _usual(client: Client) -> None:
     await asyncio.gather(*equal)
 
 
-async def _shadows(client: Client, urls: tuple[str, ...]) -> None:
-    """Until there is a recommendation."""
-    seeds, began = count(1), time.monotonic()
-    while (await look(urls, 5.0)).value(names.SHADOW_ALPHA) is None:
-        assert time.monotonic() - began < _BOUND_S, "shadows recommend nothing"
+async def _shadows(client: Client, urls: Sequence[str]) -> None:
+    """Send requests until there is a recommendation."""
+    seeds = count(1)
+
+    async def is_recommended() -> bool:
         with suppress(Overloaded):
             await client.generate("shadowed", n=8, max_tokens=48, seed=next(seeds))
+        return prometheus_name(names.SHADOW_ALPHA) in (await scrape(urls)).values
+
+    await until(is_recommended)
 
 
 async def _refused(client: Client) -> None:
@@ -97,100 +118,77 @@ async def _refused(client: Client) -> None:
 
 
 async def _hurried(client: Client) -> None:
-    """Until an answer was cut deeper for its deadline, and another cut short by it."""
-    missing, began = {"hurried", "degraded"}, time.monotonic()
-    for seed in count():
+    """Send requests until one answer was hurried and another was truncated by its deadline."""
+    missing, seeds = {"hurried", "degraded"}, count()
+
+    async def are_complete() -> bool:
+        seed = next(seeds)
         for kind in sorted(missing):
-            options: Options = {
-                **_LATE[kind],
-                "seed": seed,
-                "allow_degraded": True,
-                "cache": CacheControl.BYPASS,
-            }
+            timeout_s = _TIMEOUTS[kind][seed % 4]
             with suppress(DeadlineExceeded):
-                answer = await client.generate(
-                    "in time", timeout_s=_TIMEOUTS[kind][seed % 4], **options
-                )
-                missing -= {kind} if getattr(answer, kind) else set()
-        if not missing:
-            return
-        assert time.monotonic() - began < _BOUND_S, f"no answer was {missing}"
+                answer = await client.generate(f"{seed}", timeout_s=timeout_s, **_LATE[kind])
+                missing.difference_update({kind} if getattr(answer, kind) else ())
+        return not missing
+
+    await until(are_complete)
 
 
 async def _failed(client: Client, url: str) -> None:
-    """Until the orchestrator itself ended a request for its deadline.
+    """Send requests until the orchestrator itself ended one for its deadline.
 
-    Where it is late, its client has hung up before: that counts as cancelled.
+    If it is late, its client has ended the call before, which counts as cancelled.
     """
     name = f"{prometheus_name(names.RPC_DURATION)}_count"
     failed = {
         names.RPC_METHOD: "specrej.v1.OrchestratorService/Generate",
         names.RPC_CODE: grpc.StatusCode.DEADLINE_EXCEEDED.name,
     }
-    for attempt in count(1):
+    for attempt in range(1, _ATTEMPTS + 1):
         with suppress(DeadlineExceeded):
             await client.generate(f"late {attempt}", n=2, max_tokens=8, timeout_s=0.5 * attempt)
-        if list((await look([url], 5.0)).matching(name, failed)):
+        if (await scrape([url])).matching(name, **failed):
             return
-        assert attempt < _ATTEMPTS, "no request failed for its deadline"
+    raise AssertionError("no request failed for its deadline")
 
 
 async def _silent(address: str) -> None:
-    """A peer that opens a session and says no more."""
-    channel = open_channel(address, retries=False)
-    stub = generator_pb2_grpc.GeneratorServiceStub(channel)
-    opening = generator_pb2.OpenSession(
-        prompt=common_pb2.Prompt(text="silence"),
-        n=1,
-        sampling=common_pb2.Sampling(max_tokens=8),
-        first_round_tokens=8,
-    )
-    call = stub.Session()
-    await call.write(generator_pb2.SessionRequest(sequence=1, open=opening))
-    await call.read()
-    assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION  # the lease has run out
-    await channel.close()
+    """Open a session and send nothing more, until the lease expires."""
+    async with open_channel(address, retries=False) as channel:
+        stub = generator_pb2_grpc.GeneratorServiceStub(channel)
+        opening = generator_pb2.OpenSession(
+            prompt=common_pb2.Prompt(text="silence"),
+            n=1,
+            sampling=common_pb2.Sampling(max_tokens=8),
+            first_round_tokens=8,
+        )
+        call = stub.Session()
+        await call.write(generator_pb2.SessionRequest(sequence=1, open=opening))
+        await call.read()
+        assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION  # the lease has expired
 
 
-async def _lost(client: Client, port: int, log_dir: Path) -> None:
-    """Until a generator was lost, and what it did went on at another."""
+async def _lost(client: Client, address: str, log_dir: Path) -> None:
+    """Kill a generator while it has a session; the session must continue on another."""
 
-    async def is_there() -> bool:
-        return await _sessions(port) is not None
+    async def is_ready() -> bool:
+        return await health_of(address) == "SERVING"
 
     program = Program(
         "spare",
         (sys.executable, "-m", "generator_service"),
-        is_there,
-        {**_ENVIRONMENT, "SPECREJ_GENERATOR_PORT": str(port)},
+        is_ready,
+        {**_ENVIRONMENT, "SPECREJ_GENERATOR_PORT": address.rpartition(":")[2]},
     )
     async with Processes([program], log_dir) as processes:
-        began = time.monotonic()
-        for number in count():
-            asked = asyncio.ensure_future(client.generate(f"lost {number}", n=4, max_tokens=400))
-            while not (asked.done() or await _sessions(port)):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)  # another process's state has no event
-            if not asked.done():
+        for number in range(_ATTEMPTS):
+            request = asyncio.ensure_future(client.generate(f"lost {number}", n=4, max_tokens=400))
+            await until(partial(_is_used, request, address))
+            if not request.done():
                 os.kill(processes.pids["spare"], signal.SIGKILL)
-                await asked
+                await request
                 return
-            assert time.monotonic() - began < _BOUND_S, "a generator is never used"
+        raise AssertionError("the generator received no session")
 
 
-async def _sessions(port: int) -> int | None:
-    """That a generator has; None: it is not there."""
-    async with open_channel(f"{HOST}:{port}", retries=False) as channel:
-        stub = generator_pb2_grpc.GeneratorServiceStub(channel)
-        try:
-            told = await stub.Describe(generator_pb2.GeneratorServiceDescribeRequest(), timeout=2)
-        except grpc.aio.AioRpcError:
-            return None
-    return int(told.sessions)
-
-
-async def _until(urls: tuple[str, ...], condition: Callable[[Look], bool]) -> Look:
-    began = time.monotonic()
-    while not condition(now := await look(urls, 5.0)):
-        assert time.monotonic() - began < _BOUND_S, "a metric never came"
-    assert not now.failures
-    return now
+async def _is_used(request: asyncio.Future[Any], address: str) -> bool:
+    return request.done() or (await describe_generator(address)).sessions > 0

@@ -1,7 +1,7 @@
-"""Becomes a program in a container: `unshare ... python -I confine.py SPECIFICATION`, as root.
+"""Executes a program in a container: `unshare ... python -I confine.py SPECIFICATION`, as root.
 
-The specification is a file of JSON, as containers.py writes it; the namespaces are made by unshare.
-What container runtimes do for the restricted profile of Kubernetes; standard library only.
+The specification is a JSON file written by containers.py; unshare creates the namespaces. It does
+what container runtimes do for Kubernetes' restricted profile. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main(specification: Path) -> None:
-    """Mount, lock oneself in, drop what root may do, run."""
-    asked: dict[str, Any] = json.loads(specification.read_text())
-    root = Path(asked["root"])
+    """Mount the root, chroot into it, drop privileges, execute the program."""
+    container: dict[str, Any] = json.loads(specification.read_text())
+    root = Path(container["root"])
     _mount("none", Path("/"), "", _RECURSIVE | _PRIVATE)
     _mount(str(root), root, "", _BIND)
-    for place, source, flags in asked["mounts"]:
+    for place, source, flags in container["mounts"]:
         _mount(source, root / place, "", _BIND)
         _mount(source, root / place, "", _BIND | _REMOUNT | flags)
     _mount("", root, "", _BIND | _REMOUNT | READ_ONLY)
     _mount("proc", root / "proc", "proc", _NO_SUID | _NO_DEV)
-    for place in asked["in_memory"]:
+    for place in container["in_memory"]:
         _mount("tmpfs", root / place, "tmpfs", _NO_SUID | _NO_DEV, "mode=1777,size=1g")
     _make_devices(root / "dev")
     os.chroot(root)
-    os.chdir(asked["directory"])
-    _drop(asked["uid"], asked["gid"])
-    os.execvpe(asked["command"][0], asked["command"], asked["environment"])
+    os.chdir(container["directory"])
+    _drop(container["uid"], container["gid"])
+    os.execvpe(container["command"][0], container["command"], container["environment"])
 
 
 def _make_devices(where: Path) -> None:
@@ -50,7 +50,7 @@ def _make_devices(where: Path) -> None:
 
 
 def _drop(uid: int, gid: int) -> None:
-    """For good: no program that this becomes gets anything back."""
+    """Drop all capabilities permanently, and change user and group."""
     for capability in range(_LAST_CAPABILITY + 1):
         _LIBC.prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
     _checked(_LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no_new_privs")
@@ -60,8 +60,8 @@ def _drop(uid: int, gid: int) -> None:
 
 
 def _mount(source: str, target: Path, kind: str, flags: int, options: str = "") -> None:
-    told = (each.encode() for each in (source, str(target), kind))
-    _checked(_LIBC.mount(*told, ctypes.c_ulong(flags), options.encode()), f"mount {target}")
+    names = (name.encode() for name in (source, str(target), kind))
+    _checked(_LIBC.mount(*names, ctypes.c_ulong(flags), options.encode()), f"mount {target}")
 
 
 def _checked(result: int, what: str) -> None:

@@ -1,7 +1,7 @@
-"""Images run as Kubernetes runs them: their own user, a root that nothing can be written to, no
-capabilities, no new privileges, some directories in memory. The network is this machine's.
+"""Runs images as Kubernetes does: their own user, a read-only root, no capabilities, no new
+privileges, some directories in memory. The network is the host's.
 
-Needs root, buildah and util-linux. What is made is taken away again when a context is left.
+Requires root, buildah and util-linux. Contexts remove what they create.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ _NAMESPACES = ("--mount", "--pid", "--ipc", "--uts")
 
 
 def missing(*targets: str) -> str:
-    """Why these images cannot be run here; empty: they can."""
+    """Return why these images cannot run on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "needs root"
     for program in _PROGRAMS:
@@ -40,11 +40,10 @@ def missing(*targets: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """How an image is to be run. `mounts`: directories of this machine, by where they go."""
+class ContainerSpec:
+    """How to run an image. `mounts`: host directories by their paths in the container."""
 
     target: str
-    arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     mounts: Mapping[str, Path] = field(default_factory=dict)
     may_write: bool = False
@@ -52,7 +51,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What runs of an image: `process` is its parent, `log` what it writes."""
+    """A running container: `process` is its parent, `log` the file of its output."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -60,7 +59,7 @@ class Container:
     user: tuple[int, int]
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """A command in the same container, as an exec probe is."""
+        """Run a command in the same container, like an exec probe."""
         uid, gid = self.user
         inside = (*_NAMESPACES, "--root", "--wd", f"--setuid={uid}", f"--setgid={gid}")
         entering = ["nsenter", f"--target={self.first()}", *inside, "--", *command]
@@ -68,29 +67,25 @@ class Container:
             entering, env=self.environment, capture_output=True, text=True, check=False, timeout=120
         )
 
-    def signal(self, number: int) -> None:
-        """Send one to the service itself."""
-        os.kill(self.first(), number)
-
     def has_begun(self, program: str) -> bool:
-        """Whether that is what runs in there yet."""
-        running = (Path(f"/proc/{each}/cmdline") for each in _children(self.process))
-        return any(program in each.read_text() for each in running)
+        """Return whether the container executes this program yet."""
+        running = (Path(f"/proc/{pid}/cmdline") for pid in _children(self.process))
+        return any(program in path.read_text() for path in running)
 
     def first(self) -> int:
-        """The process that is number 1 in there, by its id out here."""
+        """Return the host's process id of the container's process 1."""
         return _children(self.process)[0]
 
 
 @contextmanager
-def container(asked: Asked) -> Iterator[Container]:
-    """It runs while the context lasts, if it does not end by itself."""
-    image = json.loads(subprocess.check_output(_inspect(asked.target)))["OCIv1"]["config"]
-    with tempfile.TemporaryDirectory(prefix="specrej-container-") as scratch, _root(asked) as root:
-        told, log = Path(scratch) / "specification.json", Path(scratch) / "log"
-        specification = _specification(asked, image, root)
-        told.write_text(json.dumps(specification))
-        confined = [sys.executable, "-I", confine.__file__, str(told)]
+def container(spec: ContainerSpec) -> Iterator[Container]:
+    """Run a container for the length of the context, unless it ends earlier."""
+    image = json.loads(subprocess.check_output(_inspect(spec.target)))["OCIv1"]["config"]
+    with tempfile.TemporaryDirectory(prefix="specrej-container-") as scratch, _root(spec) as root:
+        path, log = Path(scratch) / "specification.json", Path(scratch) / "log"
+        specification = _specification(spec, image, root)
+        path.write_text(json.dumps(specification))
+        confined = [sys.executable, "-I", confine.__file__, str(path)]
         with log.open("wb") as written:
             process = subprocess.Popen(
                 ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--", *confined],
@@ -106,7 +101,7 @@ def container(asked: Asked) -> Iterator[Container]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Its children too: the kernel forgets to end them with it once they have another user."""
+    """Kill the process and its children: the kernel does not kill children with another user."""
     with suppress(OSError):  # it has ended
         for child in _children(process):
             os.kill(child, signal.SIGKILL)
@@ -115,14 +110,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _children(process: subprocess.Popen[bytes]) -> list[int]:
-    told = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(each) for each in told.read_text().split()]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()]
 
 
 @contextmanager
-def _root(asked: Asked) -> Iterator[Path]:
-    """The image's files, and what is written over them: nothing."""
-    working = _buildah("from", "--pull-never", name_of(asked.target))
+def _root(spec: ContainerSpec) -> Iterator[Path]:
+    """Mount the image's files."""
+    working = _buildah("from", "--pull-never", name_of(spec.target))
     try:
         yield Path(_buildah("mount", working))
     finally:
@@ -130,19 +125,18 @@ def _root(asked: Asked) -> Iterator[Path]:
         _buildah("rm", working)
 
 
-def _specification(asked: Asked, image: Mapping[str, Any], root: Path) -> dict[str, Any]:
+def _specification(spec: ContainerSpec, image: Mapping[str, Any], root: Path) -> dict[str, Any]:
     uid, gid = map(int, image["User"].split(":"))
-    own = dict(each.split("=", 1) for each in image["Env"])
-    arguments = asked.arguments or image.get("Cmd") or ()
-    access = 0 if asked.may_write else confine.READ_ONLY
-    mounts = [(at.lstrip("/"), str(source), access) for at, source in asked.mounts.items()]
+    own = dict(variable.split("=", 1) for variable in image["Env"])
+    access = 0 if spec.may_write else confine.READ_ONLY
+    mounts = [(at.lstrip("/"), str(source), access) for at, source in spec.mounts.items()]
     return {
         "root": str(root),
         "uid": uid,
         "gid": gid,
-        "environment": {**own, **asked.environment},
+        "environment": {**own, **spec.environment},
         "directory": image.get("WorkingDir") or "/",
-        "command": [*image["Entrypoint"], *arguments],
+        "command": [*image["Entrypoint"], *(image.get("Cmd") or ())],
         "mounts": mounts,
         "in_memory": ["tmp", *(["cache"] if (root / "cache").exists() else [])],
     }

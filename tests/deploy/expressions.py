@@ -1,4 +1,4 @@
-"""What PromQL expressions ask for: names of series, with the labels they match and group by."""
+"""The series and labels that PromQL expressions of dashboards and rules use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "dashboards").glob("*.json"))
 RULES = sorted((DEPLOY / "alerts").glob("*.yaml"))
 
-# As Grafana fills them in.
+# Values for Grafana's template variables.
 _VARIABLES = {
     "$__rate_interval": "5m", "$job": ".*", "$instance": ".*", "$slo": "10", "${datasource}": "x"
 }  # fmt: skip
-# Prometheus's own: no service tells them.
+# Series that Prometheus itself creates.
 _OWN = frozenset({"ALERTS", "up"})
 TARGET_LABELS = frozenset({"job", "instance"})
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A series that is asked for; `matchers` are of label, operator and value."""
+    """A selected series; `matchers` are triples of label, operator and value."""
 
     name: str
     matchers: tuple[tuple[str, str, str], ...]
@@ -35,46 +35,49 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Where it is, and what it says."""
+    """A PromQL expression and its place: a panel, a variable, an alert or a recorded series."""
 
     where: str
     text: str
+    legend: str = ""
 
 
 def filled_in(text: str) -> str:
-    """Without Grafana's variables."""
+    """Replace Grafana's variables by values."""
     for variable, value in _VARIABLES.items():
         text = text.replace(variable, value)
     return text
 
 
 def of_dashboards() -> Iterator[Expression]:
-    """Of all panels, annotations and variables."""
+    """Yield the expressions of all panels and variables."""
     for path in DASHBOARDS:
         board = json.loads(path.read_text())
         for panel in board["panels"]:
             for target in panel.get("targets", ()):
-                yield Expression(f"{path.name}: {panel['title']}", filled_in(target["expr"]))
+                where, legend = f"{path.name}: {panel['title']}", target["legendFormat"]
+                yield Expression(where, filled_in(target["expr"]), legend)
         for variable in board["templating"]["list"]:
-            if asked := re.match(r"label_values\((.+), \w+\)", variable.get("definition", "")):
-                yield Expression(f"{path.name}: {variable['name']}", filled_in(asked[1]))
+            if query := re.match(r"label_values\((.+), \w+\)", variable.get("definition", "")):
+                yield Expression(f"{path.name}: {variable['name']}", filled_in(query[1]))
 
 
 def rules() -> Iterator[dict[str, Any]]:
-    """All recording and alerting rules."""
+    """Yield all recording and alerting rules."""
     for path in RULES:
         for group in yaml.safe_load(path.read_text())["groups"]:
             yield from group["rules"]
 
 
 def of_rules() -> Iterator[Expression]:
+    """Yield the expressions of all rules."""
     for rule in rules():
         yield Expression(rule.get("alert") or rule["record"], rule["expr"])
 
 
 def selected(text: str) -> list[Selected]:
-    """The series that an expression asks for, without those of rules and Prometheus's own."""
-    found: list[Selected] = []
+    """Return the series that an expression selects, except recorded ones and Prometheus's own."""
+    selectors: list[Selected] = []
 
     def visit(node: Any) -> bool:
         if isinstance(node, promql_parser.MatrixSelector):
@@ -84,11 +87,11 @@ def selected(text: str) -> list[Selected]:
                 (matcher.name, _OPERATORS[str(matcher.op)], matcher.value)
                 for matcher in node.matchers.matchers
             )
-            found.append(Selected(node.name or "", matchers))
+            selectors.append(Selected(node.name or "", matchers))
         return True
 
     promql_parser.walk(promql_parser.parse(text), visit)
-    return [each for each in found if ":" not in each.name and each.name not in _OWN]
+    return [s for s in selectors if ":" not in s.name and s.name not in _OWN]
 
 
 _OPERATORS = {
@@ -97,15 +100,6 @@ _OPERATORS = {
 
 
 def grouping_labels(text: str) -> set[str]:
-    """Labels in by (...), on (...) and legends."""
+    """Return the labels in by (...) and on (...)."""
     lists = re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", text)
     return {label.strip() for labels in lists for label in labels.split(",") if label.strip()}
-
-
-def legend_labels() -> Iterator[tuple[str, str, set[str]]]:
-    """Of every panel's target: where, the expression, and what its legend shows."""
-    for path in DASHBOARDS:
-        for panel in json.loads(path.read_text())["panels"]:
-            for target in panel.get("targets", ()):
-                shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
-                yield f"{path.name}: {panel['title']}", filled_in(target["expr"]), shown

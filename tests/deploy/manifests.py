@@ -1,4 +1,4 @@
-"""Overlays as kustomize renders them, and how to find one's way in what it prints."""
+"""Overlays as rendered by kustomize, with accessors for objects, pods and containers."""
 
 from __future__ import annotations
 
@@ -10,106 +10,118 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml  # type: ignore[import-untyped]
 
 from generator_service.settings import GeneratorSettings
 from orchestrator.settings import OrchestratorSettings
 from reward_service.settings import RewardSettings
-from specrej.settings import ServiceSettings
+from specrej.settings import ServiceSettings, load
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(path.name for path in (DEPLOY / "overlays").iterdir())
+# Variables of `specrej health` and other clients, which are no settings of a service.
+CLIENT = {"SPECREJ_TLS_CA", "SPECREJ_TLS_CERT", "SPECREJ_TLS_KEY"}
 SERVICES = ("orchestrator", "generator", "reward")
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "orchestrator": OrchestratorSettings,
     "generator": GeneratorSettings,
     "reward": RewardSettings,
 }
-MARGIN_S = 10  # between the end of what runs and SIGKILL
+MARGIN_S = 10  # between the end of the last request and SIGKILL
 
 Object = Mapping[str, Any]
 
 
-def renderer() -> list[str] | None:
-    """What `make kustomize` fetches, or the one inside kubectl; None: neither is there."""
-    fetched = ROOT / ".tools" / "kustomize"
-    if fetched.exists():
-        return [str(fetched), "build"]
-    kubectl = shutil.which("kubectl")
-    return [kubectl, "kustomize"] if kubectl else None
-
-
 @cache
 def rendered(overlay: str) -> Manifests:
-    """All objects of an overlay, as a cluster would get them."""
-    command = renderer()
-    assert command, "there is one"
+    """Return all objects of an overlay, as a cluster would receive them."""
+    fetched = ROOT / ".tools" / "kustomize"
+    command = [str(fetched), "build"] if fetched.exists() else ["kubectl", "kustomize"]
+    if not shutil.which(command[0]):
+        pytest.skip("no kustomize: make kustomize fetches it")
     result = subprocess.run(
-        [*command, str(DEPLOY / "overlays" / overlay)], capture_output=True, text=True, check=False
+        [*command, DEPLOY / "overlays" / overlay], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    return Manifests(overlay, tuple(yaml.safe_load_all(result.stdout)))
+    return Manifests(tuple(yaml.safe_load_all(result.stdout)))
 
 
 @dataclass(frozen=True)
 class Manifests:
-    """What an overlay is made of."""
+    """The objects of an overlay."""
 
-    overlay: str
     objects: tuple[Object, ...]
 
     def of(self, *kinds: str) -> list[Object]:
-        """All of some kinds."""
-        return [each for each in self.objects if each["kind"] in kinds]
+        """Return all objects of these kinds."""
+        return [item for item in self.objects if item["kind"] in kinds]
 
     def named(self, kind: str) -> dict[str, Object]:
-        """All of a kind, by name."""
-        return {each["metadata"]["name"]: each for each in self.of(kind)}
+        """Return the objects of a kind, by name."""
+        return {item["metadata"]["name"]: item for item in self.of(kind)}
 
     @property
     def workloads(self) -> dict[str, Object]:
         """Deployments and StatefulSets, by name."""
-        return {each["metadata"]["name"]: each for each in self.of("Deployment", "StatefulSet")}
+        return {item["metadata"]["name"]: item for item in self.of("Deployment", "StatefulSet")}
 
     def pod(self, name: str) -> Object:
-        """What a workload's pods are."""
+        """Return the pod spec of a workload."""
         spec: Object = self.workloads[name]["spec"]["template"]["spec"]
         return spec
 
     def pod_labels(self, name: str) -> dict[str, str]:
-        """Of a workload's pods."""
+        """Return the labels of a workload's pods."""
         return dict(self.workloads[name]["spec"]["template"]["metadata"]["labels"])
 
     def container(self, name: str) -> Object:
-        """The one of a workload that bears its name."""
-        found: Object
-        (found,) = (each for each in self.pod(name)["containers"] if each["name"] == name)
-        return found
+        """Return the container that has its workload's name."""
+        container: Object
+        (container,) = (c for c in self.pod(name)["containers"] if c["name"] == name)
+        return container
 
     def containers(self) -> Iterator[tuple[str, Object]]:
-        """All there are, init containers too, with their workload's name."""
+        """Yield all containers, init containers included, with their workload's name."""
         for name in self.workloads:
             pod = self.pod(name)
-            for each in (*pod.get("initContainers", ()), *pod["containers"]):
-                yield name, each
+            for container in (*pod.get("initContainers", ()), *pod["containers"]):
+                yield name, container
 
     def variables(self, name: str) -> dict[str, str]:
-        """What a service's container finds in its environment."""
-        found: dict[str, str] = {}
+        """Return the environment variables of a service's container."""
+        variables: dict[str, str] = {}
         for source in self.container(name).get("envFrom", ()):
-            found |= self.named("ConfigMap")[source["configMapRef"]["name"]]["data"]
-        for each in self.container(name).get("env", ()):
-            found[each["name"]] = each["value"]
-        return found
+            variables |= self.named("ConfigMap")[source["configMapRef"]["name"]]["data"]
+        for variable in self.container(name).get("env", ()):
+            variables[variable["name"]] = variable["value"]
+        return variables
+
+    def settings(self, name: str) -> dict[str, str]:
+        """Return the settings of a service, by names without the service's prefix."""
+        prefix = f"SPECREJ_{name.upper()}_"
+        variables = self.variables(name).items()
+        return {key.removeprefix(prefix): v for key, v in variables if key.startswith(prefix)}
+
+
+def accepted(
+    name: str, variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> ServiceSettings:
+    """Return a service's settings of these variables; AssertionError for an unknown variable."""
+    known = {f"SPECREJ_{name}_{field}".upper() for field in SETTINGS[name].model_fields}
+    assert variables.keys() - CLIENT <= known
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    return load(SETTINGS[name], [])
 
 
 def selects(selector: Object | None, labels: Mapping[str, str]) -> bool:
-    """Whether a label selector matches; the operator In alone is used here."""
+    """Return whether a label selector matches; only the operator In is supported."""
     if selector is None:
         return False
-    for each in selector.get("matchExpressions", ()):
-        assert each["operator"] == "In"
-        if labels.get(each["key"]) not in each["values"]:
+    for expression in selector.get("matchExpressions", ()):
+        assert expression["operator"] == "In"
+        if labels.get(expression["key"]) not in expression["values"]:
             return False
     return bool(selector.get("matchLabels", {}).items() <= labels.items())

@@ -1,4 +1,4 @@
-"""Dashboards and rules are valid, and ask for nothing that a real run does not tell."""
+"""Dashboards and rules are valid, and query only series that a real run emits."""
 
 from __future__ import annotations
 
@@ -9,52 +9,53 @@ import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from specrej.prometheus import Look, prometheus_label, prometheus_name
-from specrej.telemetry import names
-from specrej.telemetry.names import Metric
-from tests.deploy.busy import busy_look
+from tests.collector import Collector, labels_of, points
+from tests.deploy.busy import METRICS, busy_scrape
 from tests.deploy.expressions import (
     DASHBOARDS,
     RULES,
     TARGET_LABELS,
     Selected,
     grouping_labels,
-    legend_labels,
     of_dashboards,
     of_rules,
     rules,
     selected,
 )
+from tests.endpoints import Scrape, prometheus_label, prometheus_name
 
 ALERTS_TEST = Path(__file__).with_name("alerts_test.yaml")
-METRICS = [each for each in vars(names).values() if isinstance(each, Metric)]
 EXPRESSIONS = [*of_dashboards(), *of_rules()]
 TOOLS = Path(__file__).parents[2] / ".tools"
 
 
 @pytest.fixture(scope="module")
-def busy() -> Look:
-    """What the endpoints of a real run tell."""
-    return asyncio.run(busy_look())
+def recorded() -> tuple[Scrape, Collector]:
+    return asyncio.run(busy_scrape())
 
 
-def label_sets(now: Look, name: str) -> list[dict[str, str]]:
+@pytest.fixture
+def busy(recorded: tuple[Scrape, Collector]) -> Scrape:
+    """The metrics of a real run."""
+    return recorded[0]
+
+
+def label_sets(now: Scrape, name: str) -> list[dict[str, str]]:
     return [dict(series.labels) for series in now.values.get(name, {})]
 
 
-# Of real runs
+# Compared with a real run
 
-# Toys read no prompt twice.
+# Toys have no prompt cache.
 _OF_MODELS = ("kind", "=", "reused")
 
 
-def test_every_metric_is_told(busy: Look) -> None:
-    """Guards against a metric that nobody counts, and against names that endpoints do not use."""
+def test_every_metric_is_emitted(busy: Scrape) -> None:
+    """Guards against a metric that is never recorded, or exported under another name."""
     suffix = {"histogram": "_bucket"}
     missing = [
         metric.name
@@ -64,31 +65,36 @@ def test_every_metric_is_told(busy: Look) -> None:
     assert missing == []
 
 
-def test_metrics_have_the_labels_they_declare(busy: Look) -> None:
-    """Guards against a label that `names` does not know: dashboards are written by it."""
+def test_metrics_have_the_labels_they_declare(recorded: tuple[Scrape, Collector]) -> None:
+    """Guards against labels that `names` does not declare, at the endpoint and the collector."""
+    busy, collector = recorded
     for metric in METRICS:
         name = prometheus_name(metric) + ("_count" if metric.kind == "histogram" else "")
         declared = {prometheus_label(label) for label in metric.labels}
         for labels in label_sets(busy, name):
             assert set(labels) == declared, name
+    labels_by_name = {metric.name: set(metric.labels) for metric in METRICS}
+    for (_, name), exported in collector.metrics.items():
+        for point in points(exported):
+            assert labels_of(point).keys() == labels_by_name[name], name
 
 
-def test_every_series_is_told(busy: Look) -> None:
+def test_every_queried_series_is_emitted(busy: Scrape) -> None:
     """Guards against panels that stay empty and alerts that can never fire."""
-    untold = [
-        (expression.where, each)
+    missing = [
+        (expression.where, series)
         for expression in EXPRESSIONS
-        for each in selected(expression.text)
-        if not any(_matches(each, labels) for labels in label_sets(busy, each.name))
-        and _OF_MODELS not in each.matchers
+        for series in selected(expression.text)
+        if not any(_matches(series, labels) for labels in label_sets(busy, series.name))
+        and _OF_MODELS not in series.matchers
     ]
-    assert untold == []
+    assert missing == []
 
 
-def _matches(asked: Selected, labels: dict[str, str]) -> bool:
+def _matches(series: Selected, labels: dict[str, str]) -> bool:
     return all(
         name in TARGET_LABELS or (name in labels and _agrees(operator, labels[name], value))
-        for name, operator, value in asked.matchers
+        for name, operator, value in series.matchers
     )
 
 
@@ -97,62 +103,49 @@ def _agrees(operator: str, value: str, pattern: str) -> bool:
     return bool(equal) == (operator[0] == "=")
 
 
-def test_labels_are_there(busy: Look) -> None:
-    """Guards against sums by a label that no series has: one nameless line instead of several."""
+def test_grouping_and_legend_labels_exist(busy: Scrape) -> None:
+    """Guards against sums by a label that no series has, and lines with identical names."""
     for expression in EXPRESSIONS:
-        if known := _labels_of(busy, expression.text):  # else it asks for what rules record
-            assert grouping_labels(expression.text) <= known, expression
+        labels, grouping = _labels_of(busy, expression.text), grouping_labels(expression.text)
+        assert grouping <= labels or not labels, expression  # empty for recorded series
+        assert set(re.findall(r"{{(\w+)}}", expression.legend)) <= (grouping or labels), expression
 
 
-def test_legends_show_labels_that_are_there(busy: Look) -> None:
-    """Guards against lines that are all named alike."""
-    for where, text, shown in legend_labels():
-        assert shown <= (grouping_labels(text) or _labels_of(busy, text)), where
-
-
-def _labels_of(now: Look, text: str) -> set[str]:
-    """Of all series that an expression asks for; none where it asks for what rules record."""
-    sets = [labels for each in selected(text) for labels in label_sets(now, each.name)]
+def _labels_of(now: Scrape, text: str) -> set[str]:
+    """Return the labels of all series that an expression selects; empty for recorded series."""
+    sets = [labels for series in selected(text) for labels in label_sets(now, series.name)]
     return {label for labels in sets for label in labels} | TARGET_LABELS if sets else set()
 
 
 # Dashboards
 
 
-@pytest.fixture(params=DASHBOARDS, ids=lambda path: path.stem)
-def board(request: pytest.FixtureRequest) -> Any:
-    return json.loads(request.param.read_text())
-
-
-def test_there_are_dashboards() -> None:
-    """Guards against tests that pass since they find nothing to look at."""
+def test_dashboards_exist() -> None:
+    """Guards against parametrised tests that run on no dashboard."""
     assert {path.stem for path in DASHBOARDS} == {
         "overview", "algorithm", "generator", "reward", "cache"
     }  # fmt: skip
     assert len({json.loads(path.read_text())["uid"] for path in DASHBOARDS}) == len(DASHBOARDS)
 
 
-def test_panels_ask_the_chosen_data_source(board: Any) -> None:
-    """Guards against a dashboard that works only where it was drawn."""
-    variables = {each["name"]: each["type"] for each in board["templating"]["list"]}
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboards_are_well_formed(path: Path) -> None:
+    """Guards against a dashboard that works with one data source only, panels that ignore the
+    selected instance or overlap, and duplicate ids, which Grafana would change."""
+    board = json.loads(path.read_text())
+    variables = {variable["name"]: variable["type"] for variable in board["templating"]["list"]}
     assert variables.items() >= {"datasource": "datasource", "job": "query"}.items()
     assert "instance" in variables
     for panel in board["panels"]:
-        for part in (panel, *panel.get("targets", ())):
-            if panel["type"] != "row":
-                assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-
-
-def test_panels_can_be_narrowed_to_an_instance(board: Any) -> None:
-    """Guards against a panel that shows all instances whatever is chosen."""
-    for panel in board["panels"]:
-        for target in panel.get("targets", ()):
-            asked = len(re.findall(r'job=~"\$job",instance=~"\$instance"', target["expr"]))
-            assert asked == target["expr"].count("{"), panel["title"]
-
-
-def test_panels_lie_beside_each_other(board: Any) -> None:
-    """Guards against panels that hide each other, and ids that Grafana would change."""
+        assert panel["title"]
+        targets = panel.get("targets", ())
+        for part in (panel, *targets) if panel["type"] != "row" else ():
+            assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        if panel["type"] not in ("row", "heatmap"):
+            assert panel["fieldConfig"]["defaults"]["unit"]
+        for target in targets:
+            filtered = len(re.findall(r'job=~"\$job",instance=~"\$instance"', target["expr"]))
+            assert filtered == target["expr"].count("{"), panel["title"]
     cells = Counter(
         (x, y)
         for place in (panel["gridPos"] for panel in board["panels"])
@@ -164,64 +157,52 @@ def test_panels_lie_beside_each_other(board: Any) -> None:
     assert len(set(identifiers)) == len(identifiers)
 
 
-def test_every_panel_has_a_unit_and_a_name(board: Any) -> None:
-    for panel in board["panels"]:
-        assert panel["title"]
-        if panel["type"] not in ("row", "heatmap"):
-            assert panel["fieldConfig"]["defaults"]["unit"]
-
-
 def test_every_metric_is_on_a_dashboard() -> None:
-    """Guards against telling what nobody can see."""
-    asked = {each.name for expression in of_dashboards() for each in selected(expression.text)}
-    bare = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
-    unseen = {prometheus_name(metric) for metric in METRICS} - bare
-    assert unseen == set()
+    """Guards against a metric that no dashboard shows."""
+    series = {s.name for expression in of_dashboards() for s in selected(expression.text)}
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in series}
+    assert {prometheus_name(metric) for metric in METRICS} - shown == set()
 
 
 # Rules
 
 
-def test_every_alert_says_what_to_do() -> None:
-    alerts = [rule for rule in rules() if "alert" in rule]
+def test_every_alert_has_a_runbook_and_a_test() -> None:
+    """Guards against an alert that alerts_test.yaml lacks."""
+    alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
     assert len(alerts) >= 12
-    for alert in alerts:
-        assert set(alert["annotations"]) == {"summary", "runbook"}, alert["alert"]
+    for name, alert in alerts.items():
+        assert set(alert["annotations"]) == {"summary", "runbook"}, name
         assert alert["labels"]["severity"] in ("critical", "warning")
-
-
-def test_recorded_series_are_recorded() -> None:
-    """Guards against an alert on a series that no rule makes."""
-    recorded = {rule["record"] for rule in rules() if "record" in rule}
-    for expression in EXPRESSIONS:
-        assert set(re.findall(r"specrej:[\w:]+", expression.text)) <= recorded, expression.where
-
-
-def test_every_alert_is_seen_to_fire() -> None:
-    """Guards against an alert that alerts_test.yaml forgets."""
     samples = [
         sample["labels"]
         for case in yaml.safe_load(ALERTS_TEST.read_text())["tests"]
         for test in case["promql_expr_test"]
         for sample in test.get("exp_samples", ())
     ]
-    fired = set(re.findall(r'alertname="(\w+)"', " ".join(samples)))
-    assert fired == {rule["alert"] for rule in rules() if "alert" in rule}
+    assert set(re.findall(r'alertname="(\w+)"', " ".join(samples))) == alerts.keys()
+
+
+def test_recorded_series_are_recorded() -> None:
+    """Guards against an alert on a series that no rule records."""
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    for expression in EXPRESSIONS:
+        assert set(re.findall(r"specrej:[\w:]+", expression.text)) <= recorded, expression.where
 
 
 def promtool(*arguments: str) -> None:
-    found = shutil.which("promtool", path=f"{TOOLS}") or shutil.which("promtool")
-    if found is None:
+    program = shutil.which("promtool", path=f"{TOOLS}") or shutil.which("promtool")
+    if program is None:
         pytest.skip("no promtool: make promtool fetches it where there is apt-get")
-    ended = subprocess.run([found, *arguments], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_prometheus_takes_the_rules() -> None:
-    """Guards against templates and durations that only Prometheus itself can judge."""
+def test_prometheus_accepts_the_rules() -> None:
+    """Guards against templates and durations that only Prometheus can check."""
     promtool("check", "rules", *(str(path) for path in RULES))
 
 
-def test_alerts_fire_where_they_should() -> None:
-    """Guards against thresholds on the wrong side, and alerts for a healthy service."""
+def test_alerts_fire_as_specified() -> None:
+    """Guards against inverted thresholds, and alerts for a healthy service."""
     promtool("test", "rules", str(ALERTS_TEST))

@@ -1,4 +1,4 @@
-"""What the images are made of. Nothing here is built: that takes minutes, see `make images`."""
+"""The content of the images, without a build, which takes minutes: see `make images`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -20,16 +21,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.images import build, install, sizes, slim
-from specrej.settings import load
-from tests.deploy.manifests import DEPLOY, MARGIN_S, ROOT, SERVICES, SETTINGS
+from tests.deploy.manifests import DEPLOY, MARGIN_S, ROOT, SERVICES, accepted
 
 DOCKERFILE = DEPLOY / "images" / "Dockerfile"
 TEXT = DOCKERFILE.read_text()
 TARGETS = ("orchestrator", "generator", "reward", "generator-cuda", "reward-cuda", "models")
 COMPOSE = DEPLOY / "compose.yaml"
+COMPOSED = yaml.safe_load(COMPOSE.read_text())
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_reports_no_problem() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     result = subprocess.run(
         [hadolint, str(DOCKERFILE)], capture_output=True, text=True, check=False
@@ -37,102 +38,73 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_every_target_is_there() -> None:
+def test_stages_are_pinned_and_unprivileged() -> None:
+    """Guards against a base image that changes without a commit, and images that run as root."""
     stages = re.findall(r"^FROM \S+ AS (\S+)$", TEXT, re.MULTILINE)
     assert set(TARGETS) <= set(stages)
     assert len(stages) == len(set(stages))
-
-
-def test_bases_are_pinned_by_digest() -> None:
-    """Guards against an image that is another one tomorrow."""
-    stages = set(re.findall(r" AS (\S+)$", TEXT, re.MULTILINE))
-    bases = set(re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE)) - stages
-    assert bases == {"${BASE}"}
+    assert set(re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE)) - set(stages) == {"${BASE}"}
     assert re.search(r"^ARG BASE=\S+@sha256:[0-9a-f]{64}$", TEXT, re.MULTILINE)
-
-
-def test_what_runs_is_not_root() -> None:
     for target in TARGETS:
         assert _user(target) == "10001:10001", target
+    assert "gcc" not in TEXT
 
 
 def _user(stage: str) -> str:
-    """The last one of a stage, or of the one that it is made from."""
+    """Return the last user of a stage, or of its base stage."""
     (base, body) = re.findall(rf"^FROM (\S+) AS {stage}\n(.*?)(?=^FROM|\Z)", TEXT, re.M | re.S)[0]
     users: list[str] = re.findall(r"^USER (\S+)$", body, re.MULTILINE)
     return users[-1] if users else _user(base)
 
 
-def test_a_compiler_is_where_triton_needs_one_alone() -> None:
-    assert TEXT.count("gcc") == 1
-    after = TEXT[: TEXT.index("gcc")].rindex("FROM ")
-    assert TEXT[after:].startswith("FROM runtime AS generator-cuda")
-
-
-def test_what_is_copied_is_let_in() -> None:
-    """Guards against a build that fails for a file that .dockerignore keeps out."""
+def test_copied_files_are_not_ignored() -> None:
+    """Guards against a build that fails because .dockerignore excludes a file."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    let_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    included = {line.removeprefix("!") for line in lines if line.startswith("!")}
     copied = {
         source
         for arguments in re.findall(r"^COPY (?!--from)(.+) \S+$", TEXT, re.MULTILINE)
         for source in arguments.split()
     }
-    assert copied == let_in
+    assert copied == included
     assert all((ROOT / source).exists() for source in copied)
 
 
 @pytest.mark.parametrize("extras", [["orchestrator"], ["models"], ["models", "embedded"]])
-def test_everything_an_image_installs_is_pinned(extras: list[str]) -> None:
-    """Guards against a package that came with another one and is in no lock."""
+def test_packages_of_images_are_pinned(extras: list[str]) -> None:
+    """Guards against a transitive dependency without a pin."""
     lock = (ROOT / "requirements.lock").read_text().splitlines()
     pinned = {canonicalize_name(re.split("[=;]", line)[0]) for line in lock if "==" in line}
-    asked = install.requirements(ROOT / "pyproject.toml", extras)
-    assert set(_closure(asked)) <= pinned
+    assert _closure(install.requirements(ROOT / "pyproject.toml", extras)) <= pinned
 
 
-def _closure(asked: list[str]) -> Iterator[str]:
-    """The packages that these bring, as far as they are installed here."""
-    seen: set[str] = set()
-    waiting = [Requirement(each) for each in asked]
-    while waiting:
-        each = waiting.pop()
-        name = canonicalize_name(each.name)
-        if name in seen or not _applies(each):
-            continue
-        seen.add(name)
-        yield name
-        waiting += _required(each)
+def _closure(requirements: list[str]) -> set[str]:
+    """Return these packages and their dependencies, as far as they are installed here."""
+    names: set[str] = set()
+    pending = [(Requirement(text), {""}) for text in requirements]
+    while pending:
+        requirement, extras = pending.pop()
+        marker, name = requirement.marker, canonicalize_name(requirement.name)
+        applies = not marker or any(marker.evaluate({"extra": extra}) for extra in extras)
+        if applies and name not in names:
+            names.add(name)
+            with suppress(PackageNotFoundError):
+                required = map(Requirement, requires(name) or ())
+                pending += [(dependency, {"", *requirement.extras}) for dependency in required]
+    return names
 
 
-def _applies(requirement: Requirement) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-
-
-def _required(requirement: Requirement) -> list[Requirement]:
-    try:
-        found = [Requirement(each) for each in requires(requirement.name) or ()]
-    except PackageNotFoundError:
-        return []
-    for each in found:
-        extras = {extra for extra in requirement.extras if each.marker}
-        if any(each.marker.evaluate({"extra": extra}) for extra in extras if each.marker):
-            each.marker = None
-    return found
-
-
-def test_a_package_that_is_not_pinned_is_told() -> None:
-    """Guards against a check that finds nothing."""
-    lock = (ROOT / "requirements.lock").read_text().splitlines()
-    without = [line for line in lock if not line.startswith("grpcio==")]
-    other = [re.sub("^numpy==.*", "numpy==1.0", line) for line in without]
-    loose = {each.split()[0] for each in install.unpinned(other, gpu=False)}
+def test_unpinned_packages_are_reported() -> None:
+    """Guards against a check that cannot fail."""
+    lock = (ROOT / "requirements.lock").read_text()
+    other = re.sub("(?m)^grpcio==.*|^(numpy==).*", r"\g<1>1.0", lock).splitlines()
+    loose = {package.split()[0] for package in install.unpinned(other, gpu=False)}
     assert loose >= {"grpcio", "numpy"}
     assert "torch" not in loose
 
 
-def test_what_pip_is_told_reaches_every_stage() -> None:
-    """Guards against an index that the first stage alone knows: arguments end with their stage."""
+def test_pip_settings_reach_every_stage() -> None:
+    """Guards against an index that only the first stage uses: arguments end with their stage."""
     (first,) = re.findall(r"^FROM \$\{BASE\} AS build\n(.*?)(?=^FROM)", TEXT, re.M | re.S)
     for name in build.PIP_VARIABLES:
         assert re.search(rf"^ARG {name}(=\S+)?$", first, re.MULTILINE)
@@ -140,13 +112,13 @@ def test_what_pip_is_told_reaches_every_stage() -> None:
 
 
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
-# Of a machine on which nobody has told pip anything.
+# The environment of a machine without pip settings.
 _PLAIN = {name: value for name, value in os.environ.items() if name[:4] not in ("PIP_", "MAKE")}
 _PLAIN["PIP_CONFIG_FILE"] = os.devnull
 
 
 @pytest.mark.parametrize(
-    ("told", "asked"),
+    ("variables", "index"),
     [
         ({}, CPU_TORCH),
         ({"PIP_CERT": "ca.pem"}, CPU_TORCH),
@@ -154,26 +126,24 @@ _PLAIN["PIP_CONFIG_FILE"] = os.devnull
         ({"PIP_FIND_LINKS": "wheels"}, ""),
     ],
 )
-def test_an_ordinary_machine_gets_the_cpu_build_of_torch(
-    told: dict[str, str], asked: str, monkeypatch: pytest.MonkeyPatch
+def test_default_index_has_the_cpu_build_of_torch(
+    variables: dict[str, str], index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against gigabytes of CUDA, after which the build stops; and against an index that is
-    asked although pip was told of others."""
+    """Guards against gigabytes of CUDA packages, and a default index beside configured ones."""
     (default,) = re.findall(r"^ARG PIP_EXTRA_INDEX_URL=(\S+)$", TEXT, re.MULTILINE)
-    _environment(monkeypatch, told)
-    assert build.pip_settings().get("PIP_EXTRA_INDEX_URL", default) == asked
-    for service in yaml.safe_load(COMPOSE.read_text())["services"].values():
-        if arguments := service.get("build", {}).get("args"):
-            assert arguments == {"PIP_INDEX_URL": None, "PIP_EXTRA_INDEX_URL": None}
+    _set_environment(monkeypatch, variables)
+    assert build.pip_settings().get("PIP_EXTRA_INDEX_URL", default) == index
 
 
-@pytest.mark.parametrize("environment", [".venv", ".vllm"])
-@pytest.mark.parametrize("name", ["", "PIP_INDEX_URL", "PIP_FIND_LINKS"])
-def test_make_asks_for_the_cpu_build_of_torch(
-    name: str, environment: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [(".venv", ""), (".vllm", ""), (".venv", "PIP_INDEX_URL"), (".vllm", "PIP_FIND_LINKS")],
+)
+def test_make_installs_the_cpu_build_of_torch(
+    environment: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against an environment that cannot be made: PyPI's torch wants another Triton."""
-    _environment(monkeypatch, {name: "wheels"} if name else {})
+    """Guards against gigabytes of CUDA packages on a machine without a GPU."""
+    _set_environment(monkeypatch, {name: "wheels"} if name else {})
     changed = ("--what-if=requirements.lock", "--what-if=requirements-vllm.txt")
     make = ["make", "--dry-run", *changed, f"PYTHON={sys.executable}", f"{environment}/.installed"]
     printed = subprocess.check_output(make, cwd=ROOT, text=True)
@@ -185,49 +155,49 @@ def test_make_asks_for_the_cpu_build_of_torch(
     assert subprocess.check_output(shell, text=True).strip() == expected
 
 
-def _environment(monkeypatch: pytest.MonkeyPatch, told: dict[str, str]) -> None:
-    """A machine's, with what pip is told by variables alone."""
+def _set_environment(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    """Replace all pip settings of this machine by these variables."""
     for name in os.environ.keys() - _PLAIN.keys():
         monkeypatch.delenv(name)
-    for name, value in (_PLAIN | told).items():
+    for name, value in (_PLAIN | variables).items():
         monkeypatch.setenv(name, value)
 
 
-def test_local_indexes_are_found() -> None:
-    """Guards against a build that cannot see what pip is told to read."""
+def test_local_indexes_are_mounted() -> None:
+    """Guards against a build without access to local package directories."""
     here = str(Path(__file__).parent)
-    told = {
+    settings = {
         "PIP_INDEX_URL": "https://example.com/simple",
         "PIP_EXTRA_INDEX_URL": "file:///srv/one/simple file:///srv/two/simple",
         "PIP_FIND_LINKS": here,
     }
-    assert [str(each) for each in build.local_paths(told)] == ["/srv/one", "/srv/two", here]
+    assert [str(path) for path in build.local_paths(settings)] == ["/srv/one", "/srv/two", here]
 
 
-def test_what_no_service_reads_is_dropped(tmp_path: Path) -> None:
-    """Guards against dropping what an import needs, or nothing at all."""
+def test_superfluous_files_are_deleted(tmp_path: Path) -> None:
+    """Guards against deletion of files that an import needs, and of nothing at all."""
     kept = (
         "torch/bin/torch_shm_manager", "torch/testing/a.py", "numpy/core.py",
         "transformers/models/auto/__pycache__/a.pyc", "transformers/models/llama/a.py",
     )  # fmt: skip
-    dropped = (
+    deleted = (
         "torch/bin/protoc", "torch/include/a/b.h", "torch/test/a", "numpy/tests/a.py",
         "numpy/tests/data/tests/b.py", "numpy/lib/npymath.a",
         "transformers/models/llama/__pycache__/a.pyc",
     )  # fmt: skip
-    for each in (*kept, *dropped):
-        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / each).write_text("x")
-    found = set(slim.superfluous(tmp_path))
-    for each in kept:
-        assert not found & {tmp_path / each, *(tmp_path / each).parents}
-    for each in dropped:
-        assert found & {tmp_path / each, *(tmp_path / each).parents}
-    assert not any(found & set(each.parents) for each in found)
+    for name in (*kept, *deleted):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    paths = set(slim.superfluous(tmp_path))
+    for name in kept:
+        assert not paths & {tmp_path / name, *(tmp_path / name).parents}
+    for name in deleted:
+        assert paths & {tmp_path / name, *(tmp_path / name).parents}
+    assert not any(paths & set(path.parents) for path in paths)
 
 
 def test_sizes_are_those_of_the_layers(tmp_path: Path) -> None:
-    """Guards against a table that adds up to something else than the image."""
+    """Guards against a table with another sum than the size of the image."""
     large = sizes.LEAST
     archive = tmp_path / "image.tar"
     _write_archive(
@@ -239,97 +209,91 @@ def test_sizes_are_those_of_the_layers(tmp_path: Path) -> None:
     )
     image = sizes.image_of(archive)
     assert image.bytes == 2 * large + 12
-    assert [each.made_by for each in image.layers] == ["ADD file:01 in /", "COPY to /opt/venv"]
-    assert [each.largest for each in image.layers] == [{"usr/lib": large}, {"torch": large}]
+    assert [layer.made_by for layer in image.layers] == ["ADD file:01 in /", "COPY to /opt/venv"]
+    assert [layer.largest for layer in image.layers] == [{"usr/lib": large}, {"torch": large}]
     assert f"{image.bytes / 1e6:.1f}" in build.table({"some": image})
 
 
 def _write_archive(archive: Path, layers: dict[str, dict[str, int]]) -> None:
-    """In the layout of the OCI; each layer with the sizes of its files."""
+    """Write an OCI archive; `layers` maps instructions to the sizes of files."""
     with tarfile.open(archive, "w") as tar:
-
-        def add(name: str, content: bytes) -> None:
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            tar.addfile(about, io.BytesIO(content))
 
         def blob(content: bytes) -> dict[str, str | int]:
             digest = hashlib.sha256(content).hexdigest()
-            add(f"blobs/sha256/{digest}", content)
+            _add(tar, f"blobs/sha256/{digest}", content)
             return {"digest": f"sha256:{digest}", "size": len(content)}
 
         history = [{"created_by": "ENV A=b", "empty_layer": True}]
-        history += [{"created_by": each} for each in layers]
+        history += [{"created_by": instruction} for instruction in layers]
         described = [blob(_packed(files)) for files in layers.values()]
         config = blob(json.dumps({"history": history}).encode())
         manifest = blob(json.dumps({"config": config, "layers": described}).encode())
-        add("index.json", json.dumps({"manifests": [manifest]}).encode())
+        _add(tar, "index.json", json.dumps({"manifests": [manifest]}).encode())
 
 
 def _packed(files: dict[str, int]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for name, size in files.items():
-            about = tarfile.TarInfo(name)
-            about.size = size
-            tar.addfile(about, io.BytesIO(bytes(size)))
+            _add(tar, name, bytes(size))
     return packed.getvalue()
 
 
-def test_the_sizes_that_are_told_are_of_these_targets() -> None:
-    """Guards against a page whose figures are of other images than the result beside it."""
-    told = json.loads((DEPLOY / "images" / "sizes.json").read_text())
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    about = tarfile.TarInfo(name)
+    about.size = len(content)
+    tar.addfile(about, io.BytesIO(content))
+
+
+def test_documented_sizes_match_the_stored_result() -> None:
+    """Guards against figures in docs/deploy.md that differ from sizes.json."""
+    result = json.loads((DEPLOY / "images" / "sizes.json").read_text())
     page = (ROOT / "docs" / "deploy.md").read_text()
-    assert set(told["images"]) == set(build.TARGETS)
-    assert told["machine"]["processor"] and told["base"]
-    for target, image in told["images"].items():
+    assert set(result["images"]) == set(build.TARGETS)
+    assert result["machine"]["processor"] and result["base"]
+    for target, image in result["images"].items():
         figures = f"| {image['bytes'] / 1e6:.0f} | {image['packed_bytes'] / 1e6:.0f} |"
         assert re.search(rf"^\| `{target}` .*{re.escape(figures)}$", page, re.MULTILINE), target
 
 
 @pytest.mark.parametrize("path", ["docs/deploy.md", "deploy/images/Dockerfile"])
-def test_images_are_told_by_the_names_they_get(path: str) -> None:
+def test_documented_image_names_are_those_built(path: str) -> None:
     """Guards against a quick start of another version than the one that is built."""
-    told = re.findall(r"localhost/specrej/([\w-]+|\$each):(\d[\w.]*)", (ROOT / path).read_text())
-    assert told and all(build.name_of(name).endswith(f"/{name}:{tag}") for name, tag in told)
+    images = re.findall(r"localhost/specrej/([\w-]+|\$image):(\d[\w.]*)", (ROOT / path).read_text())
+    assert images and all(build.name_of(name).endswith(f"/{name}:{tag}") for name, tag in images)
 
 
 # Compose
 
 
-def test_compose_names_what_is_there() -> None:
-    """Guards against a service, a target or a file that compose asks for in vain."""
-    compose = yaml.safe_load(COMPOSE.read_text())
-    for service in compose["services"].values():
-        if made := service.get("build"):
-            assert made["target"] in TARGETS
-            assert (COMPOSE.parent / made["context"]).resolve() == ROOT
-        for volume in service.get("volumes", ()):
-            source = volume.split(":")[0]
-            assert source in compose["volumes"] or (COMPOSE.parent / source).exists(), source
-        assert set(service.get("depends_on", ())) <= set(compose["services"])
-        assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+@pytest.mark.parametrize("service", COMPOSED["services"].values(), ids=COMPOSED["services"])
+def test_references_of_compose_exist(service: dict[str, Any]) -> None:
+    """Guards against a service, target or file that does not exist, foreign images without a
+    digest, and names that `make images` does not use."""
+    if built := service.get("build"):
+        assert built["target"] in TARGETS
+        assert (COMPOSE.parent / built["context"]).resolve() == ROOT
+        assert service["image"] == build.name_of(built["target"])
+        if arguments := built.get("args"):
+            assert arguments == {"PIP_INDEX_URL": None, "PIP_EXTRA_INDEX_URL": None}
+    else:
+        assert re.fullmatch(r"\S+/\S+:[\w.-]+@sha256:[0-9a-f]{64}", service["image"])
+    for volume in service.get("volumes", ()):
+        source = volume.split(":")[0]
+        assert source in COMPOSED["volumes"] or (COMPOSE.parent / source).exists(), source
+    assert set(service.get("depends_on", ())) <= set(COMPOSED["services"])
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_compose_settings_are_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a variable nobody reads, and a value that stops the service."""
-    service = yaml.safe_load(COMPOSE.read_text())["services"][name]
-    known = {f"SPECREJ_{name}_{field}".upper() for field in SETTINGS[name].model_fields}
-    assert service["environment"].keys() <= known
-    for key, value in service["environment"].items():
-        monkeypatch.setenv(key, value.replace("${OTLP_ENDPOINT:-}", ""))
-    settings = load(SETTINGS[name], [])
+    """Guards against a variable without a setting, and a value that stops the service."""
+    service = COMPOSED["services"][name]
+    variables = {
+        key: value.replace("${OTLP_ENDPOINT:-}", "")
+        for key, value in service["environment"].items()
+    }
+    settings = accepted(name, variables, monkeypatch)
     assert service["healthcheck"]["test"][-1] == f"127.0.0.1:{settings.port}"
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
     assert grace_s >= settings.drain_seconds + settings.grace_s + MARGIN_S
-
-
-def test_compose_images_are_pinned() -> None:
-    """Guards against somebody else's image that is another one tomorrow, and against ours under a
-    name that `make images` does not give."""
-    for service in yaml.safe_load(COMPOSE.read_text())["services"].values():
-        if made := service.get("build"):
-            assert service["image"] == build.name_of(made["target"])
-        else:
-            assert re.fullmatch(r"\S+/\S+:[\w.-]+@sha256:[0-9a-f]{64}", service["image"])

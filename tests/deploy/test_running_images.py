@@ -1,6 +1,6 @@
-"""The images, run: as their user, on a root that is read-only, until they answer a request.
+"""Runs the images, as their user on a read-only root, until they answer a request.
 
-`make images` builds them, `make images-run` runs this. Nothing of it needs a network or a Redis.
+`make images` builds them, `make images-run` runs these tests. No network or Redis is needed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local.stack import Ports
 from specrej.client import Client
-from specrej.stack import Ports
-from tests.deploy.containers import Asked, Container, container, missing
+from tests.deploy.containers import Container, ContainerSpec, container, missing
 
 REASON = missing("models", "generator", "reward", "orchestrator")
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.xdist_group("images"),  # started once
+    pytest.mark.xdist_group("images"),  # the module's fixture starts them once
 ]
 
-# Half a gigabyte to read, and kernels to compile, on a machine that has other things to do.
+# Half a gigabyte to read, and kernels to compile, on a busy machine.
 _READY_S = 600.0
 SERVICES = ("generator", "reward", "orchestrator")
 
@@ -40,10 +40,10 @@ def ports() -> Ports:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the image of the models copies to a volume, as an init container does."""
+    """Copy the models from their image to a volume, as the init container does."""
     volume = tmp_path_factory.mktemp("models")
     volume.chmod(0o777)
-    with container(Asked("models", mounts={"/target": volume}, may_write=True)) as copying:
+    with container(ContainerSpec("models", mounts={"/target": volume}, may_write=True)) as copying:
         assert copying.process.wait(300) == 0, copying.log.read_text()
     return volume
 
@@ -52,29 +52,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(models: Path, ports: Ports) -> Iterator[Running]:
     with ExitStack() as undo:
         started = {
-            name: undo.enter_context(container(_asked(name, models, ports))) for name in SERVICES
+            name: undo.enter_context(container(_spec(name, models, ports))) for name in SERVICES
         }
-        for name, each in started.items():
-            _until_healthy(each, f"127.0.0.1:{getattr(ports, name)}")
+        for name, service in started.items():
+            _until_healthy(service, f"127.0.0.1:{getattr(ports, name)}")
         yield started
 
 
-def _asked(name: str, models: Path, ports: Ports) -> Asked:
+def _spec(name: str, models: Path, ports: Ports) -> ContainerSpec:
     settings = {"PORT": str(getattr(ports, name))}
     if name == "orchestrator":
         settings["GENERATOR_ADDRESS"] = f"127.0.0.1:{ports.generator}"
         settings["REWARD_ADDRESS"] = f"127.0.0.1:{ports.reward}"
     environment = {f"SPECREJ_{name}_{key}".upper(): value for key, value in settings.items()}
     mounts = {} if name == "orchestrator" else {"/models": models}
-    return Asked(name, environment=environment, mounts=mounts)
+    return ContainerSpec(name, environment=environment, mounts=mounts)
 
 
-def _until_healthy(each: Container, address: str) -> None:
-    """As the probes of compose.yaml and of the TLS component ask."""
+def _until_healthy(service: Container, address: str) -> None:
+    """Wait for the same command that compose.yaml and the TLS component use as a probe."""
     began = time.monotonic()
-    while each.run("specrej", "health", address).returncode:
-        assert each.process.poll() is None, each.log.read_text()
-        assert time.monotonic() - began < _READY_S, each.log.read_text()
+    while service.run("specrej", "health", address).returncode:
+        assert service.process.poll() is None, service.log.read_text()
+        assert time.monotonic() - began < _READY_S, service.log.read_text()
         time.sleep(0.5)
 
 
@@ -90,12 +90,11 @@ def test_a_request_is_answered(running: Running, ports: Ports) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_nothing_can_be_written_to(running: Running, name: str) -> None:
-    """Guards against a container that is not what the manifests make of it."""
-    script = (
-        "id -u; for each in / /app /opt/venv /opt/app /models; do touch $each/x && echo $each; done"
-    )
-    ended = running[name].run("sh", "-c", f"{script}; touch /tmp/x && echo /tmp")
+def test_only_tmp_is_writable(running: Running, name: str) -> None:
+    """Guards against tests that run with more privileges than the manifests grant."""
+    write = "touch $directory/x && echo $directory"
+    script = f"for directory in / /app /opt/venv /opt/app /models /tmp; do {write}; done"
+    ended = running[name].run("sh", "-c", f"id -u; {script}")
     assert ended.stdout.split() == ["10001", "/tmp"]
     status = running[name].run("cat", "/proc/1/status").stdout.split()
     assert status[status.index("NoNewPrivs:") + 1] == "1"
@@ -104,34 +103,34 @@ def test_nothing_can_be_written_to(running: Running, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_what_builds_is_not_there(running: Running, name: str) -> None:
-    """Guards against a compiler, an installer, or a cache of one, in what runs."""
+def test_images_have_no_build_tools(running: Running, name: str) -> None:
+    """Guards against a compiler, an installer or a test tool in a runtime image."""
     for program in ("cc", "gcc"):
         assert running[name].run("sh", "-c", f"command -v {program}").returncode
     for module in ("pip", "locust", "pytest"):
         assert running[name].run("python", "-c", f"import {module}").returncode, module
-    wanted = running[name].run("python", "-c", "import torch").returncode == 0
-    assert wanted == (name != "orchestrator")
+    has_torch = running[name].run("python", "-c", "import torch").returncode == 0
+    assert has_torch == (name != "orchestrator")
 
 
-def test_none_is_left_behind() -> None:
-    """Guards against services that run on after whoever started them gave up."""
+def test_container_ends_with_its_context() -> None:
+    """Guards against services that outlive the test that started them."""
     port = Ports.free().orchestrator
     environment = {"SPECREJ_ORCHESTRATOR_PORT": str(port)}
-    with container(Asked("orchestrator", environment=environment)) as each:
+    with container(ContainerSpec("orchestrator", environment=environment)) as service:
         began = time.monotonic()
-        while not each.has_begun("orchestrator"):
-            assert time.monotonic() - began < _READY_S, each.log.read_text()
+        while not service.has_begun("orchestrator"):
+            assert time.monotonic() - began < _READY_S, service.log.read_text()
             time.sleep(0.05)
-        service = os.pidfd_open(each.first())
+        process = os.pidfd_open(service.first())
     try:
-        assert select.select([service], [], [], 30)[0]  # readable once it has ended
+        assert select.select([process], [], [], 30)[0]  # readable once it has ended
     finally:
-        os.close(service)
+        os.close(process)
 
 
-def test_they_end_when_they_are_told(running: Running) -> None:
-    """Guards against a service that ignores SIGTERM since it is process 1. The last test."""
+def test_services_end_on_sigterm(running: Running) -> None:
+    """Guards against a service that ignores SIGTERM because it is process 1. Runs last."""
     for name in reversed(SERVICES):
-        running[name].signal(signal.SIGTERM)
+        os.kill(running[name].first(), signal.SIGTERM)
         assert running[name].process.wait(60) == 0, running[name].log.read_text()

@@ -6,10 +6,16 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from specrej.stack import Stack
+from deploy.local.stack import Stack
+from tests.telemetry.observed import Observed, observed
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def stack() -> AsyncIterator[Stack]:
-    async with Stack(environment={"SPECREJ_GENERATOR_KV_SLOTS": "40000"}) as running:
+async def service() -> AsyncIterator[Observed]:
+    async with observed({"SPECREJ_GENERATOR_KV_SLOTS": "40000"}, on_toys=False) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stack(service: Observed) -> Stack:
+    return service.stack

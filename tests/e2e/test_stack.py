@@ -1,4 +1,4 @@
-"""Real processes, models and Redis-protocol server: what a user gets, and what a crash does."""
+"""Real processes, models and Redis-protocol server: answers, and recovery from crashes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ from pathlib import Path
 
 import pytest
 
-from specrej import Client, Generation, RoundCompleted, Schedule, Unavailable
+from deploy.local.stack import Stack
+from specrej import Client, Generation, GeometricSchedule, RoundCompleted, Unavailable
 from specrej.client import Options
 from specrej.contracts import Algorithm, CacheControl
-from specrej.stack import Stack
+from tests.serving import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 BIN = Path(sys.executable).parent
 OPTIONS = Options(
-    n=16, max_tokens=48, schedule=Schedule(first=8), seed=3, cache=CacheControl.BYPASS
+    n=16, max_tokens=48, schedule=GeometricSchedule(first=8), seed=3, cache=CacheControl.BYPASS
 )
 PROMPT = "Explain why leaves are green."
 
 
-async def slots_owned(client: Client) -> int:
-    return (await client.describe()).generator.slots.owned
+async def until_free(client: Client) -> None:
+    """Return once no slot is owned; descriptions are those of the last poll, a second old."""
+
+    async def free() -> bool:
+        return (await client.describe()).generator.slots.owned == 0
+
+    await until(free, every_s=0.1)
 
 
 async def test_speculative_rejection_makes_fewer_tokens_than_best_of_n(stack: Stack) -> None:
-    """The main promise, measured and not estimated: both algorithms run, at the same N and seed."""
+    """The main claim, measured: both algorithms run with the same N and seed."""
     async with Client(stack.orchestrator_address) as client:
         options = Options(n=32, max_tokens=64, seed=1, cache=CacheControl.BYPASS, ignore_eos=True)
         speculative = await client.generate(PROMPT, **options)
@@ -40,8 +46,8 @@ async def test_speculative_rejection_makes_fewer_tokens_than_best_of_n(stack: St
         assert best_of_n.usage.generated_tokens == 32 * 64
         assert speculative.usage.generated_tokens == 32 * 16 + 16 * 16 + 8 * 32
         assert speculative.usage.best_of_n_tokens_estimate == 32 * 64
-        assert await slots_owned(client) == 0
-    # The survivor's text is the one it has in the uncut run: what is lost is only who was cut.
+        await until_free(client)
+    # A survivor's text is that of the uncut run; only rejected candidates differ.
     assert speculative.best.score <= best_of_n.best.score + 1e-4
     assert [trace.num_live for trace in speculative.rounds] == [16, 8, 0]
 
@@ -68,9 +74,9 @@ async def test_rewards(stack: Stack, reward: str) -> None:
 
 
 async def _kill_in_round_one(stack: Stack, name: str) -> Generation | Exception:
-    """The outcome of a request during which one process is killed after the first round."""
+    """Kill a process after the first round of a request; return the answer or the error."""
     last: Generation | None = None
-    async with Client(stack.orchestrator_address, timeout_s=120) as client:
+    async with Client(stack.orchestrator_address, timeout_s=240) as client:
         try:
             async with aclosing(client.stream(PROMPT, **OPTIONS)) as events:
                 async for event in events:
@@ -87,18 +93,18 @@ async def _kill_in_round_one(stack: Stack, name: str) -> Generation | Exception:
 async def test_a_killed_process_gives_a_clean_status_and_the_rest_recovers(
     stack: Stack, name: str
 ) -> None:
-    """Never a hang, never UNKNOWN; after a restart the next request is answered, slots at zero."""
-    async with asyncio.timeout(100):
+    """No hang and no UNKNOWN; after a restart the next request succeeds and no slot is owned."""
+    async with asyncio.timeout(300):
         outcome = await _kill_in_round_one(stack, name)
         assert isinstance(outcome, Unavailable), outcome
         await stack.restart(name)
         async with Client(stack.orchestrator_address) as client:
             assert (await client.generate(PROMPT, **OPTIONS)).best.text
-            assert await slots_owned(client) == 0
+            await until_free(client)
 
 
-async def test_nobody_notices_a_killed_redis(stack: Stack) -> None:
-    async with asyncio.timeout(100):
+async def test_killed_redis_fails_no_request(stack: Stack) -> None:
+    async with asyncio.timeout(300):
         outcome = await _kill_in_round_one(stack, "redis")
         assert isinstance(outcome, Generation), outcome
         async with Client(stack.orchestrator_address) as client:
@@ -111,7 +117,7 @@ async def _run(*arguments: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    stdout, stderr = await asyncio.wait_for(process.communicate(), 120)
+    stdout, stderr = await asyncio.wait_for(process.communicate(), 240)
     return process.returncode or 0, stdout.decode(), stderr.decode()
 
 
@@ -135,7 +141,7 @@ async def test_the_command_line(stack: Stack) -> None:
         specrej, "generate", PROMPT, *address, *flags, "--max-tokens", "20", "--json"
     )
     best = json.loads(out)["candidates"][0]
-    assert best["vetoed"]  # nothing is that harmless: the best goes on, and says so
+    assert best["vetoed"]  # no answer reaches the veto limit: the best one is returned, flagged
     assert len(best["rewards"]) == 2
     assert "vetoed" in err
     code, out, _ = await _run(

@@ -1,4 +1,4 @@
-"""Trajectories that no model wrote, whose correlations are known.
+"""Synthetic trajectories with known correlations.
 
 Scores are random walks: `walk` of the first t tokens is the sum of t independent normal steps, so
 that among answers of T tokens each, partial and final scores correlate by sqrt(t / T), and
@@ -12,10 +12,8 @@ import math
 
 import numpy as np
 
-from experiments.flops import Sizes
-from experiments.studies.compute import ComputeModel
-from experiments.trajectories import FloatArray, IntArray, PrefixScores, Trajectories, likelihood
-from orchestrator.composition import LIKELIHOOD
+from experiments.flops import ComputeModel, Sizes
+from experiments.trajectories import FloatArray, IntArray, PrefixScores, Trajectories
 from specrej.contracts import Prompt
 
 GRID = (4, 8, 12, 16, 24, 32, 48, 64)
@@ -35,7 +33,7 @@ def collection(
     stop_share: float = 0.0,
     seed: int = 0,
 ) -> list[Trajectories]:
-    """One prompt after the other; `stop_share` of all answers end early, anywhere."""
+    """Several prompts; a share `stop_share` of all answers ends at a random token."""
     return [
         trajectories(n, max_tokens, positions, stop_share, seed + 1000 * number, f"p{number}")
         for number in range(num_prompts)
@@ -57,10 +55,10 @@ def trajectories(
     walks = np.cumsum(random.standard_normal((n, max_tokens)), axis=1)
     past_end = np.arange(max_tokens) >= num_tokens[:, None]
     logprobs = np.where(past_end, np.nan, -1.0 + 0.3 * random.standard_normal((n, max_tokens)))
-    return made_of(walks, num_tokens, logprobs, positions, prompt_id, finished=stops, seed=seed)
+    return from_scores(walks, num_tokens, logprobs, positions, prompt_id, finished=stops, seed=seed)
 
 
-def made_of(
+def from_scores(
     scores: FloatArray,
     num_tokens: IntArray,
     logprobs: FloatArray | None = None,
@@ -69,7 +67,7 @@ def made_of(
     finished: np.typing.NDArray[np.bool_] | None = None,
     seed: int = 0,
 ) -> Trajectories:
-    """Answers whose first t tokens are worth `scores[:, t - 1]`, in [N, T]."""
+    """Answers from `scores` [N, T]: the first t tokens score `scores[:, t - 1]`."""
     n, max_tokens = scores.shape
     grid = np.array(positions, dtype=np.int64)
     if logprobs is None:
@@ -77,7 +75,7 @@ def made_of(
     partial = np.where(num_tokens[:, None] >= grid, scores[:, grid - 1], np.nan)
     return Trajectories(
         prompt_id=prompt_id,
-        prompt=Prompt.from_user(f"What of {prompt_id}?"),
+        prompt=Prompt.from_user(f"Question {prompt_id}"),
         prompt_tokens=10,
         max_tokens=max_tokens,
         seed=seed,
@@ -85,19 +83,16 @@ def made_of(
         num_tokens=num_tokens,
         finished=num_tokens < max_tokens if finished is None else finished,
         logprobs=logprobs,
-        rewards={
-            WALK: PrefixScores(partial, scores[np.arange(n), num_tokens - 1]),
-            LIKELIHOOD: likelihood(logprobs, num_tokens, grid),
-        },
+        rewards={WALK: PrefixScores(partial, scores[np.arange(n), num_tokens - 1])},
         texts=tuple(f"Answer {i} to {prompt_id}, at <b>length</b>." for i in range(n)),
     )
 
 
 def expected_pearson(position: int, max_tokens: int = 64) -> float:
-    """Of partial and final scores, where no answer ends early."""
+    """Correlation of partial and final scores where no answer ends early."""
     return math.sqrt(position / max_tokens)
 
 
 def expected_kendall(position: int, max_tokens: int = 64) -> float:
-    """Of normal scores that correlate so."""
+    """Kendall's tau of normal scores with that correlation."""
     return 2 / math.pi * math.asin(expected_pearson(position, max_tokens))

@@ -1,4 +1,4 @@
-"""Operations against a count, layer by layer and token by token."""
+"""FLOPs compared with a count layer by layer and token by token."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from pathlib import Path
 import pytest
 
 from experiments.flops import (
+    UNKNOWN,
     Sizes,
     decode_flops,
     encoder_flops,
     generator_flops,
     read_sizes,
+    recorded,
 )
-from experiments.replay import Replayed, Setting, replay
-from experiments.replay_speed import made_up
-from experiments.studies.compute import UNKNOWN, recorded
-from specrej.contracts import Schedule
+from experiments.replay import Replayed, Replayer, Setting
+from specrej.contracts import GeometricSchedule
+from tests.experiments.synthetic import WALK, trajectories
 
 SIZES = Sizes(layers=2, hidden=6, heads=3, kv_heads=1, head_size=4, intermediate=10, vocabulary=20)
-KEPT = made_up(12, 32, 1)
-PROMPT_TOKENS = KEPT.prompt_tokens
+PROMPT = trajectories(12, 32, (8, 16, 32), stop_share=0.4, seed=1)
+PROMPT_TOKENS = PROMPT.prompt_tokens
 
 
 @pytest.fixture
 def done() -> Replayed:
-    return replay(KEPT, Setting(0, 0.5, Schedule(first=8), "made-up"))
+    return Replayer(PROMPT, WALK).run(Setting(0, 0.5, GeometricSchedule(first=8), WALK))
 
 
 def lengths(done: Replayed) -> list[int]:
-    """Tokens written of each candidate, from who survived which round."""
-    reached, live = [0] * KEPT.n, range(KEPT.n)
-    for each in done.rounds:
+    """Generated tokens of each candidate, from the survivors of each round."""
+    reached, live = [0] * PROMPT.n, range(PROMPT.n)
+    for cut in done.rounds:
         for row in live:
-            reached[row] = min(each.decision_token, int(KEPT.num_tokens[row]))
-        live = each.survivors  # type: ignore[assignment]
+            reached[row] = min(cut.decision_token, int(PROMPT.num_tokens[row]))
+        live = cut.survivors  # type: ignore[assignment]
     return reached
 
 
 def token_flops(num_seen: int, *, with_head: bool) -> int:
-    """One token through every matrix, seeing so many tokens."""
+    """One token through every matrix, attending to `num_seen` tokens."""
     query = output = 2 * 6 * 12
     keys = values = 2 * 6 * 4
     mlp = 3 * 2 * 6 * 10
@@ -49,47 +50,42 @@ def token_flops(num_seen: int, *, with_head: bool) -> int:
     return 2 * (query + output + keys + values + mlp + attention) + with_head * 2 * 6 * 20
 
 
-def test_a_replays_counts_are_those_of_its_candidates(done: Replayed) -> None:
-    """What the arithmetic stands on: every token once, with the tokens before it."""
+def test_replay_counts_every_token_with_the_tokens_before_it(done: Replayed) -> None:
     written = lengths(done)
     assert done.generated_tokens == sum(written)
     assert done.attended_tokens == sum(n * (n - 1) // 2 for n in written)
 
 
-def test_generated_tokens_cost_what_they_cost_one_by_one(done: Replayed) -> None:
+def test_decode_flops_equal_the_sum_over_tokens(done: Replayed) -> None:
     one_by_one = sum(
         token_flops(PROMPT_TOKENS + before, with_head=True)
         for length in lengths(done)
         for before in range(length)
     )
-    counts = (done.generated_tokens, done.attended_tokens)
-    assert decode_flops(SIZES, PROMPT_TOKENS, *counts) == one_by_one
+    assert decode_flops(SIZES, PROMPT_TOKENS, done) == one_by_one
     prompt = sum(token_flops(seen + 1, with_head=False) for seen in range(PROMPT_TOKENS))
     assert generator_flops(SIZES, PROMPT_TOKENS, done) == prompt + one_by_one
 
 
-def test_an_encoder_reads_every_prefix_from_its_beginning(done: Replayed) -> None:
+def test_encoder_reads_every_prefix_up_to_max_tokens(done: Replayed) -> None:
+    """Guards against counting text past the 256 tokens that `relevance` reads."""
     assert encoder_flops(SIZES, done) == read_flops(done, 32)
-
-
-def test_an_encoder_reads_no_further_than_it_can(done: Replayed) -> None:
-    """Guards against paying for text past the 256 tokens that `relevance` reads."""
     assert encoder_flops(replace(SIZES, max_tokens=12), done) == read_flops(done, 12)
     assert read_flops(done, 12) < read_flops(done, 32)
 
 
 def read_flops(done: Replayed, most: int) -> int:
-    """Of every prefix that was judged, up to `most` tokens of each."""
-    expected, live = 0, list(range(KEPT.n))
-    for each in done.rounds:
+    """Of every prefix that was scored, up to `most` tokens of each."""
+    expected, live = 0, list(range(PROMPT.n))
+    for cut in done.rounds:
         for row in live:
-            length = min(each.decision_token, int(KEPT.num_tokens[row]), most)
+            length = min(cut.decision_token, int(PROMPT.num_tokens[row]), most)
             expected += length * token_flops(length, with_head=False)
-        live = list(each.survivors)
+        live = list(cut.survivors)
     return expected
 
 
-def test_sizes_are_read_from_a_models_configuration(tmp_path: Path) -> None:
+def test_sizes_are_read_from_config_json(tmp_path: Path) -> None:
     config = {
         "num_hidden_layers": 2, "hidden_size": 12, "num_attention_heads": 3,
         "num_key_value_heads": 1, "intermediate_size": 10, "vocab_size": 20, "model_type": "llama",
@@ -100,19 +96,19 @@ def test_sizes_are_read_from_a_models_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(encoder | {"model_type": "bert"}))
     expected = Sizes(2, 12, 3, 3, 4, 10, 2, 0, max_tokens=256)
     assert read_sizes(tmp_path, with_head=False, max_tokens=256) == expected
-    # Guards against counting one expert of many, or a gate that is not there.
+    # Guards against unsupported layouts: a mixture of experts uses a part of its weights.
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mixtral"}))
     assert read_sizes(tmp_path, with_head=True) is None
 
 
-def test_a_collection_tells_whose_flops_they_are() -> None:
+def test_recorded_models_need_all_sizes() -> None:
     sizes = {"generator": asdict(SIZES), "reward relevance": asdict(replace(SIZES, max_tokens=256))}
     head = {"identity": {"model": "tiny"}, "sizes": sizes}
     own = recorded(head, "likelihood")
     assert (own.name, own.generator, own.encoder) == ("tiny", SIZES, None)
-    judged = recorded(head, "relevance")
-    assert judged.name == "tiny, judged by relevance"
-    assert judged.encoder == replace(SIZES, max_tokens=256)
-    # Guards against a reward whose reading is free because nobody knows what it costs.
+    scored = recorded(head, "relevance")
+    assert scored.name == "tiny, scored by relevance"
+    assert scored.encoder == replace(SIZES, max_tokens=256)
+    # Guards against a reward of unknown cost that is counted as free.
     assert recorded(head, "another") is UNKNOWN
     assert recorded({"identity": {"model": "tiny"}}, "likelihood") is UNKNOWN

@@ -1,10 +1,9 @@
-"""Trajectories on disk and in hand; what is lost when a collection is killed."""
+"""Trajectories in memory and on disk, and resuming after an interrupted write."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,29 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.trajectories import (
-    FloatArray,
-    OffGrid,
-    PrefixScores,
-    Store,
-    Trajectories,
-    likelihood,
-    load,
-)
-from orchestrator.composition import LIKELIHOOD
-from specrej.contracts import Message, Prompt
+from experiments.replay import Replayer, Setting
+from experiments.trajectories import OffGrid, PrefixScores, Store, Trajectories, load
+from orchestrator.loop.composition import LIKELIHOOD
+from specrej.contracts import GeometricSchedule, Message, Prompt
+from tests.experiments.synthetic import WALK, trajectories
 
 POSITIONS = np.array([2, 4, 5])
 NUM_TOKENS = np.array([5, 1, 4, 2])
 
 
 def made(prompt_id: str = "a", *, odd: float = 0.0) -> Trajectories:
-    """Four answers of 5, 1, 4 and 2 tokens; `odd` makes values that float32 cannot hold."""
-    chance = np.random.default_rng(3)
+    """Four answers of 5, 1, 4 and 2 tokens; `odd` adds digits that float32 cannot represent."""
+    random = np.random.default_rng(3)
     is_there = np.arange(5) < NUM_TOKENS[:, None]
-    drawn = chance.random((4, 5)).astype(np.float32).astype(np.float64)
-    logprobs = np.where(is_there, odd - drawn, np.nan)
-    partial = np.where(NUM_TOKENS[:, None] >= POSITIONS, chance.random((4, 3)), np.nan)
+    drawn = random.random((4, 5)).astype(np.float32).astype(np.float64)
+    partial = np.where(NUM_TOKENS[:, None] >= POSITIONS, random.random((4, 3)), np.nan)
     return Trajectories(
         prompt_id=prompt_id,
         prompt=Prompt(messages=(Message("system", "Be brief."), Message("user", "Why?"))),
@@ -44,48 +36,40 @@ def made(prompt_id: str = "a", *, odd: float = 0.0) -> Trajectories:
         positions=POSITIONS,
         num_tokens=NUM_TOKENS,
         finished=np.array([False, True, True, True]),
-        logprobs=logprobs,
-        rewards={
-            "r": PrefixScores(partial, chance.random(4)),
-            LIKELIHOOD: likelihood(logprobs, NUM_TOKENS, POSITIONS),
-        },
+        logprobs=np.where(is_there, odd - drawn, np.nan),
+        rewards={"r": PrefixScores(partial, random.random(4))},
         texts=("one\u2028line", "", "naïve 🙂\n", "\x0b"),
     )
 
 
-def assert_equal(found: Trajectories, expected: Trajectories) -> None:
-    names = ("prompt_id", "prompt", "prompt_tokens", "max_tokens", "seed", "texts")
-    assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
-    for name in ("positions", "num_tokens", "finished", "logprobs"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    assert found.rewards.keys() == expected.rewards.keys()
-    for name, scores in expected.rewards.items():
-        np.testing.assert_array_equal(found.rewards[name].partial, scores.partial)
-        np.testing.assert_array_equal(found.rewards[name].final, scores.final)
+def assert_equal(actual: Trajectories, expected: Trajectories) -> None:
+    """Exact equality; NaN equals NaN."""
+    np.testing.assert_equal(asdict(actual), asdict(expected))
 
 
 @pytest.mark.parametrize("odd", [0.0, 1e-12])
-def test_what_is_read_is_what_was_written(tmp_path: Path, odd: float) -> None:
-    """To the last bit, whatever fits float32; texts with every kind of line's end."""
+def test_stored_trajectories_are_read_back_exactly(tmp_path: Path, odd: float) -> None:
+    """Also values that float32 cannot hold, and texts with every kind of line end."""
     store = Store(tmp_path / "new")
     assert store.head() is None
     assert store.lines() == []
     store.begin({"settings": {"n": 4}})
-    store.add(made("a", odd=odd), {"seconds": 3})
+    store.add(made("a", odd=odd))
     store.add(made("b"))
     first, second = load(tmp_path / "new")
     assert_equal(first, made("a", odd=odd))
     assert_equal(second, made("b"))
     assert store.head() == {"settings": {"n": 4}}
-    assert store.lines()[0]["notes"] == {"seconds": 3}
+    with pytest.raises(ValueError, match="has no reward other, but r, likelihood"):
+        load(tmp_path / "new", "other")
 
 
 @settings(max_examples=60, deadline=None)
 @given(share=st.floats(0, 1))
-def test_a_killed_collection_loses_what_was_being_written_alone(
+def test_interrupted_write_loses_only_its_own_prompt(
     tmp_path_factory: pytest.TempPathFactory, share: float
 ) -> None:
-    """A line torn anywhere is nothing, and does not swallow the one after it."""
+    """An incomplete line is ignored, and does not merge with the line after it."""
     directory = tmp_path_factory.mktemp("torn")
     store = Store(directory)
     store.begin({"settings": {}})
@@ -95,13 +79,13 @@ def test_a_killed_collection_loses_what_was_being_written_alone(
     store.add(made("b"))
     added = path.read_bytes()[len(whole) :]
     path.write_bytes(whole + added[: int(share * (len(added) - 2))])
-    assert [each.prompt_id for each in store] == ["a"]
+    assert [prompt.prompt_id for prompt in store] == ["a"]
     store.add(made("b"))
-    assert [each.prompt_id for each in store] == ["a", "b"]
+    assert [prompt.prompt_id for prompt in store] == ["a", "b"]
     assert_equal(load(directory)[1], made("b"))
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_other_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trajectories.jsonl").write_text(json.dumps({"what": "else"}) + "\n")
     with pytest.raises(ValueError, match="is not a collection"):
         load(tmp_path)
@@ -109,46 +93,54 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "nothing")
 
 
-def _means(logprobs: FloatArray) -> Iterator[list[float]]:
-    """By the sums of an engine that adds token after token."""
-    for row in logprobs.tolist():
-        total, means = 0.0, []
-        for count, value in enumerate(row, start=1):
+def test_likelihood_equals_the_engine_bit_by_bit() -> None:
+    """Guards the order of additions: another order differs in the last bits and may rank otherwise.
+
+    The engine adds one token after the other.
+    """
+    prompt = made()
+    for row, logprobs in enumerate(prompt.logprobs.tolist()):
+        total, length = 0.0, int(NUM_TOKENS[row])
+        for position, value in enumerate(logprobs, start=1):
             total += value
-            means.append(total / count)
-        yield means
+            partial = prompt.partial(LIKELIHOOD, position)[row]
+            assert partial == total / position if position <= length else np.isnan(partial)
+            if position == length:
+                assert prompt.final(LIKELIHOOD)[row] == total / length
+    assert replace(prompt, rewards={}).reward_names == (LIKELIHOOD,)
 
 
-def test_the_likelihood_is_the_engines_own_to_the_last_bit() -> None:
-    """A sum in another order would differ, and rank otherwise."""
-    kept = made()
-    for row, means in enumerate(_means(kept.logprobs)):
-        length = int(NUM_TOKENS[row])
-        assert kept.scores(LIKELIHOOD).final[row] == means[length - 1]
-        for position in range(1, 6):
-            found = kept.partial_at(LIKELIHOOD, position)[row]
-            assert found == means[position - 1] if position <= length else np.isnan(found)
-    bare = replace(kept, rewards={})
-    assert bare.reward_names == (LIKELIHOOD,)
-    np.testing.assert_array_equal(bare.scores(LIKELIHOOD).final, kept.scores(LIKELIHOOD).final)
-
-
-def test_a_position_off_the_grid_names_its_neighbours() -> None:
-    kept = made()
-    np.testing.assert_array_equal(kept.partial_at("r", 4), kept.rewards["r"].partial[:, 1])
+def test_position_off_the_grid_is_refused_with_its_neighbours() -> None:
+    prompt = made()
+    np.testing.assert_array_equal(prompt.partial("r", 4), prompt.rewards["r"].partial[:, 1])
     for position, near in ((3, "2 and 4"), (1, "2"), (6, "5")):
         with pytest.raises(OffGrid, match=f"at token {position}: .* are {near}$"):
-            kept.partial_at("r", position)
+            prompt.partial("r", position)
     with pytest.raises(KeyError):
-        kept.scores("unknown")
+        prompt.final("unknown")
 
 
-def test_taken_candidates_keep_all_that_is_theirs() -> None:
-    kept = made()
-    taken = kept.take([2, 0, 2])
-    assert taken.n == 3
-    assert taken.texts == (kept.texts[2], kept.texts[0], kept.texts[2])
-    np.testing.assert_array_equal(taken.num_tokens, [4, 5, 4])
-    np.testing.assert_array_equal(taken.logprobs[1], kept.logprobs[0])
-    np.testing.assert_array_equal(taken.rewards["r"].final, kept.rewards["r"].final[[2, 0, 2]])
-    np.testing.assert_array_equal(taken.finished, [True, False, True])
+def test_shortened_has_the_prefixes_of_long_answers() -> None:
+    prompt = trajectories(n=64, stop_share=0.5, seed=2)
+    short = prompt.shortened(32)
+    assert short.num_tokens.tolist() == np.minimum(prompt.num_tokens, 32).tolist()
+    assert short.finished.tolist() == (prompt.finished & (prompt.num_tokens <= 32)).tolist()
+    assert short.positions.tolist() == [4, 8, 12, 16, 24, 32]
+    is_long = prompt.num_tokens > 32
+    expected = np.where(is_long, prompt.partial(WALK, 32), prompt.final(WALK))
+    np.testing.assert_array_equal(short.final(WALK), expected)
+    assert_equal(prompt.shortened(64), prompt)
+    with pytest.raises(ValueError, match="64 tokens only"):
+        prompt.shortened(128)
+    with pytest.raises(OffGrid):
+        prompt.shortened(31)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(min_value=0, max_value=1000), st.sampled_from([WALK, "likelihood"]))
+def test_shortened_replays_the_same_rounds_before_the_limit(seed: int, reward: str) -> None:
+    prompt = trajectories(n=32, stop_share=0.3, seed=seed)
+    setting = Setting(32, 0.5, GeometricSchedule(first=8), reward)
+    long = Replayer(prompt, reward).run(setting).rounds
+    short = Replayer(prompt.shortened(32), reward).run(setting).rounds
+    assert short[:2] == long[:2]

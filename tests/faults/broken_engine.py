@@ -1,6 +1,6 @@
-"""The generator service as it ships, on a real engine, but that a signal breaks its next step.
+"""The generator service on a real engine whose next step a signal breaks.
 
-SIGUSR1: the step ends its thread, as nothing but a bug could. SIGUSR2: it never ends.
+SIGUSR1: the step ends the engine's thread, as only a bug could. SIGUSR2: the step never ends.
 """
 
 from __future__ import annotations

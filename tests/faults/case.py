@@ -1,4 +1,4 @@
-"""A case of the checklist as data, and what comes of running it: outcome, recovery time."""
+"""A case of the checklist as data, and the result of its run: outcome, recovery time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tests.faults.world import NotRecovered, World
 
-# Runs the case on a world; gives back the codes that its calls ended with. AssertionError: the
-# service did something it must not.
+# Runs the case on a world and returns the status codes of its calls. Raises AssertionError if the
+# service violates a promise.
 Play = Callable[[World], Awaitable[Collection[str]]]
 
 _LIMIT_S = 30.0
@@ -20,10 +19,10 @@ _LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: what is done, and which codes are right. Without `play` it says why.
+    """One row: the fault and the accepted codes, or the reason why it does not run here.
 
-    `name` begins with an id of the checklist. `elsewhere` is the test that covers it, as pytest
-    names it; `not_here` says why no single machine can run it, or that it cannot happen at all.
+    `name` begins with the group and the fault. `elsewhere` is the pytest id of the test that covers
+    the case; `not_here` is the reason why the case cannot run, or cannot happen.
     """
 
     name: str
@@ -36,13 +35,13 @@ class Case:
 
     @property
     def item(self) -> str:
-        """The checklist's id: group and fault, without the variant."""
+        """Group and fault, without the variant."""
         return "/".join(self.name.split("/")[:2])
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a case; `problem` is empty where all was right."""
+    """The result of a case; `problem` is empty if it passed."""
 
     case: str
     outcome: str
@@ -50,34 +49,16 @@ class Result:
     recovery_s: float | None = None
     problem: str = ""
 
-    @property
-    def is_good(self) -> bool:
-        return not self.problem
-
-    def as_row(self) -> dict[str, Any]:
-        """For a JSON report."""
-        return asdict(self)
-
 
 def here(
     name: str, play: Play, *accepted: str, limit_s: float = _LIMIT_S, fast: bool = False
 ) -> Case:
-    """A case that runs."""
+    """Return a case that runs."""
     return Case(name, play, frozenset(accepted), limit_s, fast)
 
 
-def elsewhere(name: str, test: str) -> Case:
-    """A case that another test covers, over real gRPC or in the process it is about."""
-    return Case(name, elsewhere=test)
-
-
-def not_here(name: str, reason: str) -> Case:
-    """A case that does not run, and why."""
-    return Case(name, not_here=reason)
-
-
 async def examine(case: Case, world: World) -> Result:
-    """Run a case, then wait for the invariant; whatever is wrong is told in the result."""
+    """Run a case, then wait for the invariant; the result has the first problem."""
     assert case.play
     began = time.monotonic()
     outcome, problem = await _played(case, world)
@@ -85,7 +66,7 @@ async def examine(case: Case, world: World) -> Result:
     recovery_s = None
     try:
         async with asyncio.timeout(_LIMIT_S):
-            # What a case left behind after a problem must not fail the next one.
+            # Leftovers of a failed case must not fail the next one.
             await world.heal()
             recovery_s = await world.settle()
     except (TimeoutError, NotRecovered) as error:
@@ -94,7 +75,7 @@ async def examine(case: Case, world: World) -> Result:
 
 
 async def _played(case: Case, world: World) -> tuple[str, str]:
-    """Outcome and problem."""
+    """Return outcome and problem."""
     assert case.play
     limit = asyncio.timeout(case.limit_s)
     try:
@@ -103,7 +84,7 @@ async def _played(case: Case, world: World) -> tuple[str, str]:
     except Exception as error:
         if limit.expired():
             return "HANGS", f"not over within {case.limit_s:g} s"
-        # A TimeoutError of its own: what it waited for did not happen.
+        # A TimeoutError of the case itself: a condition that it waited for did not come.
         return "WRONG", f"{type(error).__name__}: {error}"
     outcome = ", ".join(
         f"{code} x {times}" if times > 1 else code for code, times in sorted(Counter(codes).items())

@@ -1,12 +1,13 @@
 """Faults of a real engine: out of memory in the middle of a request, a thread that ends or hangs.
 
-The engine runs a tiny model of random weights, whose keys and values are large for its size, in a
-world of its own. The invariant is checked there, with that world's own right answer.
+The engine runs a tiny model of random weights with comparatively large keys and values, in a
+separate world. The invariant is checked there, with that world's reference answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,8 +17,8 @@ from typing import Any, ClassVar
 
 import psutil  # type: ignore[import-untyped]
 
-from specrej.contracts import Schedule
-from specrej.stack import Stack
+from deploy.local.stack import Stack
+from specrej.contracts import TokensSchedule
 from tests.faults.broken_engine import ENDS, HANGS
 from tests.faults.case import Case, here
 from tests.faults.world import World, until, world
@@ -30,31 +31,31 @@ _MIB = 1 << 20
 # 8 KiB of keys and values per token.
 _LAYERS, _WIDTH = 4, 256
 _CONTEXT = 4096
-# Sixteen steps are cheap; the room for what 32 survivors may still say, 300 MiB, is not there.
-_STARVING: Mapping[str, Any] = {"n": 64, "max_tokens": 1200, "schedule": Schedule("tokens", (16,))}
+# Sixteen steps are cheap; the room for the rest of 32 survivors, 300 MiB, is not available.
+_STARVING: Mapping[str, Any] = {"n": 64, "max_tokens": 1200, "schedule": TokensSchedule((16,))}
 _ROOM_MIB = 120
 _LONG: Mapping[str, Any] = {"n": 4, "max_tokens": 2000}
 
 
 class _BreakableStack(Stack):
-    """Its generator can be broken by a signal."""
+    """A stack whose generator a signal can break."""
 
     modules: ClassVar = {**Stack.modules, "generator": "tests.faults.broken_engine"}
 
 
 @asynccontextmanager
 async def engine_world(**environment: str) -> AsyncIterator[World]:
-    """A world with a real engine, in which what ends or is stuck is started again."""
+    """Start a world with a real engine; processes that end or hang are restarted."""
     async with AsyncExitStack() as undo:
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="specrej-")))
         await asyncio.to_thread(_save_model, directory)
-        told = {
+        variables = {
             "SPECREJ_GENERATOR_MODEL": str(directory),
             "SPECREJ_GENERATOR_KV_SLOTS": "100000",
             "SPECREJ_GENERATOR_THREADS": "1",
             **environment,
         }
-        running = await undo.enter_async_context(world(told, _BreakableStack))
+        running = await undo.enter_async_context(world(variables, _BreakableStack))
         keeping = asyncio.ensure_future(running.stack.keep_alive(lambda _: None))
         try:
             yield running
@@ -74,52 +75,36 @@ def _save_model(directory: Path) -> None:
 
 
 async def out_of_memory(_: World) -> list[str]:
-    """The kernel has no memory for a session's next round: it fails, and its neighbour does not."""
+    """Without memory for its next round a session fails, and another session does not."""
     async with engine_world() as running:
-        process = psutil.Process(running.stack.processes["generator"])
+        process = running.process("generator")
         most = process.memory_info().vms + _ROOM_MIB * _MIB
         _, hard = process.rlimit(psutil.RLIMIT_AS)
         process.rlimit(psutil.RLIMIT_AS, (most, hard))
         try:
             neighbour = running.call(n=2, max_tokens=200, timeout_s=60)
-            failed = await running.ask(**_STARVING, stream=True, timeout_s=60)
+            failed = await running.generate(**_STARVING, stream=True, timeout_s=60)
             answered = await neighbour.outcome()
         finally:
             process.rlimit(psutil.RLIMIT_AS, (hard, hard))
         await running.settle()
-        assert running.stack.processes["generator"] == process.pid, "it had to be started again"
+        assert running.stack.processes["generator"] == process.pid, "the generator was restarted"
         return [failed.label, answered.label]
 
 
-async def thread_ends(_: World) -> list[str]:
-    """Nobody says so: who waits is told, health says so, and there is a new process soon."""
-    async with engine_world() as running:
-        before = running.stack.processes["generator"]
-        call = running.call(**_LONG, timeout_s=60)
-        await until(partial(_grows, running), _START_S)
-        running.signal("generator", ENDS)
-        outcome = await call.outcome()
-        late = await running.ask(timeout_s=5)
-        await until(partial(_is_new, running, before), _START_S)
-        await running.settle()
-        return [outcome.label, late.label]
-
-
-async def thread_hangs(_: World) -> list[str]:
-    """A step that never ends: calls end by their deadlines, and there is a new process soon."""
+async def thread_breaks(number: signal.Signals, _: World) -> list[str]:
+    """The engine's thread ends silently, or a step never ends: calls fail, by their deadlines at
+    the latest, health fails, and the process is replaced."""
     async with engine_world(SPECREJ_GENERATOR_STUCK_S=str(_STUCK_S)) as running:
         before = running.stack.processes["generator"]
-        call = running.call(**_LONG, timeout_s=3)
-        await until(partial(_grows, running), _START_S)
-        running.signal("generator", HANGS)
+        call = running.call(**_LONG, timeout_s=3 if number is HANGS else 60)
+        await running.until_generator(lambda g: g.slots.owned > 0, bound_s=_START_S)
+        running.signal("generator", number)
         outcome = await call.outcome()
-        await until(partial(_is_new, running, before), _START_S)
+        late = await running.generate(timeout_s=5)
+        await until(partial(_is_new, running, before), bound_s=_START_S)
         await running.settle()
-        return [outcome.label]
-
-
-async def _grows(running: World) -> bool:
-    return (await running.generator()).slots.owned > 0
+        return [outcome.label, late.label]
 
 
 async def _is_new(running: World, before: int) -> bool:
@@ -129,10 +114,15 @@ async def _is_new(running: World, before: int) -> bool:
 
 CASES: tuple[Case, ...] = (
     here("faults/out-of-memory/at-a-round", out_of_memory, "INTERNAL", "OK", limit_s=_LIMIT_S),
-    here("faults/engine-thread-dies/ends", thread_ends, "UNAVAILABLE", limit_s=_LIMIT_S),
+    here(
+        "faults/engine-thread-dies/ends",
+        partial(thread_breaks, ENDS),
+        "UNAVAILABLE",
+        limit_s=_LIMIT_S,
+    ),
     here(
         "faults/engine-thread-dies/hangs",
-        thread_hangs,
+        partial(thread_breaks, HANGS),
         *("DEADLINE_EXCEEDED", "UNAVAILABLE"),
         limit_s=_LIMIT_S,
     ),

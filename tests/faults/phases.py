@@ -1,112 +1,94 @@
-"""Points in a request's life, reached exactly: proxies hold what would lead beyond them."""
+"""Exact points in a request's life: proxies hold the messages that would lead beyond them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from specrej.contracts import Algorithm, Schedule
-from tests.faults.world import MAX_RUNNING, PROMPT, Call, World, until
+from specrej.contracts import Algorithm, TokensSchedule
+from tests.faults.world import MAX_RUNNING, PROMPT, Call, World
 
 _N = 8
 _PROMPT_SLOTS = len(PROMPT.split())
 _LONG: Mapping[str, Any] = {"n": _N, "max_tokens": 400}
-_TWO_ROUNDS = {**_LONG, "schedule": Schedule("tokens", (16,))}
-_ONE_ROUND = {**_LONG, "schedule": Schedule("tokens", (399,))}
+_TWO_ROUNDS = {**_LONG, "schedule": TokensSchedule((16,))}
+_ONE_ROUND = {**_LONG, "schedule": TokensSchedule((399,))}
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`prepare` before the request is sent; `arrive` returns once it is at the point."""
+    """`prepare` runs before the request is sent; `arrive` returns once it is at the point."""
 
     arrive: Callable[[World], Awaitable[None]]
     prepare: Callable[[World], None] = lambda world: None
     options: Mapping[str, Any] = field(default_factory=lambda: _TWO_ROUNDS)
-    crowded: bool = False  # all permits are taken by others
+    crowded: bool = False  # other requests hold all permits
 
 
 @asynccontextmanager
 async def held_at(phase: Phase, world: World, **options: Any) -> AsyncIterator[Call]:
-    """A request that is at the phase's point; others, if there are any, go when it is left."""
-    call: Call | None = None
-    crowd = [world.call(**_ONE_ROUND, seed=90 + i) for i in range(MAX_RUNNING * phase.crowded)]
+    """Hold a request at the phase's point; cancel it and the crowd when the context ends."""
+    calls = [world.call(**_ONE_ROUND, seed=90 + i) for i in range(MAX_RUNNING * phase.crowded)]
     try:
-        if crowd:
-            await until(lambda: _is_running(world, MAX_RUNNING))
+        if phase.crowded:
+            await world.until_service(lambda service: service.running == MAX_RUNNING)
         phase.prepare(world)
-        call = world.call(**{**phase.options, **options})
+        calls.append(world.call(**{**phase.options, **options}))
         await phase.arrive(world)
-        yield call
+        yield calls[-1]
     finally:
-        for each in (*crowd, *([call] if call else [])):
-            each.cancel()
-            await each.outcome()
+        for call in calls:
+            call.cancel()
+            await call.outcome()
 
 
-def _hold_opening(world: World) -> None:
-    world.proxies["generator"].hold_replies_after(PROMPT.encode())
+def _hold(backend: str, marker: bytes, world: World) -> None:
+    world.proxies[backend].hold_replies_after(marker)
 
 
-def _hold_scoring(world: World) -> None:
-    # A batch holds candidates' texts, in which all of a toy's words turn up.
-    world.proxies["reward"].hold_replies_after(b"birch")
-
-
-async def _opening(world: World) -> None:
-    await world.proxies["generator"].replies.held.wait()
-
-
-async def _scoring(world: World) -> None:
-    await world.proxies["reward"].replies.held.wait()
+async def _held(backend: str, world: World) -> None:
+    await world.proxies[backend].replies.held.wait()
 
 
 async def _pruning(world: World) -> None:
-    await _scoring(world)
+    await _held("reward", world)
     generator = world.proxies["generator"]
     generator.replies.shut()
     world.proxies["reward"].replies.open()
     await generator.replies.held.wait()
 
 
-async def _growing(world: World) -> None:
-    await until(lambda: _owns_more_than(world, _N * 4))
+async def _first_round(world: World) -> None:
+    await world.until_generator(lambda g: g.slots.owned > _PROMPT_SLOTS + _N * 4)
 
 
 async def _second_round(world: World) -> None:
-    # The first cut leaves half of them: so many slots are owned only well after it.
-    await until(lambda: _owns_more_than(world, _N * 16 + _N * 4))
+    # After the first cut half of them live: they own this many slots only well after it.
+    await world.until_generator(lambda g: g.slots.owned > _PROMPT_SLOTS + _N * 20)
 
 
 async def _last_step(world: World) -> None:
-    """All candidates have ended, and the orchestrator does not know it yet."""
-    await _growing(world)
+    """All candidates have ended, and the orchestrator has not received it yet."""
+    await _first_round(world)
     replies = world.proxies["generator"].replies
     replies.shut()
     await replies.held.wait()
 
 
 async def _queued(world: World) -> None:
-    await until(lambda: _is_queued(world))
+    await world.until_service(lambda service: service.queued > 0)
 
 
-async def _owns_more_than(world: World, slots: int) -> bool:
-    return (await world.generator()).slots.owned > _PROMPT_SLOTS + slots
-
-
-async def _is_running(world: World, number: int) -> bool:
-    return (await world.service()).running == number
-
-
-async def _is_queued(world: World) -> bool:
-    return (await world.service()).queued > 0
-
+# The toy's texts contain this word.
+_hold_scoring = partial(_hold, "reward", b"birch")
 
 QUEUED = Phase(_queued, crowded=True)
-OPENING = Phase(_opening, _hold_opening)
-FIRST_ROUND = Phase(_growing, options=_ONE_ROUND)
+OPENING = Phase(partial(_held, "generator"), partial(_hold, "generator", PROMPT.encode()))
+FIRST_ROUND = Phase(_first_round, options=_ONE_ROUND)
 SECOND_ROUND = Phase(_second_round)
-SCORING = Phase(_scoring, _hold_scoring)
+SCORING = Phase(partial(_held, "reward"), _hold_scoring)
 PRUNING = Phase(_pruning, _hold_scoring)
 LAST_STEP = Phase(_last_step, options={"n": _N, "max_tokens": 60, "algorithm": Algorithm.BEST_OF_N})

@@ -1,13 +1,14 @@
-"""A TCP proxy that misbehaves on command: between the orchestrator and whatever it talks to.
+"""A TCP proxy that misbehaves on command, between the orchestrator and its peers.
 
-No library was found that does this in Python (Toxiproxy is a server of its own, in Go). It knows no
-protocol: it holds, delays, cuts and replaces bytes.
+No Python library was found that does this (Toxiproxy is a separate server in Go). The proxy parses
+no protocol: it holds and cuts bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -17,31 +18,28 @@ _PIECE_BYTES = 65536
 
 
 class Lane:
-    """One direction of all connections: open, shut, slow, or cut after so many bytes."""
+    """The replies of all connections: open, shut, or cut after a number of bytes."""
 
     def __init__(self) -> None:
-        self.delay_s = 0.0
         self.cut_after: int | None = None  # bytes that still pass before the connection is reset
-        self.held = asyncio.Event()  # set once a piece waits at the shut lane
+        self.held = asyncio.Event()  # set once bytes wait at the shut lane
         self._open = asyncio.Event()
         self._open.set()
 
     def shut(self) -> None:
-        """Hold what comes from now on."""
+        """Hold all bytes that arrive from now on."""
         self._open.clear()
         self.held.clear()
 
     def open(self) -> None:
-        """Let pass what was held, and all that comes."""
+        """Forward the held bytes and all that follow."""
         self._open.set()
 
     async def passes(self, piece: bytes) -> bytes:
-        """The part of a piece that passes; all of it but where the lane is cut."""
+        """Return the bytes to forward: all of them unless the lane is cut."""
         if not self._open.is_set():
             self.held.set()
             await self._open.wait()
-        if self.delay_s:
-            await asyncio.sleep(self.delay_s)
         if self.cut_after is None:
             return piece
         passing = piece[: self.cut_after]
@@ -49,58 +47,55 @@ class Lane:
         return passing
 
     def heal(self) -> None:
-        """As at first."""
-        self.delay_s, self.cut_after = 0.0, None
+        """Remove the cut, and open the lane."""
+        self.cut_after = None
         self.open()
 
 
 class Proxy:
-    """Forwards connections on `port` to `target`, until told otherwise; made by `proxy`."""
+    """Forwards connections on `port` to `target`; created by `proxy`."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, tls: ssl.SSLContext | None = None) -> None:
         self.port = 0
-        self.requests = Lane()  # towards the server
         self.replies = Lane()
-        self.answer = b""  # if set, the answer to every piece; the server sees none of them
         self._target = target
+        self._tls = tls
         self._hold_after = b""
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Future[None]] = set()
 
     async def listen(self) -> None:
-        """Accept connections; after `refuse` on the same port as before."""
-        self._server = await asyncio.start_server(self._serve, HOST, self.port)
+        """Accept connections; after `refuse`, on the same port."""
+        self._server = await asyncio.start_server(self._serve, HOST, self.port, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def refuse(self) -> None:
-        """Refuse connections and reset those that are open."""
+        """Refuse new connections and reset open ones."""
         if self._server:
             self._server.close()
             self._server = None
         self.cut()
 
     def cut(self) -> None:
-        """Reset all connections; what was on its way is lost."""
+        """Reset all connections; bytes in transit are lost."""
         for writer in self._writers:
             _reset(writer)
 
     def hold_replies_after(self, marker: bytes) -> None:
-        """Shut the replies' lane as soon as a request holds `marker`."""
+        """Shut the lane of replies once a request contains `marker`."""
         self.replies.held.clear()
         self._hold_after = marker
 
     async def heal(self) -> None:
-        """Forward again as at first."""
-        self.answer = self._hold_after = b""
-        self.requests.heal()
+        """Remove all faults."""
+        self._hold_after = b""
         self.replies.heal()
         if self._server is None:
             await self.listen()
 
     async def close(self) -> None:
-        """Refuse, and wait until nothing is forwarded any more."""
-        self.requests.open()
+        """Refuse connections and wait until all forwarding has ended."""
         self.replies.open()
         self.refuse()
         if self._pumps:
@@ -117,7 +112,7 @@ class Proxy:
         both = (writer, upstream_writer)
         self._writers.update(both)
         pumps = {
-            asyncio.ensure_future(self._forward(reader, upstream_writer, writer)),
+            asyncio.ensure_future(self._forward(reader, upstream_writer)),
             asyncio.ensure_future(self._return(upstream_reader, writer)),
         }
         self._pumps |= pumps
@@ -126,24 +121,16 @@ class Proxy:
         finally:
             self._pumps -= pumps
             self._writers.difference_update(both)
-            for each in both:
-                each.transport.abort()
+            for end in both:
+                end.transport.abort()
 
-    async def _forward(
-        self,
-        reader: asyncio.StreamReader,
-        upstream: asyncio.StreamWriter,
-        client: asyncio.StreamWriter,
-    ) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
             while piece := await reader.read(_PIECE_BYTES):
-                if self.answer:
-                    client.write(self.answer)
-                    continue
                 if self._hold_after and self._hold_after in piece:
                     self._hold_after = b""
                     self.replies.shut()
-                upstream.write(await self.requests.passes(piece))
+                upstream.write(piece)
                 await upstream.drain()
         upstream.close()
 
@@ -155,12 +142,12 @@ class Proxy:
                 if len(passing) < len(piece):
                     break
                 await client.drain()
-        # A server that is gone, or cut off, takes the client's connection with it.
+        # The client's connection ends with the server's.
         _reset(client)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Break a connection off by RST, as a dying kernel would; an orderly end is another case."""
+    """End a connection by RST, as after a crash."""
     connection = writer.get_extra_info("socket")
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -168,9 +155,9 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def proxy(target: int) -> AsyncIterator[Proxy]:
-    """A proxy to the local server at port `target`."""
-    running = Proxy(target)
+async def proxy(target: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
+    """Run a proxy to the local server at port `target`; `tls` is ended there."""
+    running = Proxy(target, tls)
     await running.listen()
     try:
         yield running

@@ -1,9 +1,8 @@
-"""Faults of Redis: the real server in every bad state, and a way to it that fails."""
+"""Faults of Redis: the real server in every bad state, and failures of the connection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,38 +14,33 @@ from tests.faults.proxy import Proxy
 from tests.faults.world import Outcome, World, until
 
 
-@asynccontextmanager
-async def redis_client(world: World) -> Any:
-    """Straight to the server, past the proxy."""
-    client = Redis.from_url(world.stack.redis_url)
-    try:
-        yield client
-    finally:
-        await client.aclose()
+def redis_client(world: World) -> Any:
+    """Return a client of the server without the proxy."""
+    return Redis.from_url(world.stack.redis_url)
 
 
 async def _cached_answers(world: World, seed: int) -> list[Outcome]:
-    """Two equal requests that may use the cache, one after the other."""
+    """Send two equal requests that may use the cache, one after the other."""
     options = {"seed": seed, "cache": CacheControl.USE, "max_tokens": 8}
-    return [await world.ask(**options), await world.ask(**options)]
+    return [await world.generate(**options), await world.generate(**options)]
 
 
 def _missed(outcomes: Sequence[Outcome]) -> list[str]:
-    """The codes, if both were made anew: a fault that lets the cache answer is none."""
+    """Return the codes; assert that the cache answered neither request."""
     assert not any(o.generation and o.generation.cached for o in outcomes), "the cache answered"
     return _codes(outcomes)
 
 
 def _codes(outcomes: Sequence[Outcome], *, most_s: float = 3.0) -> list[str]:
     late = [outcome.seconds for outcome in outcomes if outcome.seconds > most_s]
-    assert not late, f"a sick Redis cost {late} s"
+    assert not late, f"requests took {late} s"
     texts = {outcome.generation.best.text for outcome in outcomes if outcome.generation}
     assert len(texts) == 1, f"equal requests, {len(texts)} answers"
     return [outcome.label for outcome in outcomes]
 
 
 async def redis_through(change: Callable[[Proxy], None], seed: int, world: World) -> list[str]:
-    """The way to Redis changes; then it is as before, and works again."""
+    """Break the connection to Redis, then restore it: the cache must work again."""
     change(world.proxies["redis"])
     codes = _missed(await _cached_answers(world, seed))
     await world.proxies["redis"].heal()
@@ -59,77 +53,27 @@ async def _is_cached(world: World, seed: int) -> bool:
     return bool(outcomes[1].generation and outcomes[1].generation.cached)
 
 
-def _slow(proxy: Proxy) -> None:
-    proxy.replies.delay_s = 5
-
-
-def _hang(proxy: Proxy) -> None:
-    proxy.replies.shut()
-
-
 def _reset_mid_reply(proxy: Proxy) -> None:
     proxy.replies.cut_after = 3
 
 
-def _says(error: str, proxy: Proxy) -> None:
-    proxy.answer = f"-{error}\r\n".encode()
-
-
-async def redis_told(
-    before: Sequence[Sequence[str]], after: Sequence[Sequence[str]], seed: int, world: World
-) -> list[str]:
-    """The real server is brought into a bad state by commands, and out of it again."""
-    async with redis_client(world) as client:
-        for command in before:
-            await client.execute_command(*command)
-        codes = _missed(await _cached_answers(world, seed))
-        for command in after:
-            await client.execute_command(*command)
-    await until(lambda: _is_cached(world, seed))
-    return codes
-
-
-async def redis_maxclients(world: World) -> list[str]:
-    """The server takes no more connections than the one that said so."""
-    async with redis_client(world) as client:
-        world.proxies["redis"].cut()
-        await client.config_set("maxclients", 1)
-        codes = _missed(await _cached_answers(world, 108))
-        await client.config_set("maxclients", 1000)
-    await until(lambda: _is_cached(world, 108))
-    return codes
-
-
-async def redis_evicts(world: World) -> list[str]:
-    """What was stored is gone: the answer is made again, and is the same."""
-    async with redis_client(world) as client:
-        first = await _cached_answers(world, 109)
-        await client.flushall()
-        return _codes([*first, *await _cached_answers(world, 109)])
-
-
 async def redis_value(spoil: Callable[[bytes], bytes], seed: int, world: World) -> list[str]:
-    """A stored value that is none: a miss, and replaced."""
+    """An invalid stored value is a miss and is replaced; an empty one is deleted before."""
     async with redis_client(world) as client:
         await client.flushall()
         first = await _cached_answers(world, seed)
         for key in await client.keys():
             if await client.type(key) == b"string":
-                await client.set(key, spoil(await client.get(key)))
+                value = spoil(await client.get(key))
+                await (client.set(key, value) if value else client.delete(key))
         outcomes = await _cached_answers(world, seed)
-    assert outcomes[0].generation
-    assert not outcomes[0].generation.cached, "a bad value was believed"
-    assert outcomes[1].generation
-    assert outcomes[1].generation.cached, "a bad value was not replaced"
+    cached = [o.generation and o.generation.cached for o in outcomes]
+    assert cached == [False, True], "an invalid value was used, or was not replaced"
     return _codes([*first, *outcomes])
 
 
-def _flipped(value: bytes) -> bytes:
-    return value[:-1] + bytes([value[-1] ^ 1])
-
-
 async def redis_absent(world: World) -> list[str]:
-    """An orchestrator that starts without its Redis serves, and finds it later."""
+    """An orchestrator that starts without Redis serves, and uses Redis once it is available."""
     world.proxies["redis"].refuse()
     await world.stack.restart("orchestrator")
     codes = _missed(await _cached_answers(world, 110))
@@ -139,11 +83,11 @@ async def redis_absent(world: World) -> list[str]:
 
 
 async def redis_killed(world: World) -> list[str]:
-    """Killed while 24 requests that would use it are under way."""
+    """Kill Redis during 24 requests that use it."""
     calls = [
         world.call(seed=200 + number, cache=CacheControl.USE, max_tokens=16) for number in range(24)
     ]
-    await until(lambda: _runs(world))
+    await world.until_service(lambda service: service.running > 0)
     world.kill("redis")
     outcomes = [await call.outcome() for call in calls]
     await world.stack.restart("redis")
@@ -151,81 +95,65 @@ async def redis_killed(world: World) -> list[str]:
     return [outcome.label for outcome in outcomes]
 
 
-async def _runs(world: World) -> bool:
-    return (await world.service()).running > 0
-
-
 async def redis_read_cancelled(world: World) -> list[str]:
-    """Reads are given up half-way; connections used again must not give one's reply to another."""
+    """Cancel reads half-way: reused connections must not return another request's reply."""
     seeds = range(300, 308)
-    right = {seed: (await _cached_answers(world, seed))[1] for seed in seeds}
+    expected = {seed: (await _cached_answers(world, seed))[1] for seed in seeds}
     replies = world.proxies["redis"].replies
     replies.shut()
-    given_up = [world.call(seed=s, cache=CacheControl.USE, max_tokens=8) for s in seeds]
+    cancelled = [world.call(seed=s, cache=CacheControl.USE, max_tokens=8) for s in seeds]
     await replies.held.wait()
-    for call in given_up:
+    for call in cancelled:
         call.cancel()
-    codes = [(await call.outcome()).label for call in given_up]
+    codes = [(await call.outcome()).label for call in cancelled]
     replies.open()
     for seed in seeds:
-        before, again = right[seed], (await _cached_answers(world, seed))[1]
+        before, again = expected[seed], (await _cached_answers(world, seed))[1]
         assert before.generation and again.generation
         assert again.generation.best == before.generation.best, "another request's answer"
         codes.append(again.label)
     return codes
 
 
-def _cases() -> tuple[Case, ...]:
-    ways: dict[str, Callable[[Proxy], None]] = {
-        "slow-5s": _slow,
-        "hanging": _hang,
-        "reset-mid-reply": _reset_mid_reply,
-        "loading": partial(_says, "LOADING Redis is loading the dataset in memory"),
-        "wrongpass": partial(_says, "WRONGPASS invalid username-password pair"),
-        "refused": Proxy.refuse,
-    }
-    states: dict[str, tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]] = {
-        "readonly": ([("REPLICAOF", "127.0.0.1", "1")], [("REPLICAOF", "NO", "ONE")]),
-        "oom": ([("CONFIG", "SET", "maxmemory", "1")], [("CONFIG", "SET", "maxmemory", "0")]),
-        "noperm": (
-            [("ACL", "SETUSER", "default", "-getrange", "-set")],
-            [("ACL", "SETUSER", "default", "+getrange", "+set")],
-        ),
-    }
-    values: dict[str, Callable[[bytes], bytes]] = {
-        "corrupt": _flipped,
-        "truncated": lambda value: value[: len(value) // 2],
-        "foreign": lambda value: b'{"somebody": "else"}',
-    }
-    return (
-        *(
-            here(
-                f"faults/redis-{name}",
-                partial(redis_through, change, 400 + number),
-                "OK",
-                fast=name == "hanging",
-            )
-            for number, (name, change) in enumerate(ways.items())
-        ),
-        *(
-            here(f"faults/redis-{name}", partial(redis_told, *commands, 500 + number), "OK")
-            for number, (name, commands) in enumerate(states.items())
-        ),
-        *(
-            here(
-                f"faults/redis-value/{name}",
-                partial(redis_value, spoil, 600 + number),
-                "OK",
-                fast=True,
-            )
-            for number, (name, spoil) in enumerate(values.items())
-        ),
-        here("faults/redis-maxclients", redis_maxclients, "OK"),
-        here("faults/redis-evicting", redis_evicts, "OK"),
-        here("faults/redis-absent-at-start", redis_absent, "OK"),
-        here("faults/redis-killed-under-load", redis_killed, "OK", fast=True),
-        here("faults/redis-read-cancelled", redis_read_cancelled, "OK", "CANCELLED", fast=True),
-    )
+_CONNECTIONS: Mapping[str, Callable[[Proxy], None]] = {
+    "hanging": lambda proxy: proxy.replies.shut(),
+    "reset-mid-reply": _reset_mid_reply,
+    "refused": Proxy.refuse,
+}
+_VALUES: Mapping[str, Callable[[bytes], bytes]] = {
+    "value/corrupt": lambda value: value[:-1] + bytes([value[-1] ^ 1]),
+    "value/truncated": lambda value: value[: len(value) // 2],
+    "value/foreign": lambda value: b'{"another": "value"}',
+    "evicting": lambda value: b"",
+}
+_FAILURES = "orchestrator/test_cache_failures.py"
+_ELSEWHERE: Mapping[str, str] = {
+    "slow-5s": "orchestrator/test_cache.py::test_a_cancelled_or_late_call_leaves_no_reply_behind",
+    **dict.fromkeys(
+        ("loading", "maxclients", "wrongpass"), f"{_FAILURES}::test_a_failing_server_is_a_miss"
+    ),
+    "noperm": "orchestrator/test_cache_better.py::test_an_answer_that_may_not_be_read_is_a_miss",
+    **dict.fromkeys(
+        ("readonly", "oom"), f"{_FAILURES}::test_a_server_that_cannot_store_is_still_read"
+    ),
+}
 
-
-CASES = _cases()
+CASES: tuple[Case, ...] = (
+    *(
+        here(
+            f"faults/redis-{name}",
+            partial(redis_through, change, 400 + number),
+            "OK",
+            fast=name == "hanging",
+        )
+        for number, (name, change) in enumerate(_CONNECTIONS.items())
+    ),
+    *(
+        here(f"faults/redis-{name}", partial(redis_value, spoil, 600 + number), "OK", fast=True)
+        for number, (name, spoil) in enumerate(_VALUES.items())
+    ),
+    here("faults/redis-absent-at-start", redis_absent, "OK"),
+    here("faults/redis-killed-under-load", redis_killed, "OK", fast=True),
+    here("faults/redis-read-cancelled", redis_read_cancelled, "OK", "CANCELLED", fast=True),
+    *(Case(f"faults/redis-{name}", elsewhere=f"tests/{test}") for name, test in _ELSEWHERE.items()),
+)

@@ -1,71 +1,47 @@
-"""Rewards that misbehave, by the dotted paths that a `function` reward is declared with."""
+"""Functions for rewards of kind `function` that misbehave, except in the warm-up."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specrej.contracts import Prompt
 from specrej.errors import Overloaded
 
+Score = Callable[[Prompt, Sequence[str]], list[float]]
 _SLOW_S = 0.2
 _kept: list[str] = []
 
 
-def nan(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """Not a number, but for the warm-up."""
-    return _well(texts) or [math.nan] * len(texts)
+def _misbehaving(scores: Callable[[Sequence[str]], list[float]]) -> Score:
+    """Return a reward with these scores for all texts but those of a worker's warm-up."""
+    return lambda _, texts: [0.0] if list(texts) == ["Hello."] else scores(texts)
 
 
-def inf(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """Infinity, but for the warm-up."""
-    return _well(texts) or [math.inf] * len(texts)
+def _raise(error: BaseException) -> list[float]:
+    raise error
 
 
-def too_few(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """One score less than there are texts, but for the warm-up."""
-    return _well(texts) or [1.0] * (len(texts) - 1)
-
-
-def too_many(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """One score more than there are texts, but for the warm-up."""
-    return _well(texts) or [1.0] * (len(texts) + 1)
-
-
-def raising(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """A bug, but for the warm-up."""
-    if not _well(texts):
-        raise RuntimeError("secret: the reward was told to fail")
-    return [0.0]
-
-
-def exiting(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """Ends the thread it is called in, or tries to, but for the warm-up."""
-    if not _well(texts):
-        raise SystemExit("secret: the reward was told to leave")
-    return [0.0]
-
-
-def exhausted(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """Always too busy, but for the warm-up."""
-    if not _well(texts):
-        raise Overloaded("the reward is busy", retry_after_s=2)
-    return [0.0]
-
-
-def slow(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """Takes much longer than the toy, and says what the toy says of vowels in `a` alone."""
-    time.sleep(0.0 if _well(texts) else _SLOW_S)
+def _shares(texts: Sequence[str]) -> list[float]:
+    """Return the share of the letter a in each text."""
     return [text.count("a") / max(1, len(text)) for text in texts]
 
 
-def leaky(prompt: Prompt, texts: Sequence[str]) -> list[float]:
-    """Keeps every text, many times over: the soak's positive control."""
+def _score_slowly(texts: Sequence[str]) -> list[float]:
+    time.sleep(_SLOW_S)  # much slower than the toy
+    return _shares(texts)
+
+
+def leaky(_: Prompt, texts: Sequence[str]) -> list[float]:
+    """Keep every text many times: the soak's positive control."""
     _kept.extend(text * 20 for text in texts)
-    return [text.count("a") / max(1, len(text)) for text in texts]
+    return _shares(texts)
 
 
-def _well(texts: Sequence[str]) -> list[float]:
-    """The scores of a worker's warm-up, which is no case; nothing for all other texts."""
-    return [0.0] if list(texts) == ["Hello."] else []
+nan = _misbehaving(lambda texts: [math.nan] * len(texts))
+too_few = _misbehaving(lambda texts: [1.0] * (len(texts) - 1))
+raising = _misbehaving(lambda _: _raise(RuntimeError("secret: the reward fails")))
+exiting = _misbehaving(lambda _: _raise(SystemExit("secret: the reward exits")))  # ends a thread
+exhausted = _misbehaving(lambda _: _raise(Overloaded("the reward is busy", retry_after_s=2)))
+slow = _misbehaving(_score_slowly)

@@ -1,8 +1,7 @@
-"""Whether a series of measurements grows: least squares, with an interval that knows of memory.
+"""Growth of a series of measurements: least squares through the minima of time windows.
 
-What a process takes for a moment comes and goes; what it never gives back is in the floor. So the
-line is drawn through the least values of windows of time. Standard library and numpy only; knows no
-service.
+Temporary use disappears in the minima; leaks remain. The interval accounts for autocorrelation.
+Standard library and numpy only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _NORMAL_95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Growth per hour, its 95 % interval, and the growth in all that was measured."""
+    """Growth per hour with its 95 % interval, and the growth over the whole measurement."""
 
     per_hour: float
     low: float
@@ -29,17 +28,15 @@ class Slope:
     rise: float = 0.0
 
     def is_flat(self, bound: float = math.inf, step: float = 0.0) -> bool:
-        """Whether zero is within the interval, and all that the interval allows within `bound`.
+        """Return whether zero is within the interval and the interval is below `bound`.
 
-        `bound` is growth per hour: a measurement too noisy to exclude more than that shows nothing
-        flat. `step` is the growth in all that shows no trend: the least that the measured thing
-        grows by at a time, if it grows.
+        `bound` is growth per hour: a measurement too noisy to exclude more is not flat. `step` is
+        the smallest possible growth of the measured quantity; a total growth up to it is no trend.
         """
         return (self.low <= 0 or self.rise <= step) and self.high <= bound
 
     def without(self, growth: float, measured_s: float) -> Slope:
-        """What is left once growth of a known cause, so much in all that was measured, is taken
-        away; the interval is no narrower for it."""
+        """Subtract the growth of a known cause, given for the whole measurement."""
         known = growth * _HOUR_S / measured_s
         return replace(
             self,
@@ -51,10 +48,9 @@ class Slope:
 
 
 def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
-    """The slope of the floors.
+    """Return the slope of the window minima.
 
-    What was measured just before says something of what is measured now: neighbours' correlation
-    widens the interval by the usual factor (1 + r) / (1 - r) of the variance.
+    The correlation r of neighbouring values widens the variance by the factor (1 + r) / (1 - r).
 
     Raises:
         ValueError: there are fewer than 8 windows with a sample.
@@ -62,33 +58,28 @@ def slope(seconds: Sequence[float], values: Sequence[float]) -> Slope:
     times, measured = _floors(seconds, values)
     if len(times) < _MIN_WINDOWS:
         raise ValueError(f"samples in {len(times)} windows, {_MIN_WINDOWS} are needed")
-    centred = times - times.mean()
-    spread = float(centred @ centred)
-    around = measured - measured.mean()
-    rise = float(centred @ around) / spread
-    residuals = around - rise * centred
-    degrees = len(times) - 2
-    variance = float(residuals @ residuals) / degrees / spread
-    error = _student_95(degrees) * (variance * _inflation(residuals)) ** 0.5
+    (rise, start), covariance = np.polyfit(times, measured, 1, cov=True)
+    inflation = _inflation(measured - rise * times - start)
+    error = _student_95(len(times) - 2) * (covariance[0, 0] * inflation) ** 0.5
     low, high = rise - error, rise + error
     measured_s = float(times[-1] - times[0])
     return Slope(rise * _HOUR_S, low * _HOUR_S, high * _HOUR_S, rise * measured_s)
 
 
 def _floors(seconds: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """The least value of each window, at the window's middle; windows without samples left out."""
+    """Return the middle and the minimum of each window with samples."""
     times, measured = np.asarray(seconds, dtype=float), np.asarray(values, dtype=float)
     if not len(times):
         return times, measured
     width = (times[-1] - times[0]) / NUM_WINDOWS or 1.0
     windows = np.minimum((times - times[0]) // width, NUM_WINDOWS - 1)
-    there = np.unique(windows)
-    middles = times[0] + (there + 0.5) * width
-    return middles, np.array([measured[windows == window].min() for window in there])
+    occupied = np.unique(windows)
+    middles = times[0] + (occupied + 0.5) * width
+    return middles, np.array([measured[windows == window].min() for window in occupied])
 
 
 def _student_95(degrees: int) -> float:
-    """Student's t for a 95 % interval, to the first term of Cornish and Fisher's series."""
+    """Return Student's t for a 95 % interval, by the first term of the Cornish-Fisher series."""
     return _NORMAL_95 + (_NORMAL_95**3 + _NORMAL_95) / (4 * degrees)
 
 

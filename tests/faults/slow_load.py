@@ -1,4 +1,4 @@
-"""A load that never ends; as a program, the generator service as it ships, but that it loads so."""
+"""A model load that never ends; as a program, the generator service with that load."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from generator_service.__main__ import main
 
 
 def load(*_: object) -> NoReturn:
-    """In torch, in which a thread aborts the process whose interpreter ends before it."""
+    """Run torch operations, during which the exit of the interpreter aborts the process."""
     while True:
         torch.tanh(torch.zeros(64, 64))
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Load a reward that is a function of this module."""
+    load()
 
 
 if __name__ == "__main__":

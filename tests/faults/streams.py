@@ -1,6 +1,6 @@
 """A client to be killed or stopped: `python -m tests.faults.streams ADDRESS NUMBER [--long]`.
 
-Opens so many streams, prints "open" once as many as can run at once are admitted, reads on.
+Opens NUMBER streams, prints "open" once as many as can run are admitted, and goes on reading.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from specrej.contracts import Schedule
-from tests.faults.world import MAX_RUNNING, Call
+from specrej.contracts import TokensSchedule
+from tests.faults.world import MAX_RUNNING, Call, until
 
-# With --long: many rounds with large events, so that somebody who does not read blocks the writer.
-_ROUNDS = Schedule("tokens", tuple(range(1, 400)))
+# With --long: many rounds with large events, so that a client that does not read blocks the writer.
+_ROUNDS = TokensSchedule(tuple(range(1, 400)))
 
 
 async def main(address: str, number: int, *, long: bool) -> None:
@@ -30,8 +30,8 @@ async def main(address: str, number: int, *, long: bool) -> None:
         )
         for seed in range(number)
     ]
-    while sum(bool(call.events) for call in calls) < min(number, MAX_RUNNING):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    num_running = min(number, MAX_RUNNING)
+    await until(lambda: sum(bool(call.events) for call in calls) >= num_running, bound_s=60)
     print("open", flush=True)
     await asyncio.gather(*(call.outcome() for call in calls))
 

@@ -1,4 +1,4 @@
-"""What is flat and what grows: a soak that cannot fail proves nothing."""
+"""Slopes: flat and growing series, so that the soak can fail."""
 
 from __future__ import annotations
 
@@ -14,32 +14,28 @@ MIB_PER_HOUR = 4.0
 
 
 def noisy(per_hour: float, noise: float = 0.2, seed: int = 1) -> list[float]:
-    drawn = random.Random(seed)
-    return [100 + per_hour * second / 3600 + drawn.gauss(0, noise) for second in SECONDS]
+    chance = random.Random(seed)
+    return [100 + per_hour * second / 3600 + chance.gauss(0, noise) for second in SECONDS]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_is_flat(seed: int) -> None:
-    """In 1 of 40 seeds the interval lies above zero by chance: then the growth is tiny."""
+def test_noise_is_flat_and_a_leak_grows(seed: int) -> None:
+    """With 1 of 40 seeds the interval excludes zero by chance, with a tiny growth."""
     assert slope(SECONDS, noisy(0, seed=seed)).is_flat(MIB_PER_HOUR, step=0.3)
+    growth = slope(SECONDS, noisy(20, seed=seed))
+    assert not growth.is_flat(MIB_PER_HOUR, step=0.3)
+    assert growth.low < 20 < growth.high or abs(growth.per_hour - 20) < 5
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_leak_grows(seed: int) -> None:
-    found = slope(SECONDS, noisy(20, seed=seed))
-    assert not found.is_flat(MIB_PER_HOUR, step=0.3)
-    assert found.low < 20 < found.high or abs(found.per_hour - 20) < 5
-
-
-def test_a_small_leak_without_noise_grows_and_shrinking_is_none() -> None:
+def test_small_leak_without_noise_grows_and_shrinking_does_not() -> None:
     assert not slope(SECONDS, noisy(1, noise=0)).is_flat(MIB_PER_HOUR)
     assert slope(SECONDS, noisy(1, noise=0)).is_flat(MIB_PER_HOUR, step=0.2)
     assert slope(SECONDS, noisy(-500)).is_flat(0)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_slow_leak_of_ours_is_seen_beside_the_known_one(seed: int) -> None:
-    """Guards against calling a leak grpc's: 64 bytes of each of 50 requests a second still grow."""
+def test_slow_leak_is_detected_beside_the_known_one(seed: int) -> None:
+    """Guards against attributing a leak to grpc: 64 bytes per request at 50 per second grow."""
     requests, known_mib = 50 * SECONDS[-1], KNOWN_LEAK_BYTES * 0.07 * 50 * SECONDS[-1] / (1 << 20)
     ours = 64 * requests * 3600 / SECONDS[-1] / (1 << 20)
     grpcs = known_mib * 3600 / SECONDS[-1]
@@ -52,46 +48,42 @@ def test_a_slow_leak_of_ours_is_seen_beside_the_known_one(seed: int) -> None:
     assert alone.without(known_mib, SECONDS[-1]).is_flat(bound, step)
 
 
-def test_too_much_noise_shows_nothing() -> None:
-    """Guards against a soak that is flat because nothing can be seen."""
-    found = slope(SECONDS, noisy(0, noise=20))
-    assert found.low <= 0
-    assert not found.is_flat(MIB_PER_HOUR)
+def test_noisy_series_is_not_flat() -> None:
+    """Guards against a soak that passes because noise hides growth."""
+    growth = slope(SECONDS, noisy(0, noise=20))
+    assert growth.low <= 0
+    assert not growth.is_flat(MIB_PER_HOUR)
 
 
-def test_what_comes_and_goes_does_not_count() -> None:
-    """Guards against one request more at the end of a soak: the floor is what is never freed."""
-    drawn = random.Random(3)
-    values = [100 + drawn.choice((0, 0, 0, 20)) for _ in SECONDS]
+def test_temporary_use_does_not_count() -> None:
+    """Guards against failure by one more request at the end of a soak."""
+    chance = random.Random(3)
+    values = [100 + chance.choice((0, 0, 0, 20)) for _ in SECONDS]
     values[-3:] = [120] * 3
     assert slope(SECONDS, values) == slope(SECONDS, [100] * len(SECONDS))
 
 
-def test_one_more_at_the_end_of_a_short_measurement_is_no_trend() -> None:
-    """Guards against a soak of a minute that fails for one connection."""
-    found = slope(SECONDS[:30], [14.0] * 20 + [15.0] * 10)
-    assert not found.is_flat()
-    assert found.is_flat(step=2)
+def test_single_step_is_no_trend() -> None:
+    """Guards against a short soak that fails because of one connection."""
+    growth = slope(SECONDS[:30], [14.0] * 20 + [15.0] * 10)
+    assert not growth.is_flat()
+    assert growth.is_flat(step=2)
     leaking = slope(SECONDS[:30], [14.0 + number for number in range(30)])
     assert not leaking.is_flat(step=2)
 
 
-def test_a_wandering_series_is_not_called_a_leak() -> None:
-    """Neighbouring samples of a slow wave are no independent witnesses: the interval is wider."""
-    drawn, level, values = random.Random(5), 0.0, []
+def test_autocorrelation_widens_the_interval() -> None:
+    chance, level, values = random.Random(5), 0.0, []
     for _ in SECONDS:
-        level = 0.95 * level + drawn.gauss(0, 1)
+        level = 0.95 * level + chance.gauss(0, 1)
         values.append(level)
-    found = slope(SECONDS, values)
+    growth = slope(SECONDS, values)
     independent = slope(SECONDS, random.Random(5).sample(values, len(values)))
-    assert found.high - found.low > 2 * (independent.high - independent.low)
+    assert growth.high - growth.low > 2 * (independent.high - independent.low)
 
 
-def test_a_constant_is_flat_to_the_last_bit() -> None:
-    found = slope(SECONDS, [7.0] * len(SECONDS))
-    assert (found.per_hour, found.low, found.high) == (0, 0, 0)
-
-
-def test_too_few_samples_are_no_soak() -> None:
+def test_constant_and_short_series() -> None:
+    growth = slope(SECONDS, [7.0] * len(SECONDS))
+    assert (growth.per_hour, growth.low, growth.high) == pytest.approx((0, 0, 0), abs=1e-6)
     with pytest.raises(ValueError, match="windows"):
         slope(SECONDS[:7], [1.0] * 7)

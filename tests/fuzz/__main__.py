@@ -1,90 +1,67 @@
-"""Every parser under libFuzzer for a while: `make fuzz`, or `python -m tests.fuzz --seconds 60`.
+"""Runs every parser under libFuzzer: `make fuzz`, or `python -m tests.fuzz --seconds 60`.
 
-Prints a line per target; the last line on stdout is one JSON object. Ends with 1 at a finding,
-whose input lies in build/fuzz: it belongs into seeds.py once it is mended.
+Prints a line per target; the last line on stdout is one JSON object. The exit code is 1 after a
+finding, whose input is in build/fuzz: add it to seeds.py with the fix.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import re
+import subprocess
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from tests.fuzz.targets import TARGETS
 
 _ROOT = Path(__file__).parents[2]
-_EXECUTED = re.compile(rb"number_of_executed_units: (\d+)")
-_LATE_S = 120.0  # for what takes its time to start
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What came of a target; `finding` is empty where nothing did."""
-
-    target: str
-    executed: int
-    finding: str
+_EXECUTED = re.compile(r"number_of_executed_units: (\d+)")
+_ERROR = re.compile(r"^\w[\w.]*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
+_LATE_S = 120.0  # allowance for slow starts
 
 
 def main() -> None:
-    """One target after the other."""
-    arguments = _arguments()
-    runs = asyncio.run(_run_all(arguments.only or list(TARGETS), arguments.seconds))
-    table = Table("target", "inputs", "finding")
-    for run in runs:
-        table.add_row(run.target, str(run.executed), run.finding or "none")
-    Console(width=120).print(table)
-    print(json.dumps({"seconds": arguments.seconds, "runs": [asdict(run) for run in runs]}))
-    sys.exit(any(run.finding for run in runs))
-
-
-def _arguments() -> argparse.Namespace:
+    """Run one target after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=30, help="per target")
-    parser.add_argument("--only", nargs="+", choices=TARGETS)
-    return parser.parse_args()
+    parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS))
+    arguments = parser.parse_args()
+    runs = []
+    for target in arguments.only:
+        executed, finding = _run(target, arguments.seconds)
+        print(f"{target}: {executed} inputs, {finding or 'no finding'}", flush=True)
+        runs.append({"target": target, "executed": executed, "finding": finding})
+    print(json.dumps({"seconds": arguments.seconds, "runs": runs}))
+    sys.exit(any(run["finding"] for run in runs))
 
 
-async def _run_all(names: list[str], seconds: int) -> list[Run]:
-    return [await _run(name, seconds) for name in names]
+def _run(target: str, seconds: int) -> tuple[int, str]:
+    """Run a target in a separate process, because libFuzzer ends its process.
 
-
-async def _run(name: str, seconds: int) -> Run:
-    """In a process of its own: libFuzzer ends the one it is in."""
-    corpus = _ROOT / "build" / "fuzz" / name
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.fuzz.guided", name, str(seconds), str(corpus)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        cwd=_ROOT,
-    )
+    Returns the number of inputs, and the finding or an empty text.
+    """
+    corpus = _ROOT / "build" / "fuzz" / target
+    command = (sys.executable, "-m", "tests.fuzz.guided", target, str(seconds), str(corpus))
     try:
-        said, _ = await asyncio.wait_for(process.communicate(), seconds + _LATE_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return Run(name, 0, "hangs")
-    executed = _EXECUTED.search(said)
-    if process.returncode:
-        print(said.decode(errors="replace"), file=sys.stderr)
-    return Run(
-        name,
-        int(executed.group(1)) if executed else 0,
-        _finding(said) if process.returncode else "",
-    )
-
-
-def _finding(said: bytes) -> str:
-    lines = said.decode(errors="replace").splitlines()
-    told = [line for line in lines if re.match(r"\w[\w.]*(Error|Exception|Exit)\b", line)]
-    return (told or [line for line in lines if line.strip()] or ["no word"])[-1][:100]
+        result = subprocess.run(
+            command,
+            cwd=_ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            timeout=seconds + _LATE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 0, "hangs"
+    executed = _EXECUTED.search(result.stdout)
+    finding = ""
+    if result.returncode:
+        print(result.stdout, file=sys.stderr)
+        finding = (_ERROR.findall(result.stdout) or [f"exit code {result.returncode}"])[-1][:100]
+    return int(executed.group(1)) if executed else 0, finding
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A target under libFuzzer, guided by coverage: `python -m tests.fuzz.guided NAME SECONDS CORPUS`.
+"""Fuzzes a target, guided by coverage: `python -m tests.fuzz.guided NAME SECONDS CORPUS`.
 
-Ends with 0 after so many seconds, with something else at the first finding, whose traceback it
-prints, and leaves the input in CORPUS. Needs atheris (`make fuzz` fetches it).
+Exits with 0 after SECONDS. At the first finding it prints the traceback, stores the input in CORPUS
+and exits with another code. Requires atheris (`make fuzz` installs it).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONGEST = 4096
 
 
 def main(name: str, seconds: str, corpus: str) -> None:
-    """Does not return."""
+    """Run the target; does not return."""
     with atheris.instrument_imports(include=_OURS):
         from tests.fuzz.seeds import seeds
         from tests.fuzz.targets import TARGETS

@@ -1,18 +1,16 @@
-"""What fuzzing begins with, by target: whole, right examples, so that what it makes of them gets
-deep; and what it found, as it was found.
-"""
+"""Initial inputs of each target: complete, valid examples, and the inputs of past findings."""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from pydantic import TypeAdapter
 
-from orchestrator import family
-from orchestrator.envelope import Envelope
-from orchestrator.keys import FORMAT_VERSION
+from orchestrator.cache.answers import _SUMMARY, CacheEntry, Summary
+from orchestrator.cache.keys import FORMAT_VERSION
 from specrej import contracts as c
 from specrej import wire
 from specrej.client import build_request
@@ -27,7 +25,7 @@ _GENERATION = c.Generation(
     timings=c.Timings(),
     n=2,
 )
-_ENVELOPE = Envelope(FORMAT_VERSION, "k", "f", 1, 1.0, _GENERATION)
+_ENTRY = CacheEntry(FORMAT_VERSION, "k", "f", 1, 1.0, _GENERATION)
 _COMPOSITE = {
     "name": "balanced",
     "rewards": [
@@ -41,33 +39,33 @@ _REWARDS = [
     {"name": "h", "kind": "http", "url": "http://a/", "headers": {"x": "y"}},
     {"name": "g", "kind": "grpc", "address": "a:1"},
 ]
-# Python's parser of JSON recurses, and its error is no ValueError.
+# Python's JSON parser recurses, and RecursionError is not a ValueError.
 _DEEP = b"[" * 3_000
 
 
 def seeds() -> Mapping[str, Sequence[bytes]]:
-    """By the names of the targets."""
-    schedules = [
-        c.Schedule("tokens", (16, 32)),
-        c.Schedule("geometric", first=8, factor=2.0),
-        c.Schedule(),
+    """Return the inputs by target."""
+    schedules: list[c.Schedule] = [
+        c.TokensSchedule((16, 32)),
+        c.GeometricSchedule(first=8, factor=2.0),
+        c.GeometricSchedule(),
     ]
     requests = [
         build_request("Hello?", seed=3, n=8, schedule=schedule, rewards={"a": 1.0, "b": 2.0})
         for schedule in schedules
     ]
-    told = [{"kind": each.kind, "tokens": each.tokens, "first": each.first} for each in schedules]
-    generation = wire.generation_to_wire(_GENERATION).SerializeToString()
-    event = wire.event_to_wire(c.Finished(_GENERATION)).SerializeToString()
-    packed = TypeAdapter(Envelope).dump_json(_ENVELOPE)
+    described = [asdict(schedule) for schedule in schedules]
+    generation = wire.generation_to_message(_GENERATION).SerializeToString()
+    event = wire.event_to_message(c.Finished(_GENERATION)).SerializeToString()
+    packed = TypeAdapter(CacheEntry).dump_json(_ENTRY)
     line = new_token("team", [Role.GENERATE, Role.GATEWAY])[1]
     return {
         "request": [message.SerializeToString() for message in requests],
         "messages": [bytes([5]) + generation, bytes([6]) + event],
         "stored_value": [packed, zlib.compress(packed)],
-        "family_index": [family.packed(family.member_of(_ENVELOPE))],
+        "cache_index": [_SUMMARY.dump_json(Summary.of(_ENTRY))],
         "composites": [json.dumps([_COMPOSITE]).encode()],
-        "schedule": [json.dumps(each).encode() for each in told],
+        "schedule": [json.dumps(schedule).encode() for schedule in described],
         "rewards": [json.dumps(_REWARDS).encode()],
         "prompts": [b"# none\nWhy?\n\xc3\xa9\r\n"],
         "tokens": [f"# a comment\n{line}\n".encode(), _DEEP],

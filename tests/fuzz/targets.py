@@ -1,7 +1,7 @@
-"""Parsers of what others wrote, each as a function of bytes that must not fail.
+"""Parsers of untrusted input, each as a function of bytes that must not fail.
 
-What a parser documents that it raises is caught here, and nothing else: whatever comes out is a
-finding. What a parser accepts must survive the way there and back, where there is one.
+The errors that a parser documents are caught here; any other is a finding. Accepted input must
+survive a round trip where one exists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from loadtest.prompts import read_prompts
-from orchestrator import family
-from orchestrator.composition import check_composites
-from orchestrator.envelope import pack, unpack
-from orchestrator.keys import cache_keys, tenant_digest
+from orchestrator.cache import cache_keys, tenant_digest
+from orchestrator.cache.answers import _SUMMARY, Summary, pack, unpack
+from orchestrator.loop.composition import check_composites
 from orchestrator.settings import OrchestratorSettings
 from reward_service.remote_http import HTTPReward
 from reward_service.settings import RewardSettings
+from reward_service.specs import HTTPSpec, Resources
 from specrej import contracts as c
 from specrej import wire
 from specrej.credentials import Credentials, watch_token
@@ -44,56 +44,66 @@ _CONTEXT, _CANDIDATES = 4096, 1024
 
 
 def request(data: bytes) -> None:
-    """The public request: unpacked, checked, and if it is good, packed, compared and keyed."""
+    """A public request: unpack and validate it; a valid one is packed, compared and keyed."""
     message = _parsed(orchestrator_pb2.GenerateRequest, data)
     if message is None:
         return
     violations: list[Violation] = []
-    found = wire.request_from_wire(message, c.Schedule(), violations)
-    violations += check_request(found, _CONTEXT, _CANDIDATES)
+    unpacked = wire.request_from_message(message, c.GeometricSchedule(), violations)
+    violations += check_request(unpacked, _CONTEXT, _CANDIDATES)
     if not violations:
-        again = wire.request_from_wire(wire.request_to_wire(found), c.Schedule(), violations)
-        assert (again, violations) == (found, [])
-        cache_keys(found, tenant="t", generator_fingerprint="g", reward_fingerprint="r")
+        again = wire.request_from_message(
+            wire.to_message(unpacked, orchestrator_pb2.GenerateRequest),
+            c.GeometricSchedule(),
+            violations,
+        )
+        assert (again, violations) == (unpacked, [])
+        cache_keys(unpacked, tenant="t", generator_fingerprint="g", reward_fingerprint="r")
 
 
 _UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
-    common_pb2.Prompt: wire.prompt_from_wire,
-    common_pb2.Sampling: wire.sampling_from_wire,
-    common_pb2.SlotGauge: wire.gauge_from_wire,
-    generator_pb2.PrefixBatch: wire.round_from_wire,
-    generator_pb2.GeneratorServiceDescribeResponse: wire.generator_from_wire,
-    orchestrator_pb2.GenerateResponse: wire.generation_from_wire,
-    orchestrator_pb2.GenerateStreamResponse: wire.event_from_wire,
-    orchestrator_pb2.RequestRecord: wire.record_from_wire,
-    orchestrator_pb2.OrchestratorServiceDescribeResponse: wire.service_from_wire,
-    reward_pb2.RewardDescription: wire.reward_from_wire,
+    orchestrator_pb2.GenerateResponse: wire.generation_from_message,
+    orchestrator_pb2.GenerateStreamResponse: wire.event_from_message,
+    **{
+        message: partial(wire.from_message, contract=contract)
+        for message, contract in (
+            (common_pb2.Prompt, c.Prompt),
+            (common_pb2.Sampling, c.Sampling),
+            (common_pb2.SlotGauge, c.SlotGauge),
+            (generator_pb2.PrefixBatch, c.Round),
+            (generator_pb2.GeneratorServiceDescribeResponse, c.GeneratorDescription),
+            (orchestrator_pb2.RequestRecord, c.RequestRecord),
+            (orchestrator_pb2.OrchestratorServiceDescribeResponse, c.ServiceDescription),
+            (reward_pb2.RewardDescription, c.RewardDescription),
+        )
+    },
 }
 
 
 def messages(data: bytes) -> None:
-    """Every other message that is unpacked; the first byte says which."""
+    """Every other message that is unpacked; the first byte selects it."""
     kinds = list(_UNPACKED)
     kind = kinds[data[0] % len(kinds)] if data else kinds[0]
     message = _parsed(kind, data[1:])
     if message is not None:
-        with suppress(ValueError):  # enum numbers and events that nobody knows
+        with suppress(ValueError):  # unknown enum numbers and events
             _UNPACKED[kind](message)
 
 
 def stored_value(data: bytes) -> None:
-    """A value of the cache as it lies there, and one whose checksum is right."""
+    """A stored value of the cache, and one with a valid checksum."""
     for stored in (data, zlib.compress(data, level=0)):
         with suppress(ValueError):
-            envelope = unpack("k", stored, _MAX_BYTES)
-            assert unpack("k", pack(envelope, 2 * _MAX_BYTES), 2 * _MAX_BYTES) == envelope
-            family.member_of(envelope)
+            entry = unpack("k", stored, _MAX_BYTES)
+            assert unpack("k", pack(entry, 2 * _MAX_BYTES), 2 * _MAX_BYTES) == entry
+            Summary.of(entry)
 
 
-def family_index(data: bytes) -> None:
-    """An entry of a family's index."""
-    if member := family.unpacked(data):
-        assert family.unpacked(family.packed(member)) == member
+def cache_index(data: bytes) -> None:
+    """An entry of the index of comparable requests."""
+    with suppress(ValueError):
+        summary = _SUMMARY.validate_json(data)
+        assert _SUMMARY.validate_json(_SUMMARY.dump_json(summary)) == summary
 
 
 def composites(data: bytes) -> None:
@@ -106,7 +116,7 @@ def schedule(data: bytes) -> None:
     """SPECREJ_ORCHESTRATOR_DEFAULT_SCHEDULE."""
     if settings := _settings(OrchestratorSettings, "SPECREJ_ORCHESTRATOR_DEFAULT_SCHEDULE", data):
         assert not list(check_schedule(settings.default_schedule, ""))
-        wire.schedule_to_wire(settings.default_schedule)
+        wire.to_message(settings.default_schedule, orchestrator_pb2.Schedule)
 
 
 def rewards(data: bytes) -> None:
@@ -121,14 +131,14 @@ def prompts(data: bytes) -> None:
 
 
 def tokens(data: bytes) -> None:
-    """A tokens file; whoever it lets in has a cache of its own."""
+    """A tokens file; every tenant in it has a cache digest."""
     with _file(data) as path, suppress(ValueError):
         for entry in read_tokens(path):
             tenant_digest(entry.caller.tenant)
 
 
 def token(data: bytes) -> None:
-    """A file with a token to send: what is read can be metadata."""
+    """A file with a client's token; the token must be valid gRPC metadata."""
     with _file(data) as path, suppress(ValueError):
         watched = watch_token(Credentials(token_file=path))
         assert watched
@@ -137,27 +147,26 @@ def token(data: bytes) -> None:
 
 
 def http_scores(data: bytes) -> None:
-    """What a reward behind HTTP answers."""
+    """The answer of a reward behind HTTP."""
     with suppress(RewardInvalid):
-        _far()._numbers(200, data)
+        _far()._scores(200, data)
 
 
 @cache
 def _far() -> HTTPReward:
-    return HTTPReward("far", "http://127.0.0.1:1/")
+    return HTTPReward(HTTPSpec(name="far", url="http://127.0.0.1:1/"), Resources())
 
 
 class _Failure(grpc.aio.AioRpcError):
-    """A call that ended with these details."""
+    """A failed call with these details."""
 
     def __init__(self, code: grpc.StatusCode, details: bytes) -> None:
         trailers = grpc.aio.Metadata((DETAILS_TRAILER, details))
-        super().__init__(code, grpc.aio.Metadata(), trailers, "told")
+        super().__init__(code, grpc.aio.Metadata(), trailers, "details")
 
 
 def status_details(data: bytes) -> None:
-    """A backend's rich error: ours to our caller is one that can be sent; the first byte is its
-    code."""
+    """A backend's rich error must become one that can be sent; the first byte is its code."""
     codes = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
     code = codes[data[0] % len(codes)] if data else codes[0]
     error = from_backend_error(_Failure(code, data[1:]), "a backend")
@@ -171,7 +180,7 @@ TARGETS: Mapping[str, Target] = {
         request,
         messages,
         stored_value,
-        family_index,
+        cache_index,
         composites,
         schedule,
         rewards,
@@ -185,7 +194,7 @@ TARGETS: Mapping[str, Target] = {
 
 
 def _parsed(kind: Any, data: bytes) -> Any:
-    """None for what is no message; the interceptor refuses it."""
+    """Return the message, or None for malformed bytes, which the interceptor rejects."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -193,7 +202,7 @@ def _parsed(kind: Any, data: bytes) -> Any:
 
 
 def _settings(kind: Any, variable: str, data: bytes) -> Any:
-    """None where the process would have ended with a line of explanation."""
+    """Return the settings, or None if they are invalid and the process would end."""
     text = data.decode("utf-8", "replace").replace("\0", "")
     os.environ[variable] = text
     try:

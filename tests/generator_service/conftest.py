@@ -1,32 +1,17 @@
-"""Engines on tiny models, checked and stopped after each test."""
+"""Fixtures for engines on tiny models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-
-from generator_service.engine import Engine
-from generator_service.model import CausalLM
-from tests.generator_service import tiny
-
-MakeEngine = Callable[..., Engine]
+import torch
 
 
 @pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
-    """`make_engine(model_name, capacity, **options)`; afterwards no slot may be owned."""
-    engines: list[Engine] = []
-
-    def make(name: str = "llama", capacity: int = 5000, **options: Any) -> Engine:
-        engine = Engine(CausalLM(tiny.build(name)), capacity, **options)
-        engine.start()
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.stop()
-        engine.check_integrity()
-        assert engine.ledger.owned == 0
+def one_thread() -> Iterator[None]:
+    """One torch thread: with tiny products, several threads mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

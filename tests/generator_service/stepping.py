@@ -1,25 +1,32 @@
-"""Engines driven step by step in the test's own thread, and models that note what they are asked.
-
-No thread, so no chance: a test says which commands come before which step.
-"""
+"""An engine on tiny models that tests drive step by step in their own thread, and its model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
+from generator_service.commands import OpenCommand, PrefixBatch
 from generator_service.engine import Engine, Model
-from inference.attention import DecodeSegment, PrefillSegment, Segment
+from generator_service.model import CausalLM
+from generator_service.session import Session
+from specrej.contracts import Sampling
+from specrej.inference.attention import DecodeSegment, PrefillSegment, Segment
+from tests.generator_service import tiny
 
 T = TypeVar("T")
+
+PROMPT = [1, *(5 + 7 * i % 80 for i in range(16))]
+ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
+MODEL = CausalLM(tiny.build())
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: prompt tokens it computed, rows it decoded per session, what came out."""
+    """One forward pass: prompt tokens it computed, rows it decoded per session, its logits."""
 
     num_prompt_tokens: int
     num_prompt_rows: int  # with those of prompts that are stored already
@@ -28,7 +35,7 @@ class Pass:
 
 
 class Recorder:
-    """A model that notes every forward pass; the next one fails if `is_failing`."""
+    """A model that records every forward pass; the next one fails if `is_failing`."""
 
     def __init__(self, model: Model) -> None:
         self.shape, self.eos_ids = model.shape, model.eos_ids
@@ -49,7 +56,7 @@ class Recorder:
                 sum(segment.num_rows for segment in prompts if not segment.stored),
                 sum(segment.num_rows for segment in prompts),
                 tuple(s.num_rows for s in segments if isinstance(s, DecodeSegment)),
-                logits,
+                logits.clone(),
             )
         )
         return logits
@@ -57,25 +64,54 @@ class Recorder:
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens computed so far."""
-        return sum(each.num_prompt_tokens for each in self.passes)
+        return sum(step.num_prompt_tokens for step in self.passes)
 
 
-def step(engine: Engine) -> bool:
-    """What a turn of the engine's thread does, without waiting; whether there was work."""
-    engine._drain()
-    engine._admit_waiting()
-    work = engine._pick()
-    if work:
-        engine._step(work)
-    return bool(work)
+def steps(engine: Engine, count: int = 1000, until: Callable[[], bool] = lambda: False) -> None:
+    """Take up to `count` steps: fewer if the condition holds or nothing is left to compute."""
+    for _ in range(count):
+        if until() or not engine.step():
+            return
 
 
-def result(engine: Engine, future: Future[T], max_steps: int = 1000) -> T:
-    """What a command returns; raises AssertionError if it takes more than `max_steps` steps."""
-    engine._drain()
-    for _ in range(max_steps):
-        if future.done():
-            break
-        step(engine)
-    assert future.done(), f"no result after {max_steps} steps"
+def result(engine: Engine, future: Future[T]) -> T:
+    """A future's result; raises AssertionError if 1,000 steps do not suffice."""
+    steps(engine, until=future.done)
+    assert future.done(), "no result"
     return future.result()
+
+
+def opened(engine: Engine, command: OpenCommand) -> Session:
+    """A session that is admitted or waits."""
+    return engine.open(engine.new_session(command))
+
+
+def admitted(
+    engine: Engine,
+    prompt: Sequence[int] = PROMPT,
+    n: int = 3,
+    sampling: Sampling = ENDLESS,
+    salt: str = "",
+    first: int = 8,
+) -> int:
+    """The id of a session that has its slots; nothing of its prompt is read yet."""
+    session = opened(engine, OpenCommand(prompt, n, sampling, first, cache_salt=salt))
+    assert session.opened.result(0)
+    return session.id
+
+
+def grown(engine: Engine, session_id: int, until: int = 24) -> PrefixBatch:
+    """A round to its end."""
+    return result(engine, engine.extend(session_id, until))
+
+
+def tokens_of(batch: PrefixBatch) -> dict[int, tuple[int, ...]]:
+    return {prefix.id: prefix.token_ids for prefix in batch.prefixes}
+
+
+def alone(
+    prompt: Sequence[int] = PROMPT, n: int = 3, sampling: Sampling = ENDLESS
+) -> dict[int, tuple[int, ...]]:
+    """The candidates' tokens in an engine of their own."""
+    engine = Engine(MODEL, 20_000)
+    return tokens_of(grown(engine, admitted(engine, prompt, n, sampling), sampling.max_tokens))

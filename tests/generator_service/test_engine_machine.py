@@ -1,9 +1,8 @@
-"""Random sessions on one engine, step by step: what it promises to all of them, at every moment.
+"""Random sessions on one engine, step by step: its invariants hold at every moment.
 
-The engine runs without its thread, so that commands fall between any two steps. Prompts are made of
-few parts, so that most sessions share some of theirs; all of what they say is compared with what
-they say alone. In float64: in float32 a draw may once in a hundred thousand fall on the other side
-when a prompt is read in other chunks, and a test that fails for that would tell nothing.
+Commands come between any two steps. Prompts consist of few parts, so that most sessions share some
+of theirs; all tokens are compared with those of a session alone. In float64: in float32 about one
+draw in a hundred thousand may change when a prompt is read in other chunks, which is no error.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from generator_service import prefixes
-from generator_service.engine import Engine, OpenCommand, Opened, Prefix, PrefixBatch
+from generator_service import prompt_tree
+from generator_service.commands import OpenCommand, Opened, Prefix, PrefixBatch
+from generator_service.engine import Engine
 from generator_service.model import CausalLM
 from specrej.contracts import FinishReason, RoundEnd, Sampling
-from specrej.errors import InternalError, InvalidRequest
-from tests.generator_service import stepping, tiny
-from tests.generator_service.stepping import Recorder
+from specrej.errors import InternalError, SlotsExceeded
+from tests.generator_service import tiny
+from tests.generator_service.stepping import Recorder, admitted, grown, opened
 
 MODEL = CausalLM(tiny.build().double())
 MAX_N, MAX_TOKENS = 12, 20
@@ -46,17 +46,16 @@ PROMPTS = [
 
 @cache
 def alone(prompt: Sequence[int]) -> dict[int, Prefix]:
-    """All that candidates on this prompt say, in an engine that nobody else uses."""
+    """The candidates on this prompt in an engine of their own."""
     engine = Engine(MODEL, 5000)
-    session_id, opened = engine.open(OpenCommand(prompt, MAX_N, SAMPLING, 1))
-    stepping.result(engine, opened)
-    batch = stepping.result(engine, engine.extend(session_id, MAX_TOKENS))
+    session_id = admitted(engine, prompt, MAX_N, SAMPLING, first=1)
+    batch = grown(engine, session_id, MAX_TOKENS)
     return {prefix.id: prefix for prefix in batch.prefixes}
 
 
 @dataclass(eq=False, slots=True)
 class Client:
-    """One session as who sends its commands sees it."""
+    """One session from its caller's side."""
 
     id: int
     command: OpenCommand
@@ -82,11 +81,11 @@ class Client:
         self.reported = dict.fromkeys(self.live, 0)
 
     def end_round(self) -> None:
-        """Check what a round has brought against a session of its own."""
+        """Check a round against a session alone."""
         assert self.growing
         batch, self.growing = self.growing.result(0), None
         ended = {prefix.id for prefix in batch.prefixes if prefix.finish}
-        # Who ends with the prompt's own step is told of, though a cut may have come since.
+        # A candidate that ends with the prompt's own step is reported, even if it was cut since.
         assert {prefix.id for prefix in batch.prefixes} - self.live <= ended & self.cut_unseen
         assert self.live <= {prefix.id for prefix in batch.prefixes}
         self.cut_unseen.clear()
@@ -116,12 +115,12 @@ class Client:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Sessions come, grow, are cut, are cancelled and go; what waits gets in, and nothing leaks."""
+    """Sessions open, grow, are pruned and close; waiting ones are admitted, and no slot leaks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(prefixes, "MIN_SHARED_TOKENS", 4)
+        self.patch.setattr(prompt_tree, "MIN_SHARED_TOKENS", 4)
         self.num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.model = Recorder(MODEL)
@@ -161,19 +160,19 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         sampling = Sampling(max_tokens=max_tokens, temperature=1.5, seed=SAMPLING.seed)
         command = OpenCommand(prompt, n, sampling, first, cache_salt=salt)
-        session_id, opened = self.engine.open(command)
-        self.engine._drain()
         rows = max(1, n) * (min(first, max_tokens) - 1)
         if len(prompt) + max(rows, max_tokens - 1) > self.engine.ledger.capacity:
-            assert isinstance(opened.exception(0), InvalidRequest)
+            with pytest.raises(SlotsExceeded):
+                opened(self.engine, command)
         else:
-            self.clients.append(Client(session_id, command, opened))
-            self.notice()
+            session = opened(self.engine, command)
+            self.clients.append(Client(session.id, command, session.opened))
+            self.update_clients()
         self.steps(then)
 
     @rule(then=STEPS, is_lost=st.sampled_from([False] * 7 + [True]))
     def step(self, then: int, is_lost: bool) -> None:
-        """Those who take part in a step that fails are told, and nobody else notices."""
+        """A step that fails ends the sessions in it and no others."""
         self.one_step(is_lost=is_lost)
         self.steps(then)
 
@@ -204,7 +203,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.steps(then)
 
     @invariant()
-    def books_balance(self) -> None:
+    def ledger_is_consistent(self) -> None:
         self.engine.check_integrity()
         ledger = self.engine.ledger
         assert ledger.owned + ledger.cached <= ledger.capacity
@@ -213,41 +212,41 @@ class EngineMachine(RuleBasedStateMachine):
             assert ledger.owned == ledger.num_sessions == 0
 
     @invariant()
-    def nobody_overtakes(self) -> None:
+    def admission_keeps_the_order(self) -> None:
         admitted = [client.is_open for client in self.clients]
         assert admitted == sorted(admitted, reverse=True)
-        assert self.engine.num_sessions == sum(admitted)
-        assert self.engine.num_waiting == len(admitted) - sum(admitted)
+        assert len(self.engine.sessions) == sum(admitted)
+        assert len(self.engine.queue) == len(admitted) - sum(admitted)
 
     @invariant()
     def steps_are_bounded(self) -> None:
-        for each in self.model.passes:
-            assert each.num_prompt_rows <= self.prefill_chunk
-            assert sum(each.rows) <= self.max_rows or len(each.rows) == 1
-            assert each.num_prompt_rows + sum(each.rows) > 0
+        for step in self.model.passes:
+            assert step.num_prompt_rows <= self.prefill_chunk
+            assert sum(step.rows) <= self.max_rows or len(step.rows) == 1
+            assert step.num_prompt_rows + sum(step.rows) > 0
         self.model.passes.clear()
 
     @invariant()
-    def nothing_of_another_salt_is_shared(self) -> None:
-        for session in self.engine._sessions.values():
+    def salts_share_no_node(self) -> None:
+        for session in self.engine.sessions.values():
             assert session.prompt
-            pieces = session.prompt.chain()
-            assert {piece.salt for piece in pieces} == {session.command.cache_salt}
-            spelt = tuple(itertools.chain(*(piece.tokens for piece in pieces)))
+            nodes = session.prompt.path()
+            assert {node.salt for node in nodes} == {session.command.cache_salt}
+            spelt = tuple(itertools.chain(*(node.tokens for node in nodes)))
             assert spelt == session.command.prompt_ids
 
     def teardown(self) -> None:
-        """Whatever state they are in: all sessions get in, reach their end, and leave nothing."""
+        """From any state all sessions are admitted, reach their end and free all slots."""
         try:
             while self.clients:
                 self.one_step()
-                assert self.clients[0].is_open, "slots are free, and yet nobody gets in"
+                assert self.clients[0].is_open, "slots are free, but no session is admitted"
                 self.run_to_the_end(self.clients[0])
                 self.end(self.clients[0])
-                self.books_balance()
+                self.ledger_is_consistent()
             if hasattr(self, "engine"):
-                assert self.engine.num_sessions == self.engine.num_waiting == 0
-                self.engine._prefixes.make_room(self.engine.ledger.capacity)
+                assert len(self.engine.sessions) == len(self.engine.queue) == 0
+                self.engine.prompts.make_room(self.engine.ledger.capacity)
                 assert self.engine.ledger.owned == self.engine.ledger.cached == 0
         finally:
             self.patch.undo()
@@ -268,17 +267,17 @@ class EngineMachine(RuleBasedStateMachine):
 
     def one_step(self, *, is_lost: bool = False) -> None:
         self.model.is_failing = is_lost
-        had_work = stepping.step(self.engine)
+        had_work = self.engine.step()
         self.model.is_failing = False
-        gone = [c for c in self.clients if c.is_open and c.id not in self.engine._sessions]
+        gone = [c for c in self.clients if c.is_open and c.id not in self.engine.sessions]
         assert bool(gone) == (is_lost and had_work)
         for client in gone:
             assert not client.growing or isinstance(client.growing.exception(0), InternalError)
             self.clients.remove(client)
-        self.notice()
+        self.update_clients()
 
-    def notice(self) -> None:
-        """Who has got in, and whose round is over."""
+    def update_clients(self) -> None:
+        """Update clients after admissions and ends of rounds."""
         for client in self.clients:
             if client.is_open and not client.reported:
                 client.admit()
@@ -288,12 +287,11 @@ class EngineMachine(RuleBasedStateMachine):
     def grow(self, client: Client, more: int) -> None:
         client.until = min(client.reached + more, client.max_tokens)
         client.growing = self.engine.extend(client.id, client.reached + more)
-        self.engine._drain()
-        self.notice()
+        self.update_clients()
 
     def cut(self, client: Client, keep: set[int]) -> None:
         owned = self.engine.ledger.owned
-        pruned = stepping.result(self.engine, self.engine.prune(client.id, keep), 0)
+        pruned = self.engine.prune(client.id, keep)
         if not client.reached:
             client.cut_unseen |= client.live - keep
         client.live &= keep
@@ -302,9 +300,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def end(self, client: Client) -> None:
         owned = self.engine.ledger.owned
-        closing = self.engine.close(client.id)
-        self.engine._drain()
-        assert closing.result(0) == owned - self.engine.ledger.owned
+        assert self.engine.close(client.id) == owned - self.engine.ledger.owned
         assert not client.growing or client.growing.cancelled()
         self.clients.remove(client)
 

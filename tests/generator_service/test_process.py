@@ -1,72 +1,71 @@
-"""The process: what ends with it, and what ends in it by itself."""
+"""The process: its deadline, its message when it cannot start, and threads that end with it."""
 
 from __future__ import annotations
 
 import asyncio
-import re
+import os
+import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
-from generator_service.__main__ import _load
+from generator_service.__main__ import _load, _serve, main
 from generator_service.settings import GeneratorSettings
 from specrej.channel import open_channel
+from specrej.serving import Server
 from specrej.v1 import generator_pb2_grpc
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
-from tests.serving import failure_of
-
-START_S = 60
+from tests.serving import failure_of, until
 
 
-@asynccontextmanager
-async def _generator(*arguments: str) -> AsyncIterator[str]:
-    """The address of a toy that serves."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "generator_service", "--port", "0", "--model", "toy", *arguments),
-        stderr=asyncio.subprocess.PIPE,
+async def test_a_session_without_a_deadline_has_the_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers: list[Server] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Server:
+        servers.append(Server(*arguments, **options))
+        return servers[0]
+
+    monkeypatch.setattr("generator_service.__main__.Server", recorded)
+    serving = asyncio.create_task(
+        _serve(GeneratorSettings(model="toy", port=0, deadline_s=0.2, grace_s=0.01))
     )
-    assert process.stderr is not None
-    try:
-        address = ""
-        async with asyncio.timeout(START_S):
-            while not (line := await process.stderr.readline()).rstrip().endswith(b"serving"):
-                assert line, "ended before it served"
-                if found := re.search(r"listening on (\S+)", line.decode()):
-                    address = found[1]
-        yield address
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def test_a_session_without_a_deadline_has_the_servers() -> None:
-    """Guards against sessions that nothing bounds but their peer's silence."""
-    async with (
-        _generator("--deadline-s", "0.2") as address,
-        open_channel(address, retries=False) as channel,
-    ):
+    await until(lambda: bool(servers) and servers[0].port > 0)
+    async with open_channel(f"127.0.0.1:{servers[0].port}", retries=False) as channel:
         stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
-        call = stub.Session()
-        async with asyncio.timeout(START_S):
-            error = await failure_of(call.read)
-    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+        async def ends_by_deadline() -> bool:  # UNAVAILABLE while the toy loads
+            error = await failure_of(stub.Session().read)
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+        await until(ends_by_deadline)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
 
 
-def _engines() -> set[threading.Thread]:
+def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "engine"}
 
 
 async def test_the_engine_ends_with_the_service(tmp_path: Path) -> None:
-    """Guards the exit code: an interpreter that ends under a step in torch aborts."""
+    """Guards the exit code: an interpreter that ends during a step in torch aborts."""
     save_language_model(tmp_path, make_config("llama", None), make_tokenizer(None))
-    others = _engines()
+    others = engine_threads()
     async with AsyncExitStack() as resources:
         await _load(GeneratorSettings(model=str(tmp_path), kv_slots=1000), resources)
-        assert len(_engines() - others) == 1
-    assert not _engines() - others
+        assert len(engine_threads() - others) == 1
+    assert not engine_threads() - others
+
+
+def test_a_missing_model_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards against a traceback of the event loop that hides the reason."""
+    monkeypatch.setattr(sys, "argv", ["generator", "--port", "0", "--model", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert str(ended.value.code).startswith(f"generator: no model in {tmp_path}")

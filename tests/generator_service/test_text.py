@@ -1,18 +1,43 @@
-"""Prompts to ids and back on the embedded model's tokenizer."""
+"""Prompts to ids and back, and stop texts, on the embedded model's tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
+from generator_service.engine import Engine
+from generator_service.engine_thread import EngineThread
+from generator_service.frontend import ModelCard
+from generator_service.local import LocalGenerator
 from generator_service.text import Text
-from specrej.contracts import Message, Prompt
+from specrej.contracts import Candidate, FinishReason, Message, Prompt, Sampling, SessionSpec
 from specrej.errors import InvalidRequest
+from specrej.inference.attention import Segment
+from specrej.inference.kv import KVShape
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIRECTORY = Path(".models/SmolLM2-135M-Instruct")
 END = 2  # <|im_end|>
+VOCABULARY = 49152
+PROMPT = Prompt(text="Once upon a time")
+
+# The characters of most stop texts lie in two tokens or more.
+STOPS = ["é…", "…é", "🙂", "👩‍👩‍👧", "家族", "हि", "x🙂y", "\n\n", "é"]
+# Some characters begin with the first bytes of a stop text.
+BEFORE = "naïve 東京 家庭 👩‍👩‍👦 🙃 "
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DIRECTORY)
 
 
 @pytest.fixture(scope="module")
@@ -20,63 +45,57 @@ def text() -> Text:
     return Text.load(DIRECTORY, frozenset({END}))
 
 
-def ids_of(text: str) -> list[int]:
-    return list(AutoTokenizer.from_pretrained(DIRECTORY)(text)["input_ids"])
+def whole_tokens(text: str) -> list[int]:
+    """As the tokenizer cuts it."""
+    return list(tokenizer()(text)["input_ids"])
+
+
+def torn_tokens(text: str) -> list[int]:
+    """One token per byte where there is one: as no tokenizer cuts it, but a model may."""
+    vocabulary = tokenizer().get_vocab()
+    ids: list[int] = []
+    for character in text:
+        pieces = "".join(tokenizer().tokenize(character))  # one sign of the vocabulary per byte
+        ids += (
+            [vocabulary[sign] for sign in pieces]
+            if all(sign in vocabulary for sign in pieces)
+            else whole_tokens(character)
+        )
+    assert tokenizer().decode(ids) == text
+    return ids
 
 
 def test_messages_go_through_the_chat_template_once(text: Text) -> None:
     """Doubled special tokens are the most common template bug."""
     prompt = Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi!")))
-    rendered = AutoTokenizer.from_pretrained(DIRECTORY).decode(text.encode(prompt))
+    rendered = tokenizer().decode(text.encode(prompt))
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
     assert rendered == expected + "<|im_start|>assistant\n"
 
 
-def test_raw_text_is_taken_as_it_is(text: Text) -> None:
-    assert text.encode(Prompt(text="Once upon")) == ids_of("Once upon")
-
-
 def test_messages_need_a_template() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
-    tokenizer.chat_template = None
+    without = AutoTokenizer.from_pretrained(DIRECTORY)
+    without.chat_template = None
     with pytest.raises(InvalidRequest, match=r"prompt\.messages"):
-        Text(tokenizer, frozenset()).encode(Prompt.from_user("Hi"))
+        Text(without, frozenset()).encode(Prompt.from_user("Hi"))
 
 
 @pytest.mark.parametrize(
     "whole", ["naïve café", "東京 👩‍👩‍👧‍👦!", "a  b\n\n c", "null\x00byte", "עברית"]
 )
 def test_every_prefix_decodes_to_a_prefix(text: Text, whole: str) -> None:
-    """A torn character must not reach a reward model or a client as a replacement mark."""
-    token_ids = ids_of(whole)
+    """Guards against replacement marks for characters of which some tokens are missing."""
+    token_ids = whole_tokens(whole)
+    assert text.encode(Prompt(text=whole)) == token_ids
     for end in range(len(token_ids) + 1):
         assert whole.startswith(text.decode(token_ids[:end]))
-    assert text.decode(token_ids) == whole
-
-
-def test_the_end_token_is_no_text(text: Text) -> None:
-    assert text.decode([*ids_of("done"), END]) == "done"
-
-
-@pytest.mark.parametrize("stop", ["\n\n", "END", "stop here now", "é!", "x"])
-def test_a_stop_text_is_found_with_the_token_that_completes_it(text: Text, stop: str) -> None:
-    """Stop texts lie across token borders; found late, the answer would run on unseen."""
-    token_ids = ids_of(f"some words before {stop} and some after")
-    has_stopped = text.stops([stop])
-    assert has_stopped
-    first = next(end for end in range(len(token_ids) + 1) if has_stopped(token_ids[:end]))
-    assert stop in text.decode(token_ids[:first])
-    assert stop not in text.decode(token_ids[: first - 1])
-    assert text.answer(token_ids[:first], ["never", stop]) == "some words before "
-
-
-def test_no_stop_texts_no_check(text: Text) -> None:
-    assert text.stops([]) is None
+    assert text.decode([*token_ids, END]) == whole
 
 
 def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None:
     """Guards against an answer cut at a stop text that was not allowed to end it."""
-    token_ids = ids_of("one. two. three. four.")
+    token_ids = whole_tokens("one. two. three. four.")
+    assert text.stops([]) is None
     checks = text.stops(["."])
     assert checks
     completed = [number for number in range(1, len(token_ids) + 1) if checks(token_ids[:number])]
@@ -86,3 +105,59 @@ def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None
     assert text.answer(token_ids, ["."], min_tokens=completed[0] + 1) == "one. two"
     assert text.answer(token_ids, ["."], min_tokens=completed[2]) == "one. two. three"
     assert text.answer(token_ids, ["!"], min_tokens=3) == "one. two. three. four."
+
+
+class Script:
+    """A model that draws the tokens of a script."""
+
+    shape = KVShape(1, 1, 1, torch.float32, torch.device("cpu"))
+    eos_ids = frozenset({END})
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._prompt_tokens = len(whole_tokens(PROMPT.text))
+
+    def forward(
+        self, token_ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
+    ) -> Tensor:
+        logits = torch.zeros(len(last), VOCABULARY)
+        for row, at in enumerate(last):
+            step = max(0, positions[at] + 1 - self._prompt_tokens)
+            logits[row, self._token_ids[min(step, len(self._token_ids) - 1)]] = 50.0
+        return logits
+
+
+async def candidates_of(text: Text, token_ids: Sequence[int], stop: str) -> list[Candidate]:
+    """The candidate after each token; all of the session's candidates have these tokens."""
+    card = ModelCard("script", "", 8192, 8, VOCABULARY, 8, "cpu")
+    sampling = Sampling(max_tokens=len(token_ids), temperature=0.0, stop=("never", stop))
+    engine = EngineThread(Engine(Script(token_ids), 10_000))
+    engine.start()
+    candidates: list[Candidate] = []
+    try:
+        async with LocalGenerator(engine, text, card).open(
+            SessionSpec(PROMPT, 2, sampling, 4)
+        ) as session:
+            while not (candidates and candidates[-1].finish):
+                one, other = (await session.extend(len(candidates) + 1)).candidates
+                assert one.text == other.text
+                candidates.append(one)
+    finally:
+        engine.stop()
+    assert engine.engine.ledger.owned == 0
+    return candidates
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("cut", [whole_tokens, torn_tokens])
+async def test_a_stop_text_ends_a_candidate_with_the_token_that_completes_it(
+    text: Text, stop: str, cut: Callable[[str], list[int]]
+) -> None:
+    """Not by its first bytes, which other characters share. No round shows a torn character."""
+    token_ids = cut(f"{BEFORE}{stop} and more")
+    *earlier, final = await candidates_of(text, token_ids, stop)
+    assert final.num_tokens == next(
+        end for end in range(len(token_ids)) if stop in text.decode(token_ids[:end])
+    )
+    assert (final.finish, final.text) == (FinishReason.STOP, BEFORE)
+    assert all((BEFORE + stop).startswith(candidate.text) for candidate in earlier)

@@ -1,13 +1,13 @@
-"""Sessions, rounds and slots of the generator on vLLM, without a vLLM: its engine is a double.
+"""Sessions, rounds and slots of the generator on vLLM, on a double of its engine.
 
-What the double cannot show, tests/conformance does on the real one.
+tests/conformance tests it on the real one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,17 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator_service.local import ModelCard
+from generator_service.frontend import ModelCard
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_generator import Blocks, VLLMGenerator, VLLMSession, fingerprint_of
-from specrej.contracts import FinishReason, Prompt, RoundEnd, Sampling
-from specrej.errors import (
-    InternalError,
-    InvalidRequest,
-    OutOfOrder,
-    Overloaded,
-    SessionExpired,
-)
+from specrej.contracts import FinishReason, Prompt, RoundEnd, Sampling, SessionSpec
+from specrej.errors import InternalError, InvalidRequest, OutOfOrder, SessionExpired
+from tests.serving import until
 
 EOS = 0
 ENDLESS = Sampling(max_tokens=40, ignore_eos=True)
@@ -33,8 +28,8 @@ PROMPT = Prompt(text="a b c d e")
 BLOCK = 4
 
 
-def test_what_vllm_is_told_is_in_the_fingerprint(tmp_path: Path) -> None:
-    """Guards against two that speak differently, and take each other's place."""
+def test_vllm_options_are_in_the_fingerprint(tmp_path: Path) -> None:
+    """Guards against generators with different tokens that replace each other."""
     (tmp_path / "config.json").write_text("{}")
 
     def of(**options: object) -> str:
@@ -46,7 +41,7 @@ def test_what_vllm_is_told_is_in_the_fingerprint(tmp_path: Path) -> None:
 
 
 class Words:
-    """Stands for the tokenizer: a word is a token."""
+    """A tokenizer double: a word is a token."""
 
     def encode(self, prompt: Prompt) -> list[int]:
         return [len(word) for word in prompt.text.split()]
@@ -59,7 +54,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class DoubleToken:
     """A token of the double."""
 
     id: int
@@ -67,30 +62,30 @@ class Written:
 
 
 @dataclass(eq=False, slots=True)
-class DoubleWriter:
-    """Writes its candidate's id and the token's number; counts what it would hold in vLLM."""
+class DoubleRequest:
+    """Generates its candidate's id and the token's number; counts the blocks it would hold."""
 
     engine: DoubleEngine
     candidate: int
     prompt_tokens: int
-    written: int = 0
+    num_made: int = 0
 
-    async def write(self, count: int) -> AsyncGenerator[Written, None]:
+    async def generate(self, count: int) -> AsyncGenerator[DoubleToken, None]:
         await self.engine.gate.wait()
         if self.candidate == self.engine.failing:
             raise InternalError("the generator's step failed")
         self.engine.hold(self, count)
         for _ in range(count):
-            self.written += 1
-            ends = self.written == self.engine.ends.get(self.candidate)
-            yield Written(EOS if ends else 1000 * self.candidate + self.written)
+            self.num_made += 1
+            ends = self.num_made == self.engine.ends.get(self.candidate)
+            yield DoubleToken(EOS if ends else 1000 * self.candidate + self.num_made)
             if ends:
                 return
 
 
 @dataclass(eq=False, slots=True)
 class DoubleEngine:
-    """vLLM's place; `ends`: after how many tokens a candidate ends by itself."""
+    """A double of VLLMEngine; `ends`: after how many tokens a candidate ends by itself."""
 
     capacity_slots: int = 400
     max_rows: int = 16
@@ -99,33 +94,33 @@ class DoubleEngine:
     block_tokens: int = BLOCK
     eos_ids: frozenset[int] = frozenset({EOS})
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    held: dict[DoubleWriter, int] = field(default_factory=dict)
+    held: dict[DoubleRequest, int] = field(default_factory=dict)
     most_held: int = 0
     num_growing: int = 0
     closed: bool = False
 
-    def writer(
+    def request(
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
         candidate: int,
         *,
         salt: str = "",
-        watched: bool = False,
-    ) -> DoubleWriter:
-        return DoubleWriter(self, candidate, len(prompt_ids))
+        streams: bool = False,
+    ) -> DoubleRequest:
+        return DoubleRequest(self, candidate, len(prompt_ids))
 
-    def hold(self, writer: DoubleWriter, count: int) -> None:
+    def hold(self, request: DoubleRequest, count: int) -> None:
         """Blocks of its own for what is stored once it has written so many more tokens."""
-        shared = (writer.prompt_tokens - 1) // BLOCK * BLOCK
-        stored = writer.prompt_tokens - shared + writer.written + count - 1
-        self.held[writer] = -(-stored // BLOCK) * BLOCK
+        shared = (request.prompt_tokens - 1) // BLOCK * BLOCK
+        stored = request.prompt_tokens - shared + request.num_made + count - 1
+        self.held[request] = -(-stored // BLOCK) * BLOCK
         self.most_held = max(self.most_held, sum(self.held.values()) + shared)
         assert len(self.held) <= self.max_rows
 
-    async def abort(self, writers: Sequence[DoubleWriter]) -> None:
-        for writer in writers:
-            self.held.pop(writer, None)
+    async def abort(self, requests: Sequence[DoubleRequest]) -> None:
+        for request in requests:
+            self.held.pop(request, None)
 
     def growing(self, *, more: int) -> None:
         self.num_growing += more
@@ -143,23 +138,33 @@ def make(engine: DoubleEngine, **options: int) -> VLLMGenerator:
     return VLLMGenerator(engine, Words(), card, **options)  # type: ignore[arg-type]
 
 
-@asynccontextmanager
-async def opened(
+def opened(
     generator: VLLMGenerator, n: int, sampling: Sampling = ENDLESS, first: int = 4
-) -> AsyncIterator[VLLMSession]:
-    """A session; afterwards nothing of it is left."""
-    async with generator.open(PROMPT, n, sampling, first) as session:
-        yield session
+) -> AbstractAsyncContextManager[VLLMSession]:
+    return generator.open(SessionSpec(PROMPT, n, sampling, first))
 
 
-def is_idle(generator: VLLMGenerator) -> bool:
+def check_idle(generator: VLLMGenerator) -> None:
+    """No session is open or waits, and no slot or block is in use."""
     engine = generator.engine
     assert isinstance(engine, DoubleEngine)
     generator.ledger.check_integrity()
     load = generator.load()
-    return not (
-        load.sessions or load.waiting or load.slots.owned or engine.held or engine.num_growing
-    )
+    assert (load.sessions, load.waiting, load.slots.owned) == (0, 0, 0)
+    assert not engine.held and not engine.num_growing
+
+
+@pytest.fixture
+def engine() -> DoubleEngine:
+    return DoubleEngine()
+
+
+@pytest.fixture
+def generator(engine: DoubleEngine) -> Iterator[VLLMGenerator]:
+    """Idle after each test."""
+    generator = make(engine)
+    yield generator
+    check_idle(generator)
 
 
 @settings(deadline=None)
@@ -188,10 +193,10 @@ def test_reach_is_the_most_that_fits(size: int, prompt_tokens: int, tokens: int,
     ends=st.dictionaries(st.integers(0, 15), st.integers(1, 60)),
     cuts=st.lists(st.integers(1, 60), max_size=6),
 )
-def test_books_never_fall_short_of_what_is_held(
+def test_the_ledger_counts_at_least_the_blocks_held(
     n: int, capacity: int, max_tokens: int, ends: dict[int, int], cuts: list[int]
 ) -> None:
-    """Or vLLM would have to take something back. Every round makes progress, or says why not."""
+    """Guards against preemption by vLLM. Every round makes progress or ends by SLOTS_FULL."""
 
     async def run() -> None:
         engine = DoubleEngine(capacity // BLOCK * BLOCK, ends=ends)
@@ -208,70 +213,52 @@ def test_books_never_fall_short_of_what_is_held(
                     if ended.ended_by is RoundEnd.SLOTS_FULL:
                         live = live[: max(1, len(live) // 2)]
                     await session.prune(live)
-                assert not session.live, "it did not get to an end"
+                assert not session.live, "the session does not end"
             assert len(set(finished)) == len(finished)
         except InvalidRequest as error:
             assert error.reason == "SLOTS_EXCEEDED"
         assert engine.most_held <= engine.capacity_slots
-        assert is_idle(generator)
+        check_idle(generator)
 
     asyncio.run(run())
 
 
 async def test_a_finished_candidate_makes_room_within_the_round() -> None:
-    """Room for ten tokens of both; the other goes on in what the first has left."""
-    engine = DoubleEngine(60, ends={0: 3})
-    generator = make(engine)
+    """There is room for ten tokens of both candidates."""
+    generator = make(DoubleEngine(60, ends={0: 3}))
     async with opened(generator, 2, Sampling(max_tokens=40)) as session:
         ended = await session.extend(40)
-        assert ended.ended_by is RoundEnd.ALL_FINISHED
-        assert [(c.num_tokens, c.finish) for c in ended.candidates] == [
-            (3, FinishReason.STOP),
-            (40, FinishReason.LENGTH),
-        ]
-    assert is_idle(generator)
+    assert [(c.num_tokens, c.finish) for c in ended.candidates] == [
+        (3, FinishReason.STOP),
+        (40, FinishReason.LENGTH),
+    ]
 
 
-async def test_one_that_does_not_fit_waits_its_turn() -> None:
-    """First come, first served, also for smaller ones that would fit; who gives up is forgotten."""
-    generator = make(DoubleEngine(400), max_waiting=2)
+async def test_a_waiting_session_is_admitted_or_cancelled(generator: VLLMGenerator) -> None:
     order: list[str] = []
 
-    async def visit(name: str, n: int) -> None:
-        async with opened(generator, n, first=40):
+    async def visit(name: str) -> None:
+        async with opened(generator, 8, first=40):
             order.append(name)
 
     async with opened(generator, 8, first=40):
-        large = asyncio.create_task(visit("large", 8))
-        gone = asyncio.create_task(visit("gone", 8))
-        while generator.load().waiting < 2:  # noqa: ASYNC110  # nobody announces it
-            await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            async with opened(generator, 1):
-                pass
-        gone.cancel()
+        cancelled, waiting = (asyncio.create_task(visit(name)) for name in ("cancelled", "waiting"))
+        await until(lambda: generator.load().waiting == 2)
+        cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await gone
-        small = asyncio.create_task(visit("small", 1))
-        while generator.load().waiting < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-    await asyncio.gather(large, small)
-    assert order == ["large", "small"]
-    assert is_idle(generator)
+            await cancelled
+    await waiting
+    assert order == ["waiting"]
 
 
-async def test_more_requests_than_vllm_takes_are_never_open() -> None:
-    """Those that wait between two rounds count: others would never be scheduled beside them."""
-    engine = DoubleEngine(4000, max_rows=10)
-    generator = make(engine)
+async def test_no_more_requests_are_open_than_vllm_schedules() -> None:
+    """Requests that wait between two rounds count."""
+    generator = make(DoubleEngine(4000, max_rows=10))
 
     async def visit() -> None:
         async with opened(generator, 4) as session:
             await session.extend(4)
 
-    with pytest.raises(InvalidRequest, match="at most 10"):
-        async with opened(generator, 11):
-            pass
     async with opened(generator, 7) as session:
         await session.extend(4)
         async with opened(generator, 0) as filling:
@@ -281,12 +268,11 @@ async def test_more_requests_than_vllm_takes_are_never_open() -> None:
             assert generator.load().waiting == 1
             await session.prune([0, 1, 2])
             await waiting
-    assert is_idle(generator)
+    check_idle(generator)
 
 
 async def test_a_failure_ends_its_session_and_no_other() -> None:
-    engine = DoubleEngine(failing=1)
-    generator = make(engine)
+    generator = make(DoubleEngine(failing=1))
     async with opened(generator, 1) as other:
         async with opened(generator, 3) as session:
             with pytest.raises(InternalError):
@@ -294,50 +280,34 @@ async def test_a_failure_ends_its_session_and_no_other() -> None:
             with pytest.raises(SessionExpired):
                 await session.extend(8)
         assert (await other.extend(8)).num_tokens == 8
-    assert is_idle(generator)
+    check_idle(generator)
 
 
-async def test_one_command_at_a_time() -> None:
-    engine = DoubleEngine()
-    generator = make(engine)
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_commands_during_a_round_are_refused(
+    engine: DoubleEngine, generator: VLLMGenerator, is_cancelled: bool
+) -> None:
+    """The round then ends, or is cancelled."""
     async with opened(generator, 3) as session:
         engine.gate.clear()
         growing = asyncio.create_task(session.extend(8))
-        while not engine.num_growing:  # noqa: ASYNC110  # nobody announces it
-            await asyncio.sleep(0)
+        await until(lambda: engine.num_growing > 0)
         for command in (session.extend(8), session.prune([0])):
             with pytest.raises(OutOfOrder):
                 await command
-        engine.gate.set()
-        assert (await growing).num_tokens == 8
+        if is_cancelled:
+            growing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await growing
+        else:
+            engine.gate.set()
+            assert (await growing).num_tokens == 8
     with pytest.raises(SessionExpired):
         await session.extend(9)
-    assert is_idle(generator)
 
 
-async def test_cancelled_in_a_round() -> None:
-    engine = DoubleEngine()
-    generator = make(engine)
-    engine.gate.clear()
-
-    async def run() -> None:
-        async with opened(generator, 3) as session:
-            await session.extend(8)
-
-    running = asyncio.create_task(run())
-    while not engine.num_growing:  # noqa: ASYNC110  # nobody announces it
-        await asyncio.sleep(0)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert is_idle(generator)
-
-
-async def test_warm_up_and_end() -> None:
-    engine = DoubleEngine()
-    generator = make(engine)
+async def test_warm_up_and_end(engine: DoubleEngine, generator: VLLMGenerator) -> None:
     await generator.warm_up()
-    assert is_idle(generator)
-    assert (await generator.describe()).slots.capacity == 400
+    check_idle(generator)
     generator.close()
     assert engine.closed

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported architecture, and plain transformers' word on them."""
+"""Tiny random models of every supported architecture, and logits by plain transformers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -19,6 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from generator_service.commands import Prefix
+
 VOCABULARY = 97
 
 _SIZES: dict[str, Any] = {
@@ -28,7 +31,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -64,3 +67,17 @@ def full_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
     output = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
     logits: Tensor = output.logits[0].float()
     return logits
+
+
+def check_candidate(
+    model: Any, prompt_ids: Sequence[int], prefix: Prefix, made: Tensor, tolerance: float
+) -> None:
+    """Compare a candidate's last logits [vocabulary] and log-probability with plain transformers.
+
+    The last step read all tokens but the newest.
+    """
+    logits = full_logits(model, [*prompt_ids, *prefix.token_ids])
+    torch.testing.assert_close(made, logits[-2], atol=tolerance, rtol=0)
+    steps = torch.log_softmax(logits[len(prompt_ids) - 1 : -1], dim=-1)
+    chosen = steps.gather(1, torch.tensor(prefix.token_ids)[:, None]).sum().item()
+    assert prefix.logprob == pytest.approx(chosen, abs=1e-3)

@@ -8,11 +8,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from inference.compact import compact
-from inference.cpu_product import FEW
-from inference.cpu_tiles import PANEL
-from inference.cpu_weights import BFLOAT16, FLOAT32, GROUP, INT4, INT8
-from inference.linear import PackedLinear
+from specrej.inference.compact import compact
+from specrej.inference.cpu_product import BFLOAT16, FEW, FLOAT32, GROUP, INT4, INT8
+from specrej.inference.cpu_tiles import PANEL
+from specrej.inference.linear import PackedLinear
 
 INPUTS, OUTPUTS = 7 * GROUP, 2 * PANEL + 5
 # What blocks of GGUF need: four bits, or five and eight.

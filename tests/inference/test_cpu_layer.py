@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from generator_service.model import CausalLM
-from inference import cpu_layer, norm
-from inference.cpu_layer import CPULayers
-from inference.kv import KVShape
+from specrej.inference import cpu_layer, norm
+from specrej.inference.cpu_layer import CPULayers
+from specrej.inference.kv import KVShape
 from tests.generator_service import tiny
 
 REPLACED = {"llama", "llama-mha", "mistral", "mistral-window", "qwen2"}
@@ -23,10 +23,10 @@ def layers_of(model: Any) -> Any:
 
 def replaced(model: Any) -> list[bool]:
     """Of each of a model's layers, whether it was."""
-    found: list[bool] = []
+    compiled: list[bool] = []
     for layer in layers_of(model):
-        found += [True] * len(layer.layers) if isinstance(layer, CPULayers) else [False]
-    return found
+        compiled += [True] * len(layer.layers) if isinstance(layer, CPULayers) else [False]
+    return compiled
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -51,7 +51,7 @@ def test_a_layer_that_computes_something_else_stays() -> None:
 def test_a_layer_with_one_more_part_stays() -> None:
     network = tiny.build()
     layers_of(network)[0].mlp.gate = nn.Linear(2, 2)
-    shape = KVShape(3, 2, 8, torch.float32, torch.device("cpu"))
+    shape = KVShape(3, 2, 16, torch.float32, torch.device("cpu"))
     network.set_attn_implementation("specrej")
     cpu_layer.replace(network, shape)
     assert replaced(network) == [False, True, True]
@@ -80,5 +80,5 @@ def test_layers_that_rotate_a_part_of_each_head_stay() -> None:
     half = network.get_decoder().rotary_emb
     half.inv_freq = half.inv_freq[: len(half.inv_freq) // 2]
     network.set_attn_implementation("specrej")
-    cpu_layer.replace(network, KVShape(3, 2, 8, torch.float32, torch.device("cpu")))
+    cpu_layer.replace(network, KVShape(3, 2, 16, torch.float32, torch.device("cpu")))
     assert not any(replaced(network))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from generator_service.engine import Engine, OpenCommand
-from inference.attention import Segment
-from inference.kv import KVShape, PromptKV, SuffixKV
-from specrej.contracts import Pruned, Sampling
+from generator_service.commands import OpenCommand
+from generator_service.engine import Engine
+from specrej.contracts import Sampling
+from specrej.inference.attention import Segment
+from specrej.inference.kv import KVShape, PromptKV, SuffixKV
 from tests.generator_service import stepping
 
 S = TypeVar("S")
@@ -85,8 +85,8 @@ SHAPES = [
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_a_prompt_takes_its_slots_in_bytes(shape: KVShape, tokens: int) -> None:
     """Capacity is bytes divided by this: a forgotten factor is memory that runs out."""
-    found = allocated(lambda _: PromptKV(shape, tokens), nothing)
-    assert found.stays == found.peak == tokens * shape.slot_bytes
+    memory = allocated(lambda _: PromptKV(shape, tokens), nothing)
+    assert memory.stays == memory.peak == tokens * shape.slot_bytes
     assert PromptKV(shape, tokens).num_bytes == tokens * shape.slot_bytes
 
 
@@ -118,7 +118,7 @@ def written(shape: KVShape, num_tokens: int) -> tuple[PromptKV, list[Tensor], li
 def is_whole(prompt: PromptKV, keys: list[Tensor], values: list[Tensor]) -> bool:
     """Whether these are all of its keys and values."""
     pairs = [*zip(prompt.keys, keys, strict=True), *zip(prompt.values, values, strict=True)]
-    return all(torch.equal(found, expected) for found, expected in pairs)
+    return all(torch.equal(memory, expected) for memory, expected in pairs)
 
 
 def test_a_split_prompt_holds_what_it_held() -> None:
@@ -136,9 +136,9 @@ def test_a_split_prompt_holds_what_it_held() -> None:
 def test_a_split_takes_one_layer_more() -> None:
     """A prompt that fills the memory can be split all the same."""
     shape = shape_of()
-    found = allocated(lambda prompt: prompt.split(400), lambda: PromptKV(shape, 1000))
-    assert found.peak <= 1000 * shape.slot_bytes // shape.layers // 2
-    assert found.stays == 0
+    memory = allocated(lambda prompt: prompt.split(400), lambda: PromptKV(shape, 1000))
+    assert memory.peak <= 1000 * shape.slot_bytes // shape.layers // 2
+    assert memory.stays == 0
 
 
 def test_a_split_that_fails_halfway_leaves_the_prompt_whole(
@@ -181,30 +181,30 @@ SLACK = 4096  # indices of rows and the like
 def test_keeping_half_takes_half_a_layer_more() -> None:
     """Survivors move in place, layer by layer; all layers at once would be half the store."""
     shape = shape_of()
-    found = allocated(lambda suffix: suffix.keep(range(0, 64, 2)), lambda: grown(shape, 64, 100))
-    assert found.peak <= layer_bytes(shape, 32 * 100) + SLACK
-    assert found.stays == 0
+    memory = allocated(lambda suffix: suffix.keep(range(0, 64, 2)), lambda: grown(shape, 64, 100))
+    assert memory.peak <= layer_bytes(shape, 32 * 100) + SLACK
+    assert memory.stays == 0
 
 
 def test_shrinking_takes_one_layer_more_and_gives_back_the_rest() -> None:
-    """Memory for somebody else: asking for all of the new store first would need it twice."""
+    """Guards against a copy of the whole store, which would need its memory twice."""
     shape = shape_of()
-    found = allocated(
+    memory = allocated(
         lambda suffix: suffix.shrink(32 * 100), lambda: grown(shape, 64, 100, live=32)
     )
-    assert found.peak <= layer_bytes(shape, 32 * 100) + SLACK
-    assert found.stays == -32 * 100 * shape.slot_bytes
+    assert memory.peak <= layer_bytes(shape, 32 * 100) + SLACK
+    assert memory.stays == -32 * 100 * shape.slot_bytes
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(64, 200), (16, 400)], ids=["larger", "in place"])
 def test_growing_takes_one_layer_more_than_what_stays(rows: int, tokens: int) -> None:
     """A store moves to a larger one, or to longer rows after a cut, one layer at a time."""
     shape = shape_of()
-    found = allocated(
+    memory = allocated(
         lambda suffix: suffix.reserve(tokens), lambda: grown(shape, 64, 100, live=rows)
     )
-    assert found.stays == (rows * tokens - 64 * 100) * shape.slot_bytes
-    assert found.peak <= found.stays + layer_bytes(shape, 64 * 100) + SLACK
+    assert memory.stays == (rows * tokens - 64 * 100) * shape.slot_bytes
+    assert memory.peak <= memory.stays + layer_bytes(shape, 64 * 100) + SLACK
 
 
 class Constant:
@@ -231,23 +231,20 @@ def test_a_prune_takes_one_layer_more(num_waiting: int) -> None:
     command = OpenCommand([1], 64, Sampling(max_tokens=101, ignore_eos=True), 101)
     engine = Engine(Constant(shape), 64 * 100 + 1)
 
-    def before() -> Future[Pruned]:
-        session_id, opened = engine.open(command)
-        stepping.result(engine, opened)
-        stepping.result(engine, engine.extend(session_id, 100))
+    def before() -> int:
+        session = engine.open(engine.new_session(command))
+        stepping.grown(engine, session.id, 100)
         for _ in range(num_waiting):
-            engine.open(command)
-        engine._drain()
-        return engine.prune(session_id, range(0, 64, 2))
+            engine.open(engine.new_session(command))
+        return session.id
 
-    def prune(pruning: Future[Pruned]) -> None:
-        engine._drain()
-        assert pruning.result().freed_slots == 32 * 99
+    def prune(session_id: int) -> None:
+        assert engine.prune(session_id, range(0, 64, 2)).freed_slots == 32 * 99
 
-    found = allocated(prune, before)
+    memory = allocated(prune, before)
     # Room for 99 tokens was reserved; those of the survivors stay.
-    assert found.stays == -32 * 99 * shape.slot_bytes
-    assert found.peak <= layer_bytes(shape, 64 * 99) + SLACK
+    assert memory.stays == -32 * 99 * shape.slot_bytes
+    assert memory.peak <= layer_bytes(shape, 64 * 99) + SLACK
     engine.check_integrity()
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from inference.cpu_jobs import Job
-from inference.cpu_product import WORDS
-from inference.cpu_product import product as multiplication
-from inference.cpu_tiles import PANEL
-from inference.linear import PackedLinear, joined
+from specrej.inference.cpu_jobs import words
+from specrej.inference.cpu_product import PRODUCT
+from specrej.inference.cpu_product import product as multiplication
+from specrej.inference.cpu_tiles import PANEL
+from specrej.inference.linear import PackedLinear, joined
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 40, 127, 128, 129, 300)
 
@@ -36,8 +36,8 @@ def test_products_can_be_added() -> None:
     total, data = torch.randn(9, 100), torch.randn(9, 24)
     expected = total + layer(data).detach()
     packed = joined(layer)
-    words = packed.words(9, data.data_ptr(), total.data_ptr(), adds=True)
-    multiplication.run(Job(WORDS), words, work=0)
+    addresses = {"input": data.data_ptr(), "output": total.data_ptr()}
+    multiplication.run(words(PRODUCT, **packed.job(9), **addresses, adds=1), work=0)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -87,5 +87,5 @@ def test_gates_are_silu(bias: bool, size: int) -> None:
     gate, up = (nn.Linear(24, size, bias=bias) for _ in range(2))
     data = 30 * torch.randn(11, 24)
     expected = nn.functional.silu(gate(data)) * up(data)
-    found = joined(gate, up, gates=True)(data)
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-4)
+    actual = joined(gate, up, gates=True)(data)
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-5, atol=1e-4)

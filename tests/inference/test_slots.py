@@ -1,4 +1,4 @@
-"""Slot accounting: nothing is owned twice, nothing is lost, nobody is shut out."""
+"""Slot accounting: no slot is owned twice or lost, and every session is admitted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference.slots import SlotLedger
+from specrej.inference.slots import SlotLedger
 
 
 class LedgerMachine(RuleBasedStateMachine):

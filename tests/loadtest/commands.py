@@ -1,4 +1,4 @@
-"""The load tests' commands, as processes of their own."""
+"""The load tests' commands as separate processes."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from pathlib import Path
 from typing import Any
 
 _LOCUST = str(Path(sys.executable).parent / "locust")
-_PATIENCE_S = 120
+_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a command ended, and what it wrote."""
+class Completed:
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
     def rows(self, kind: str) -> dict[str, Any]:
-        """Locust's rows of that type, by name."""
-        return {row["name"]: row for row in json.loads(self.out) if row["method"] == kind}
+        """Locust's rows of that type, by name. Worker processes print an empty list."""
+        rows = json.loads(self.out.replace("[]", "").strip() or "[]")
+        return {row["name"]: row for row in rows if row["method"] == kind}
 
 
-async def locust(*arguments: str, file: str = "locustfile") -> Ended:
-    """Locust from beginning to end."""
-    return await ended(await start_locust(*arguments, file=file))
-
-
-async def start_locust(*arguments: str, file: str = "locustfile") -> Process:
-    """Locust without its browser page."""
+async def locust(*arguments: str, file: str = "locustfile") -> Completed:
+    """Run Locust without its browser page, to its end."""
     shared = ("--headless", "--json", "--stop-timeout", "30")
-    return await _start(_LOCUST, "-f", f"loadtest/{file}.py", *shared, *arguments)
+    return await completed(await _start(_LOCUST, "-f", f"loadtest/{file}.py", *shared, *arguments))
 
 
-async def start_sweep(*arguments: str) -> Process:
-    """`make latency-vs-n`."""
-    return await _start(sys.executable, "-m", "loadtest.sweep", *arguments)
+async def latency_vs_n(*arguments: str) -> Completed:
+    """Run the command of `make latency-vs-n` to its end."""
+    return await completed(await start_latency_vs_n(*arguments))
 
 
-async def ended(process: Process) -> Ended:
-    """Wait for it."""
-    out, err = await asyncio.wait_for(process.communicate(), _PATIENCE_S)
-    return Ended(process.returncode or 0, out.decode(), err.decode())
+async def start_latency_vs_n(*arguments: str) -> Process:
+    """Start the command of `make latency-vs-n`."""
+    return await _start(sys.executable, "-m", "loadtest.latency_vs_n", *arguments)
+
+
+async def completed(process: Process) -> Completed:
+    """Wait for the end of a process."""
+    out, err = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
+    return Completed(process.returncode or 0, out.decode(), err.decode())
 
 
 async def _start(*command: str) -> Process:

@@ -1,4 +1,4 @@
-"""All services as real processes, toys for models: one for all load tests."""
+"""All services as real processes with toy models, shared by all load tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from specrej.stack import Stack
+from deploy.local.stack import Stack
 
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=2",

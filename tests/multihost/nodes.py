@@ -1,7 +1,7 @@
-"""Machines that are network namespaces, and the network between them and this one.
+"""Nodes as network namespaces, and the network between them and this machine.
 
-Each node has one veth link to a switch, as this machine has, by an address of its own. Needs root.
-What is made is taken away again when the context is left.
+Each node, and this machine, has an address and one veth link to a switch. Requires root. Contexts
+remove what they create.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from pathlib import Path
 
 from tests.multihost.switch import Switch, enter
 
-US = "us"  # this machine, as the switch calls it
+US = "us"  # the switch's name for this machine
 _OUR_HOST = 254
 _NAMED = Path("/var/run/netns")
 _HOSTS = Path("/etc/netns")
-# Of linux/sockios.h and linux/ethtool.h: checksums and segments are made by whoever sends, since
-# a frame that passes through user space keeps what it has.
+# From linux/sockios.h and linux/ethtool.h. The sender must compute checksums and segments, because
+# the switch forwards frames unchanged.
 _SIOCETHTOOL = 0x8946
 _TURNED_OFF = (0x17, 0x1F, 0x24)  # ETHTOOL_STXCSUM, ETHTOOL_STSO, ETHTOOL_SGSO
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine."""
+    """A machine."""
 
     name: str
     namespace: str
     address: str
 
     def command(self, *arguments: str) -> tuple[str, ...]:
-        """What runs a program there; it keeps its process id."""
+        """Return the command that executes a program on the node; it keeps its process id."""
         return (_ip(), "netns", "exec", self.namespace, *arguments)
 
-    def tell_names(self, names: Mapping[str, Sequence[str]]) -> None:
-        """What programs there find names to stand for, from now on."""
-        known = {"localhost": ["127.0.0.1"], **names}
-        lines = [f"{address} {name}" for name, all_of in known.items() for address in all_of]
-        # In place: a file that is mounted somewhere is not to be replaced.
+    def set_names(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Set the addresses that host names resolve to on the node."""
+        hosts = {"localhost": ["127.0.0.1"], **names}
+        lines = [f"{address} {name}" for name, addresses in hosts.items() for address in addresses]
+        # Written in place, because the file is bind-mounted.
         (_HOSTS / self.namespace / "hosts").write_text("\n".join(lines) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Nodes by name, and what is between them."""
+    """Nodes by name, and the switch between them."""
 
     nodes: Mapping[str, Node]
     switch: Switch
 
 
 def missing() -> str:
-    """Why there can be no nodes here; empty: there can."""
+    """Return why this machine cannot have nodes; empty if it can."""
     if os.geteuid() != 0:
         return "needs root"
     if not shutil.which("ip"):
@@ -74,7 +74,7 @@ def missing() -> str:
 
 @contextmanager
 def network(*names: str) -> Iterator[Network]:
-    """Nodes that reach each other and us, while the context lasts."""
+    """Create nodes that reach each other and this machine, for the length of the context."""
     with ExitStack() as undo:
         prefix = f"specrej-{os.getpid()}"
         middle = _namespace(undo, f"{prefix}-switch")
@@ -103,7 +103,7 @@ def _namespace(undo: ExitStack, name: str) -> str:
 
 
 def _connect(undo: ExitStack, middle: str, number: int, target: str, address: str) -> str:
-    """A link from the switch's namespace to another, by name or a process of it; our end's name."""
+    """Link the switch to a namespace, given by name or process id; return the switch's port."""
     ours, theirs = f"port{number}", f"sr{os.getpid() % 1_000_000}n{number}"
     _run("-n", middle, "link", "add", ours, "type", "veth", "peer", "name", theirs)
     undo.callback(_run, "-n", middle, "link", "del", ours)
@@ -111,14 +111,14 @@ def _connect(undo: ExitStack, middle: str, number: int, target: str, address: st
         thread.submit(_send_whole_frames, _NAMED / middle, theirs).result()
     _run("-n", middle, "link", "set", ours, "up")
     _run("-n", middle, "link", "set", theirs, "netns", target)
-    there = () if target.isdigit() else ("-n", target)
-    _run(*there, "address", "add", f"{address}/24", "dev", theirs)
-    _run(*there, "link", "set", theirs, "up")
+    namespace = () if target.isdigit() else ("-n", target)
+    _run(*namespace, "address", "add", f"{address}/24", "dev", theirs)
+    _run(*namespace, "link", "set", theirs, "up")
     return ours
 
 
 def _address(host: int) -> str:
-    """Of a range that is kept for tests of networks (RFC 2544)."""
+    """Return an address of the range for network tests (RFC 2544)."""
     return f"198.18.{os.getpid() % 256}.{host}"
 
 

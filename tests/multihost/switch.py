@@ -1,8 +1,8 @@
 """A network switch in user space that loses, delays and cuts on command.
 
-A thread carries Ethernet frames between the interfaces of one network namespace. It is here since
-not every kernel has netem; it knows no protocol above Ethernet, so TCP meets what it meets on a bad
-network: frames that are late or never come.
+A thread forwards Ethernet frames between the interfaces of one network namespace. It exists
+because not every kernel has netem. It parses no protocol above Ethernet, so TCP sees late and lost
+frames, as on a bad network.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations, count
+from itertools import count
 from pathlib import Path
 
 _ALL_PROTOCOLS = 3
 _CLONE_NEWNET = 0x40000000
 _FRAME_BYTES = 65536
-_OUTGOING = 4  # PACKET_OUTGOING: what we sent ourselves
-_GROUP = 1  # in the first byte of the address of more than one
+_OUTGOING = 4  # PACKET_OUTGOING: frames sent by this socket
+_GROUP = 1  # bit of the first address byte: broadcast or multicast
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What happens to frames, each way, on the line of one port."""
+    """Delay and loss of frames in each direction of one port's line."""
 
     delay_s: float = 0.0
     loss: float = 0.0
 
 
 class Switch:
-    """Carries frames while the context lasts.
+    """Forwards frames for the length of the context.
 
-    `namespace` is a file that names one, `ports` maps the names of those who are connected to
-    interfaces in it.
+    `namespace` is the file of a network namespace; `ports` maps node names to its interfaces.
     """
 
     def __init__(self, namespace: Path, ports: Mapping[str, str], seed: int = 0) -> None:
@@ -50,7 +49,7 @@ class Switch:
         # Replaced as a whole by one thread, read by another.
         self._lines: Mapping[str, Line] = {}
         self._cut: frozenset[frozenset[str]] = frozenset()
-        self._names: dict[bytes, str] = {}  # by Ethernet address, as learned
+        self._names: dict[bytes, str] = {}  # learned: node by Ethernet address
         self._sockets: dict[str, socket.socket] = {}
         self._late: list[tuple[float, int, str, bytes]] = []
         self._order = count()
@@ -70,25 +69,20 @@ class Switch:
     def __exit__(self, *error: object) -> None:
         self._wake.close()
         self._thread.join()
-        for each in (*self._sockets.values(), self._woken):
-            each.close()
+        for handle in (*self._sockets.values(), self._woken):
+            handle.close()
         self._selector.close()
 
     def spoil(self, **lines: Line) -> None:
-        """Delay and lose what crosses these ports' lines, and nobody else's."""
+        """Delay and lose frames on these ports' lines, and on no others."""
         self._lines = lines
 
-    def isolate(self, *names: str) -> None:
-        """Cut these off from everybody, and nobody else."""
-        pairs = combinations(self._interfaces, 2)
-        self._cut = frozenset(frozenset(pair) for pair in pairs if set(pair) & set(names))
-
     def part(self, *pairs: tuple[str, str]) -> None:
-        """Cut the two of each pair off from each other, and nobody else."""
+        """Cut the link between the nodes of each pair, and restore all other links."""
         self._cut = frozenset(frozenset(pair) for pair in pairs)
 
     def heal(self) -> None:
-        """As at first. What is late still comes late."""
+        """Restore all links. Delayed frames still arrive late."""
         self._lines, self._cut = {}, frozenset()
 
     def _run(self) -> None:
@@ -107,7 +101,7 @@ class Switch:
             self._send_late()
 
     def _open(self) -> None:
-        """In the namespace, which sockets keep: this thread alone moves there."""
+        """Open sockets in the namespace; only this thread enters it."""
         enter(self._namespace)
         self._selector.register(self._woken, selectors.EVENT_READ)
         for name, interface in self._interfaces.items():
@@ -118,7 +112,7 @@ class Switch:
             self._selector.register(port, selectors.EVENT_READ, name)
 
     def _take(self, source: str) -> None:
-        """All that has come from one port."""
+        """Forward all frames that have arrived at one port."""
         while True:
             try:
                 frame, (_, _, kind, *_) = self._sockets[source].recvfrom(_FRAME_BYTES)
@@ -130,12 +124,12 @@ class Switch:
     def _carry(self, source: str, frame: bytes) -> None:
         self._names[frame[6:12]] = source
         target = None if frame[0] & _GROUP else self._names.get(frame[:6])
-        for each in (target,) if target else self._interfaces:
-            if each != source and frozenset((source, each)) not in self._cut:
-                self._pass(source, each, frame)
+        for port in (target,) if target else self._interfaces:
+            if port != source and frozenset((source, port)) not in self._cut:
+                self._pass(source, port, frame)
 
     def _pass(self, source: str, target: str, frame: bytes) -> None:
-        lines = [self._lines.get(each, Line()) for each in (source, target)]
+        lines = [self._lines.get(port, Line()) for port in (source, target)]
         if any(self._random.random() < line.loss for line in lines):
             return
         if delay_s := sum(line.delay_s for line in lines):
@@ -145,7 +139,7 @@ class Switch:
             self._send(target, frame)
 
     def _send(self, target: str, frame: bytes) -> None:
-        # A full queue, or nobody at the other end: lost, as on any network.
+        # A full queue or a missing receiver loses the frame, as on any network.
         with suppress(OSError):
             self._sockets[target].send(frame)
 
@@ -159,7 +153,7 @@ class Switch:
 
 
 def enter(namespace: Path) -> None:
-    """Moves the calling thread to a network namespace; os.setns is not there before Python 3.12."""
+    """Move the calling thread to a network namespace; os.setns needs Python 3.12."""
     libc = ctypes.CDLL(None, use_errno=True)
     handle = os.open(namespace, os.O_RDONLY)
     try:

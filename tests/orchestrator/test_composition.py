@@ -1,4 +1,4 @@
-"""Several rewards into one score: normalisation, weights and vetoes; composites by name."""
+"""How several rewards become one score: normalisation, weights, vetoes and composites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.composition import (
+from orchestrator.loop.composition import (
     Composite,
     Verdict,
     check_composites,
@@ -19,30 +19,31 @@ from orchestrator.composition import (
     combine,
     expanded,
 )
-from orchestrator.scoring import judged
+from orchestrator.loop.scoring import judged
 from specrej.contracts import Normalization, WeightedReward
 from specrej.errors import RewardInvalid
 from specrej.validation import MAX_REWARDS
 
+# Raw values of each candidate, one per reward, and the rewards.
+ScoredValues = tuple[dict[int, tuple[float, ...]], list[WeightedReward]]
 BATCH = Normalization("batch")
 VALUES = st.floats(-1e6, 1e6)
 WEIGHTS = st.floats(-1e6, 1e6).filter(lambda weight: abs(weight) > 1e-9)
-NORMALIZATIONS = st.one_of(
-    st.just(Normalization()),
-    st.builds(Normalization, st.just("fixed"), st.floats(-1e12, 1e12), st.floats(1e-12, 1e12)),
-    st.just(BATCH),
+LINEAR = st.just(Normalization()) | st.builds(
+    Normalization, st.just("fixed"), st.floats(-1e12, 1e12), st.floats(1e-12, 1e12)
 )
 
 
 @st.composite
-def panels(
-    draw: st.DrawFn, values: st.SearchStrategy[float] = VALUES
-) -> tuple[dict[int, tuple[float, ...]], list[WeightedReward]]:
+def scored(draw: st.DrawFn, values: st.SearchStrategy[float] = VALUES) -> ScoredValues:
     """Up to 12 candidates' raw values of up to 4 rewards."""
     count = draw(st.integers(1, 4))
     rewards = [
         WeightedReward(
-            f"r{index}", draw(WEIGHTS), draw(NORMALIZATIONS), draw(st.none() | st.floats(-1e6, 1e6))
+            f"r{index}",
+            draw(WEIGHTS),
+            draw(LINEAR | st.just(BATCH)),
+            draw(st.none() | st.floats(-1e6, 1e6)),
         )
         for index in range(count)
     ]
@@ -51,18 +52,18 @@ def panels(
 
 
 def single(values: Sequence[float], reward: WeightedReward | None = None) -> list[float]:
-    """The scores that one reward's values make."""
+    """The scores from one reward's values."""
     rows = {number: (value,) for number, value in enumerate(values)}
     verdicts = combine(rows, [reward or WeightedReward("r", normalization=BATCH)])
     return [verdicts[number].score for number in rows]
 
 
-@given(panels(), st.randoms())
-def test_the_order_of_rewards_and_candidates_does_not_matter(
-    panel: tuple[dict[int, tuple[float, ...]], list[WeightedReward]], random: Random
+@given(scored(), st.randoms())
+def test_the_order_of_rewards_and_candidates_changes_no_score(
+    values_and_rewards: ScoredValues, random: Random
 ) -> None:
     """Guards against equal requests, and equal cache keys, with different answers."""
-    values, rewards = panel
+    values, rewards = values_and_rewards
     order = random.sample(range(len(rewards)), len(rewards))
     numbers = random.sample(sorted(values), len(values))
     swapped = {number: [values[number][index] for index in order] for number in numbers}
@@ -74,91 +75,65 @@ def test_the_order_of_rewards_and_candidates_does_not_matter(
     st.integers(-(10**6), 10**6),
     st.sampled_from([2.0**-30, 0.25, 1.0, 3.0, 1e3, 1e100]),
 )
-def test_batch_normalisation_knows_no_unit_and_no_origin(
+def test_batch_normalisation_is_independent_of_unit_and_origin(
     values: list[int], shift: int, scale: float
 ) -> None:
-    """Guards against a reward that decides by its unit: what "batch" is for."""
+    """Guards against a reward that dominates a sum because of its unit."""
     moved = single([scale * (value + shift) for value in values])
     assert moved == pytest.approx(single([float(value) for value in values]), abs=1e-6)
 
 
-@given(st.lists(VALUES, min_size=2, max_size=30))
-def test_batch_normalised_values_have_mean_0_and_deviation_1(values: list[float]) -> None:
-    """Guards against the deviation of a sample, and sums that are off by a factor."""
+@given(st.lists(VALUES, min_size=2, max_size=30, unique=True))
+def test_batch_normalised_values_have_mean_0_deviation_1_and_the_same_order(
+    values: list[float],
+) -> None:
+    """Guards against the deviation of a sample instead of that of the whole batch."""
     scores = single(values)
-    if len(set(values)) == 1:
-        assert scores == [0.0] * len(values)
-        return
     assert math.fsum(scores) / len(scores) == pytest.approx(0, abs=1e-6)
     assert math.fsum(score**2 for score in scores) / len(scores) == pytest.approx(1)
-
-
-@given(st.lists(VALUES, min_size=1, max_size=30))
-def test_batch_normalisation_keeps_the_order(values: list[float]) -> None:
-    """Guards against a sole reward whose ranking changes with its unit."""
-    scores = single(values)
-    by_value = sorted(range(len(values)), key=lambda index: values[index])
-    assert [scores[index] for index in by_value] == sorted(scores)
+    assert [score for _, score in sorted(zip(values, scores, strict=True))] == sorted(scores)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 40))
-def test_equal_values_all_count_0(value: float, count: int) -> None:
-    """Guards against a division by zero, or by what rounding has left of it."""
+def test_equal_values_are_normalised_to_0(value: float, count: int) -> None:
+    """Guards against a division by zero or by a rounding error."""
     assert single([value] * count) == [0.0] * count
 
 
-@given(
-    st.lists(VALUES, min_size=1, max_size=10),
-    WEIGHTS,
-    st.floats(-1e12, 1e12),
-    st.floats(1e-12, 1e12),
-)
-def test_fixed_normalisation_is_exact(
-    values: list[float], weight: float, mean: float, deviation: float
+@given(st.lists(VALUES, min_size=1, max_size=10), WEIGHTS, LINEAR)
+def test_a_single_reward_scores_by_the_documented_formula(
+    values: list[float], weight: float, by: Normalization
 ) -> None:
-    """Guards against a shortcut that rounds otherwise than the documented formula."""
-    reward = WeightedReward("r", weight, Normalization("fixed", mean, deviation))
-    assert single(values, reward) == [weight * ((value - mean) / deviation) for value in values]
+    """Guards against other rounding, and a weight that applies only among several rewards."""
+    scores = [weight * ((value - by.mean) / by.deviation) for value in values]
+    assert single(values, WeightedReward("r", weight, by)) == scores
 
 
-@given(st.lists(VALUES, min_size=1, max_size=10), WEIGHTS)
-def test_a_sole_reward_counts_as_it_is_times_its_weight(values: list[float], weight: float) -> None:
-    """Guards against a weight that is dropped where there is nothing to add up."""
-    assert single(values, WeightedReward("r", weight)) == [weight * value for value in values]
-
-
-@given(panels())
-def test_vetoes_look_at_raw_values(
-    panel: tuple[dict[int, tuple[float, ...]], list[WeightedReward]],
+@given(scored())
+def test_vetoes_compare_raw_values(
+    values_and_rewards: ScoredValues,
 ) -> None:
-    """Guards against thresholds held against normalised or weighted values, or another reward's."""
-    values, rewards = panel
+    """Guards against thresholds for normalised or weighted values, or for another reward."""
+    values, rewards = values_and_rewards
     verdicts = combine(values, rewards)
     for number, raw in values.items():
         below = [
-            each.veto_below is not None and value < each.veto_below
-            for value, each in zip(raw, rewards, strict=True)
+            reward.veto_below is not None and value < reward.veto_below
+            for value, reward in zip(raw, rewards, strict=True)
         ]
         assert verdicts[number].vetoed == any(below)
 
 
-def test_a_value_at_its_threshold_is_not_vetoed() -> None:
-    """Guards against "below" read as "at or below"."""
-    rewards = [WeightedReward("r", -2.0, BATCH, veto_below=0.5)]
-    verdicts = combine({0: (0.5,), 1: (0.4999,)}, rewards)
-    assert [verdicts[number].vetoed for number in (0, 1)] == [False, True]
-
-
-@given(panels(st.floats(-1e280, 1e280)))
-def test_large_values_stay_finite(
-    panel: tuple[dict[int, tuple[float, ...]], list[WeightedReward]],
+@given(scored(st.floats(-1e280, 1e280)))
+def test_scores_of_large_values_are_finite(
+    values_and_rewards: ScoredValues,
 ) -> None:
     """Guards against squares and sums that overflow on their way to a small result."""
-    assert all(math.isfinite(each.score) for each in judged(*panel).values())
+    assert all(math.isfinite(verdict.score) for verdict in judged(*values_and_rewards).values())
 
 
 @given(st.lists(st.floats(-1.7e308, 1.7e308), min_size=1, max_size=20))
-def test_batch_normalisation_takes_every_float(values: list[float]) -> None:
+def test_batch_normalisation_accepts_every_float(values: list[float]) -> None:
     """Guards against overflow and underflow at either end of the range, subnormals included."""
     bound = math.sqrt(len(values)) + 1e-9
     assert all(abs(score) <= bound for score in single(values))
@@ -173,28 +148,28 @@ def test_batch_normalisation_takes_every_float(values: list[float]) -> None:
     ],
 )
 def test_a_sum_that_is_not_finite_is_refused(values: Mapping[int, Sequence[float]]) -> None:
-    """Guards against ranking by infinity, and OverflowError as INTERNAL without a name."""
+    """Guards against ranking by infinity, and against OverflowError as INTERNAL."""
     with pytest.raises(RewardInvalid, match="not finite"):
         judged(values, [WeightedReward("a", 1e6), WeightedReward("b", 1e6)])
 
 
-def test_nobody_has_no_verdict() -> None:
+def test_no_candidates_have_no_verdicts() -> None:
     assert combine({}, [WeightedReward("a")]) == {}
 
 
-def test_values_of_too_few_rewards_are_a_bug() -> None:
-    """Guards against a panel that is not the request's: values would meet others' weights."""
+def test_values_of_too_few_rewards_are_a_value_error() -> None:
+    """Guards against values multiplied by the weights of other rewards."""
     with pytest.raises(ValueError):
         combine({0: (1.0,)}, [WeightedReward("a"), WeightedReward("b")])
 
 
-def test_an_example_by_hand() -> None:
-    """Guards against all of the above being wrong in the same way."""
+def test_an_example_computed_by_hand() -> None:
     rewards = [
         WeightedReward("helpful", 2.0, Normalization("fixed", 1.0, 0.5)),
         WeightedReward("harmless", 0.5, BATCH, veto_below=-1.0),
     ]
-    values = {3: (2.0, -3.0), 7: (1.0, 1.0)}
+    # The second value of candidate 7 is at the threshold, not below it.
+    values = {3: (2.0, -3.0), 7: (1.0, -1.0)}
     assert combine(values, rewards) == {3: Verdict(4.0 - 0.5, True), 7: Verdict(0.0 + 0.5, False)}
 
 
@@ -203,38 +178,23 @@ def test_an_example_by_hand() -> None:
 HELPFUL = WeightedReward("helpful", 0.5, Normalization("fixed", 0.2, 1.1))
 HARMLESS = WeightedReward("harmless", -3.0, BATCH, veto_below=-1.0)
 BALANCED = Composite("balanced", (HELPFUL, HARMLESS))
-KNOWN = {"balanced": BALANCED, "strict": Composite("strict", (WeightedReward("harmless"),))}
+COMPOSITES = {"balanced": BALANCED, "strict": Composite("strict", (WeightedReward("harmless"),))}
 
 
-def test_a_composite_stands_for_its_rewards() -> None:
-    """Guards against lost weights, and rewards blamed on another's place in the request."""
-    asked = [WeightedReward("likelihood"), WeightedReward("balanced", 2.0), WeightedReward("other")]
-    assert expanded(asked, KNOWN) == [
-        (0, asked[0]),
+def test_a_composite_is_replaced_by_its_rewards() -> None:
+    """Guards against lost weights and wrong indices of the caller's rewards."""
+    named = [WeightedReward("likelihood"), WeightedReward("balanced", 2.0), WeightedReward("other")]
+    assert expanded(named, COMPOSITES) == [
+        (0, named[0]),
         (1, replace(HELPFUL, weight=1.0)),
         (1, replace(HARMLESS, weight=-6.0)),
-        (2, asked[2]),
+        (2, named[2]),
     ]
-    assert list(check_expansion(asked, KNOWN, "rewards")) == []
-
-
-@given(panels(), st.sampled_from([-2.0, 0.25, 1.0, 1024.0]))
-def test_a_composites_weight_scales_its_sum(
-    panel: tuple[dict[int, tuple[float, ...]], list[WeightedReward]], weight: float
-) -> None:
-    """Guards against a weight that reaches some of the rewards, or their vetoes."""
-    values, rewards = panel
-    plain = combine(values, rewards)
-    composites = {"c": Composite("c", tuple(rewards))}
-    parts = [part for _, part in expanded([WeightedReward("c", weight)], composites)]
-    for number, verdict in combine(values, parts).items():
-        # Exact for powers of two, but where a smallest number, that loses digits, breaks a tie.
-        assert verdict.score == pytest.approx(weight * plain[number].score, rel=1e-15, abs=1e-290)
-        assert verdict.vetoed == plain[number].vetoed
+    assert list(check_expansion(named, COMPOSITES, "rewards")) == []
 
 
 @pytest.mark.parametrize(
-    ("asked", "fields", "told"),
+    ("named", "fields", "description"),
     [
         ([WeightedReward("balanced", normalization=BATCH)], ["rewards[0].normalization"], "absent"),
         (
@@ -251,13 +211,13 @@ def test_a_composites_weight_scales_its_sum(
         ),
     ],
 )
-def test_what_cannot_be_said_beside_a_composite(
-    asked: list[WeightedReward], fields: list[str], told: str
+def test_invalid_uses_of_composites_are_violations(
+    named: list[WeightedReward], fields: list[str], description: str
 ) -> None:
     """Guards against a veto that is dropped, a reward counted twice, and sums without a bound."""
-    violations = list(check_expansion(asked, KNOWN, "rewards"))
+    violations = list(check_expansion(named, COMPOSITES, "rewards"))
     assert [violation.field for violation in violations] == fields
-    assert told in violations[0].description
+    assert description in violations[0].description
 
 
 @pytest.mark.parametrize(
@@ -272,20 +232,18 @@ def test_what_cannot_be_said_beside_a_composite(
         (Composite("b", ()), "'b'.rewards"),
         (Composite("b", (HELPFUL, HELPFUL)), "'b'.rewards"),
         (Composite("b", tuple(WeightedReward(str(n)) for n in range(9))), "'b'.rewards"),
-        (Composite("b", (HELPFUL, WeightedReward("c", 0.0))), "'b'.rewards[1].weight"),
         (Composite("b", (WeightedReward("c", veto_below=math.nan),)), "'b'.rewards[0].veto_below"),
         (Composite("b", (WeightedReward("strict"),)), "'b'.rewards[0].name"),
         (Composite("b", (WeightedReward("b"),)), "'b'.rewards[0].name"),
     ],
 )
-def test_bad_composites(composite: Composite, field: str) -> None:
-    """Guards against a composite that only fails once a request names it."""
-    there = Composite("strict", (HARMLESS,))
-    fields = {violation.field for violation in check_composites([there, composite])}
+def test_invalid_composites_are_violations(composite: Composite, field: str) -> None:
+    """Guards against a composite that fails only when a request names it."""
+    strict = Composite("strict", (HARMLESS,))
+    fields = {violation.field for violation in check_composites([strict, composite])}
     assert fields == {field}
 
 
-def test_good_composites() -> None:
-    """Guards against checks that refuse what the manual promises."""
+def test_composites_at_the_limits_are_valid() -> None:
     longest = Composite("9" + "b._-" * 15 + "abc", (WeightedReward("likelihood"), HELPFUL))
-    assert list(check_composites([BALANCED, longest, KNOWN["strict"]])) == []
+    assert list(check_composites([BALANCED, longest, COMPOSITES["strict"]])) == []

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 import pytest
+import torch
 
 from reward_service import embedded
 from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
 from specrej.channel import open_channel
-from specrej.serving import Server
-from specrej.settings import ServiceSettings
+from tests.serving import listening
+
+# Starts a service with rewards (none: still loading) and options, returns its address.
+Start = Callable[..., Awaitable[str]]
+
+# As `Start`, but connects to it.
+Serve = Callable[..., Awaitable[grpc.aio.Channel]]
 
 
-class Serve(Protocol):
-    """Starts a service with these rewards (none: still loading) and connects to it."""
-
-    async def __call__(self, *rewards: Reward, **options: Any) -> grpc.aio.Channel: ...
-
-
-class Start(Protocol):
-    """As `Serve`, but returns the address."""
-
-    async def __call__(
-        self,
-        *rewards: Reward,
-        max_batch: int = 8,
-        lease_s: float = 30,
-        queue_limit: int = 4,
-        deadline_s: float | None = None,
-    ) -> str: ...
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -48,18 +40,13 @@ async def start() -> AsyncIterator[Start]:
             max_batch: int = 8,
             lease_s: float = 30,
             queue_limit: int = 4,
-            deadline_s: float | None = None,
         ) -> str:
             workers = [await Worker.start(partial(_same, r), queue_limit) for r in rewards]
             for worker in workers:
                 stack.callback(worker.close)
             servicer = RewardServicer(max_batch, lease_s)
             servicer.serve(workers)
-            server = Server(ServiceSettings(), [servicer.service()], default_deadline_s=deadline_s)
-            await server.start()
-            stack.push_async_callback(server.stop, 0)
-            await server.set_serving(bool(rewards))
-            return f"127.0.0.1:{server.port}"
+            return await stack.enter_async_context(listening(servicer.service()))
 
         yield start
 

@@ -1,4 +1,4 @@
-"""Rewards that misbehave in one way each; all survive the worker's warm-up."""
+"""Rewards with one property each; all survive the worker's warm-up."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from reward_service.reward import WholeBatchReward
-from specrej.contracts import Candidate, Prompt, Scores
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores
+from specrej.errors import InvalidRequest
 
 
 class FixedReward(WholeBatchReward):
-    """Returns `values` whatever it is asked, after the warm-up."""
+    """Returns `values` for any batch, after the warm-up."""
 
     def __init__(self, values: Sequence[float], name: str = "fixed") -> None:
         super().__init__(name, "f", "Fixed values.")
@@ -23,8 +24,18 @@ class FixedReward(WholeBatchReward):
         return Scores(tuple(values))
 
 
+class FinishedReward(WholeBatchReward):
+    """1 for texts that ended by themselves, 0 for others."""
+
+    def __init__(self) -> None:
+        super().__init__("finished", "f", "Whether it ended.")
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        return Scores(tuple(float(c.finish is FinishReason.STOP) for c in candidates), 7)
+
+
 class GatedReward(WholeBatchReward):
-    """Blocks its thread until `gate` is set, after the warm-up; remembers what it was asked."""
+    """Blocks its thread until `gate` is set, after the warm-up; records the texts."""
 
     def __init__(self, name: str = "gated") -> None:
         super().__init__(name, "f", "Waits.")
@@ -63,8 +74,9 @@ class PieceTask:
 
 class PiecewiseReward:
     """Computes letters, `token_budget` of them per pass; a pass with a "!" in it fails.
+    The text "?" is refused.
 
-    Remembers its passes; `gate` is waited for before each pass after the warm-up.
+    Records its passes; each pass after the warm-up waits for `gate`.
     """
 
     name = "piecewise"
@@ -83,6 +95,8 @@ class PiecewiseReward:
 
     def begin(self, candidates: Sequence[Candidate]) -> PieceTask:
         texts = [candidate.text for candidate in candidates]
+        if "?" in texts:
+            raise InvalidRequest([])
         if texts == ["Hello."]:
             return PieceTask(["H"], 1)
         return PieceTask(list("".join(texts)), len(texts))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reward_service.function import FunctionReward
 from reward_service.reward import score
 from specrej.contracts import Prompt
 from specrej.errors import RewardInvalid
+from tests.reward_service.tiny import load
 
 PROMPT = Prompt.from_user("Hi")
 PATH = f"{__name__}:brevity"
@@ -19,7 +20,7 @@ PATH = f"{__name__}:brevity"
 def brevity(prompt: Prompt, responses: Sequence[str]) -> list[float]:
     """Shorter is better.
 
-    Not told to clients.
+    Not part of the description.
     """
     assert prompt == PROMPT
     return [-len(response) for response in responses]
@@ -35,51 +36,35 @@ class Length:
 length = Length()
 
 
-def test_a_function_is_a_reward() -> None:
-    reward = FunctionReward("brief", PATH)
+def test_function_is_a_reward() -> None:
+    reward = load("function", function=PATH)
     assert score(reward, PROMPT, ["abc", "", "a"]).values == (-3.0, 0.0, -1.0)
-    assert (reward.name, reward.description) == ("brief", "Shorter is better.")
+    assert (reward.name, reward.description) == ("r", "Shorter is better.")
+    callable_object = load("function", function=f"{__name__}:length")
+    assert score(callable_object, PROMPT, ["abc", ""]).values == (3.0, 0.0)
+    assert callable_object.fingerprint != reward.fingerprint
 
 
-def test_whatever_can_be_called_will_do() -> None:
-    reward = FunctionReward("length", f"{__name__}:length")
-    assert score(reward, PROMPT, ["abc", ""]).values == (3.0, 0.0)
-    assert reward.fingerprint != FunctionReward("length", PATH).fingerprint
-
-
-def by_id(prompt: Prompt, responses: Sequence[str]) -> dict[int, float]:
-    return {number: 0.5 for number, _ in enumerate(responses)}
-
-
-def as_a_set(prompt: Prompt, responses: Sequence[str]) -> set[float]:
-    return {float(len(response)) for response in responses}
-
-
-def as_text(prompt: Prompt, responses: Sequence[str]) -> str:
-    return "1" * len(responses)
-
-
-def too_large(prompt: Prompt, responses: Sequence[str]) -> list[int]:
-    return [10**400 for _ in responses]
-
-
-@pytest.mark.parametrize("name", ["by_id", "as_a_set", "as_text", "too_large"])
-def test_what_is_no_list_of_numbers_is_refused(name: str) -> None:
-    """Guards against candidates ranked by the keys of a dictionary, which are numbers, too."""
+@pytest.mark.parametrize("values", [{0: 0.5, 1: 0.5}, {1.0, 2.0}, "11", [10**400, 1], None])
+def test_other_values_than_a_list_of_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, values: Any
+) -> None:
+    """Guards against candidates ranked by the keys of a dictionary, which may be numbers."""
+    monkeypatch.setattr(Length, "__call__", lambda *_: values)
     with pytest.raises(RewardInvalid):
-        score(FunctionReward("r", f"{__name__}:{name}"), PROMPT, ["a", "bb"])
+        score(load("function", function=f"{__name__}:length"), PROMPT, ["a", "bb"])
 
 
-def test_an_edited_file_has_another_fingerprint(
+def test_edited_file_has_another_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the cache against answers chosen by an older version."""
+    """Guards the cache against answers selected by an older version."""
     monkeypatch.syspath_prepend(tmp_path)
     prints = []
     for version in (1, 2):
         module = f"edited_{version}"
         (tmp_path / f"{module}.py").write_text(f"def judge(prompt, texts): return [{version}]\n")
-        prints.append(FunctionReward("r", f"{module}:judge").fingerprint)
+        prints.append(load("function", function=f"{module}:judge").fingerprint)
     assert prints[0] != prints[1]
 
 
@@ -91,6 +76,6 @@ def test_an_edited_file_has_another_fingerprint(
         (f"{__name__}:PATH", "cannot be called"),
     ],
 )
-def test_what_is_not_there_is_told(path: str, why: str) -> None:
+def test_missing_function_is_an_error(path: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        FunctionReward("r", path)
+        load("function", function=path)

@@ -1,4 +1,4 @@
-"""A reward behind a real HTTP server on loopback, well-behaved and not."""
+"""A reward behind a real HTTP server on loopback, correct and faulty."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from typing import Any
 
 import pytest
 
-from reward_service.batching import take_fairly
-from reward_service.remote_http import HTTPReward
-from reward_service.reward import score, score_batch
+from reward_service.reward import score, score_batch, take_fairly
 from specrej.contracts import Candidate, FinishReason, Message, Prompt
 from specrej.errors import RewardInvalid, Unavailable
+from tests.reward_service.tiny import batch, load
 
 PROMPT = Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi")))
 
 
 @contextmanager
 def served(answer: Any, status: int = 200, together: int = 1) -> Iterator[tuple[str, list[Any]]]:
-    """A server's address and what it was asked; it answers once `together` have asked."""
-    asked: list[Any] = []
+    """A server's address and the requests it got; it answers once `together` are there."""
+    requests: list[Any] = []
     barrier = threading.Barrier(together)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append((dict(self.headers), json.loads(body)))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append((dict(self.headers), body))
             barrier.wait(10)
-            said = answer(json.loads(body)) if callable(answer) else answer
-            with suppress(OSError):  # nobody waits for it any more
+            content = answer(body) if callable(answer) else answer
+            with suppress(OSError):  # the client has given up
                 self.send_response(status)
                 self.end_headers()
-                self.wfile.write(said if isinstance(said, bytes) else json.dumps(said).encode())
+                self.wfile.write(
+                    content if isinstance(content, bytes) else json.dumps(content).encode()
+                )
 
         def log_message(self, *_: Any) -> None:
             """Not into the tests' output."""
@@ -44,7 +45,7 @@ def served(answer: Any, status: int = 200, together: int = 1) -> Iterator[tuple[
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/score", asked
+        yield f"http://127.0.0.1:{server.server_port}/score", requests
     finally:
         server.shutdown()
         server.server_close()
@@ -55,16 +56,18 @@ def lengths(body: Any) -> dict[str, list[int]]:
     return {"scores": [len(response) for response in body["responses"]]}
 
 
-def test_it_is_asked_for_a_batch_at_once_and_told_what_is_finished() -> None:
-    with served(lengths) as (url, asked):
-        reward = HTTPReward("far", url, headers={"Authorization": "Bearer secret"})
-        batch = [
+def test_batch_is_one_request_with_what_is_finished() -> None:
+    with served(lengths) as (url, requests):
+        reward = load("http", url=url, headers={"Authorization": "Bearer secret"})
+        candidates = [
             Candidate(0, "abc", 0, 0.0),
             Candidate(1, "", 0, 0.0, FinishReason.STOP),
             Candidate(2, "é", 0, 0.0, FinishReason.LENGTH),
         ]
-        assert score_batch(reward.open(PROMPT), reward, batch).values == (3.0, 0.0, 1.0)
-        ((headers, body),) = asked
+        assert score_batch(reward.open(PROMPT), reward, candidates).values == (3.0, 0.0, 1.0)
+        ((headers, body),) = requests
+        # The server's reward may change: its version is in the fingerprint.
+        assert load("http", url=url, version="2").fingerprint != reward.fingerprint
     assert headers["Authorization"] == "Bearer secret"
     assert body == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
@@ -73,12 +76,11 @@ def test_it_is_asked_for_a_batch_at_once_and_told_what_is_finished() -> None:
     }
 
 
-def test_batches_of_several_sessions_are_asked_for_at_the_same_time() -> None:
-    """Guards against one slow answer after the other: the server answers only when both wait."""
+def test_batches_of_several_sessions_are_sent_at_the_same_time() -> None:
+    """Guards against one slow answer after the other: the server waits for both requests."""
     with served(lengths, together=2) as (url, _):
-        reward = HTTPReward("far", url, timeout_s=10)
-        texts = ("a", "bb")
-        tasks = [reward.open(PROMPT).begin([Candidate(0, text, 0, 0.0)]) for text in texts]
+        reward = load("http", url=url, timeout_s=10)
+        tasks = [reward.open(PROMPT).begin(batch({0: text})) for text in ("a", "bb")]
         reward.compute(take_fairly(tasks, reward.token_budget))
         assert [task.scores().values for task in tasks] == [(1.0,), (2.0,)]
 
@@ -90,7 +92,7 @@ def test_batches_of_several_sessions_are_asked_for_at_the_same_time() -> None:
         ({"rewards": [1]}, 200, RewardInvalid),
         ({"scores": ["x"]}, 200, RewardInvalid),
         ({"scores": None}, 200, RewardInvalid),
-        ({"scores": {"0": 0.5}}, 200, RewardInvalid),  # its keys are numbers, too
+        ({"scores": {"0": 0.5}}, 200, RewardInvalid),  # its keys look like numbers
         ({"scores": "1"}, 200, RewardInvalid),
         ({"scores": ["1"]}, 200, RewardInvalid),
         ({"scores": [True]}, 200, RewardInvalid),
@@ -102,22 +104,19 @@ def test_batches_of_several_sessions_are_asked_for_at_the_same_time() -> None:
         ({"scores": [1]}, 503, Unavailable),
     ],
 )
-def test_what_is_no_answer_is_told_as_what_it_is(
+def test_bad_answer_is_the_error_that_it_stands_for(
     answer: Any, status: int, error: type[Exception]
 ) -> None:
-    """Guards the caller's choice: to come again, or to rank by something else."""
+    """Guards the caller's choice between a retry and another reward."""
     with served(answer, status) as (url, _), pytest.raises(error) as failure:
-        score(HTTPReward("far", url), PROMPT, ["a"])
+        score(load("http", url=url), PROMPT, ["a"])
     assert "127.0.0.1" not in str(failure.value)
 
 
-def test_nobody_there_is_unavailable() -> None:
+def test_late_answer_and_refused_connection_are_unavailable() -> None:
+    """Guards the reward's thread, for which all of its sessions wait."""
     with pytest.raises(Unavailable, match="cannot be reached"):
-        score(HTTPReward("far", "http://127.0.0.1:1/score"), PROMPT, ["a"])
-
-
-def test_an_answer_that_takes_too_long_is_unavailable() -> None:
-    """Guards the reward's thread, on which all of its sessions wait."""
+        score(load("http", url="http://127.0.0.1:1/score"), PROMPT, ["a"])
     late = threading.Event()
 
     def answer(body: Any) -> Any:
@@ -126,12 +125,6 @@ def test_an_answer_that_takes_too_long_is_unavailable() -> None:
 
     with served(answer) as (url, _), pytest.raises(Unavailable, match="Timeout"):
         try:
-            score(HTTPReward("far", url, timeout_s=0.2), PROMPT, ["a"])
+            score(load("http", url=url, timeout_s=0.2), PROMPT, ["a"])
         finally:
             late.set()
-
-
-def test_the_version_tells_answers_apart() -> None:
-    """Guards the cache: what the other end serves may change, and only its owner knows."""
-    first = HTTPReward("far", "http://127.0.0.1:1/", version="1")
-    assert first.fingerprint != HTTPReward("far", "http://127.0.0.1:1/", version="2").fingerprint

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from reward_service.settings import ClassifierSpec, RelevanceSpec, RewardSettings
+from reward_service.__main__ import main
+from reward_service.settings import RewardSettings
+from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources, RewardSpec
 from specrej.settings import load
 
 CLASSIFIER = '[{"name": "x", "kind": "classifier", "directory": "y", %s}]'
 PROCESS = CLASSIFIER.replace("classifier", "process")
 PAIRWISE = CLASSIFIER.replace("classifier", "pairwise")
+VLLM = CLASSIFIER.replace("classifier", "vllm-classifier")
 
 
-def test_the_defaults_are_the_embedded_models() -> None:
+def test_defaults_are_the_embedded_models() -> None:
     settings = load(RewardSettings, [])
     relevance, harmless = settings.rewards
-    assert isinstance(relevance, RelevanceSpec)
+    assert relevance == RelevanceSpec(name="relevance", directory=Path(".models/relevance"))
     assert isinstance(harmless, ClassifierSpec)
-    assert (relevance.name, relevance.kind) == ("relevance", "relevance")
-    assert relevance.directory == Path(".models/relevance")
-    assert (harmless.name, harmless.kind) == ("harmless", "classifier")
+    assert harmless.name == "harmless"
     assert harmless.head
     assert harmless.head.is_file()
     assert (settings.port, settings.max_batch) == (50052, 1024)
+    assert settings.resources == Resources()
 
 
 def test_rewards_are_json_in_environment_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +56,7 @@ def test_rewards_are_json_in_environment_and_flags(monkeypatch: pytest.MonkeyPat
         ("rewards", CLASSIFIER % '"unfinished": "half"', "'closed' or 'open'"),
         ("rewards", CLASSIFIER % '"format": "{response}"', "{prompt} and {response} once"),
         ("rewards", CLASSIFIER % '"format": "{response} {prompt}"', "{prompt} before {response}"),
+        ("rewards", VLLM % '"vllm_option": {}', "vllm_option"),
         ("rewards", PROCESS % '"good": "+"', "must both be words"),
         ("rewards", PROCESS % '"aggregate": "max"', "'last', 'min' or 'mean'"),
         ("rewards", PAIRWISE % '"template": "{a} {b} {context}"', "in this order"),
@@ -57,28 +64,20 @@ def test_rewards_are_json_in_environment_and_flags(monkeypatch: pytest.MonkeyPat
         ("rewards", '[{"name": "x", "kind": "function", "function": "f"}]', "match pattern"),
         ("rewards", '[{"name": "x", "kind": "http", "url": "ftp://x"}]', "match pattern"),
         ("rewards", '[{"name": "x", "kind": "grpc", "address": "x"}]', "match pattern"),
-        ("kept_tokens", "0", "greater than or equal to 1"),
-        ("merge_ms", "-1", "greater than or equal to 0"),
         ("rewards", '[{"name": "likelihood", "kind": "toy"}]', "generator's own"),
         ("rewards", '[{"name": "x", "kind": "toy"}, {"name": "x", "kind": "toy"}]', "once"),
         ("device", "tpu", "should match pattern"),
-        ("threads", "-1", "greater than or equal to 0"),
-        ("max_batch", "0", "greater than or equal to 1"),
         ("token_budget", "1", "greater than or equal to 512"),
-        ("queue_limit", "0", "greater than or equal to 1"),
-        ("lease_s", "0", "greater than 0"),
-        ("lease_s", "nan", "finite"),
-        ("port", "70000", "less than or equal to 65535"),
     ],
 )
-def test_bad_values_end_the_process_with_their_name(
+def test_bad_value_ends_the_process_with_its_name(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     name: str,
     value: str,
     accepted: str,
 ) -> None:
-    """Guards against a service that starts with something other than what was asked for."""
+    """Guards against a service that starts with other values than were set."""
     monkeypatch.setenv(f"SPECREJ_REWARD_{name.upper()}", value)
     with pytest.raises(SystemExit) as ended:
         load(RewardSettings, [])
@@ -88,8 +87,34 @@ def test_bad_values_end_the_process_with_their_name(
     assert accepted in message
 
 
-def test_help_is_the_manual(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = {"name": "r", "kind": "relevance", "directory": str(tmp_path / "gone")}
+    flags = ["reward", "--port", "0", "--rewards", json.dumps([spec])]
+    monkeypatch.setattr(sys, "argv", flags)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == f"reward service: reward r: no model directory {tmp_path / 'gone'}"
+
+
+def test_help_lists_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         load(RewardSettings, ["--help"])
     assert ended.value.code == 0
-    assert "SPECREJ_REWARD_" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "SPECREJ_REWARD_" in text
+    for spec in get_args(get_args(RewardSpec)[0]):
+        assert spec.model_fields["kind"].default in text.replace(",", "").split()
+
+
+def test_documentation_lists_every_option() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    lines = text.splitlines()
+    general = {"name", "kind", "trust_remote_code"}
+    for spec in get_args(get_args(RewardSpec)[0]):
+        kind = spec.model_fields["kind"].default
+        row = next(line for line in lines if line.startswith(f"| `{kind}` |"))
+        for option in spec.model_fields.keys() - general:
+            assert f"`{option}`" in row
+    assert "trust_remote_code" in text
+    (examples,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    assert len(load(RewardSettings, ["--rewards", examples]).rewards) == 6

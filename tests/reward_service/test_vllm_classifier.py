@@ -1,50 +1,44 @@
-"""The same model on vLLM and on our own network: the same scores.
+"""Classifiers on vLLM score as on the service's own network.
 
-What needs vLLM runs where that is: make conformance.
+`make conformance` runs these tests where vLLM is installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
-from transformers import AutoConfig
+import torch
 
-from reward_service.catalog import load_reward
-from reward_service.causal_reward import Options
-from reward_service.classifier import Transform
-from reward_service.reward import score
-from reward_service.settings import RewardSettings, RewardSpec
-from reward_service.vllm_classifier import VLLMClassifier
+from reward_service import vllm_classifier
+from reward_service.reward import score, score_batch
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.errors import InvalidRequest
+from tests.reward_service import tiny
 from tests.reward_service.tiny import CONTEXT, PROMPT, TEXTS, make_config, make_tokenizer, save
 
-SPECS: TypeAdapter[Any] = TypeAdapter(RewardSpec)
-SETTINGS = RewardSettings(threads=1, kept_tokens=2048)
-
 needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not in this environment: make vllm",
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not in this environment: make vllm"
 )
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model whose heads are of a size that vLLM's kernels take, with two labels."""
+    """Of a model with two labels, and with heads of a size that vLLM's kernels support."""
     config = make_config("llama", 0, head_dim=32, num_labels=2)
     return save(tmp_path_factory.mktemp("classifier"), config, make_tokenizer("<pad>"))
 
 
 def loaded(kind: str, directory: Path, **options: Any) -> Any:
-    spec = {"name": "r", "kind": kind, "directory": directory, "label_weights": [1.0, -0.5]}
-    return load_reward(SPECS.validate_python(spec | options), SETTINGS)
+    options = {"label_weights": [1.0, -0.5], "kept_tokens": 2048} | options
+    return tiny.load(kind, directory, **options)
 
 
 @pytest.fixture(scope="module")
@@ -56,52 +50,67 @@ def by_vllm(directory: Path) -> Iterator[Any]:
     reward.close()
 
 
-def test_what_vllm_is_told_is_in_the_fingerprint(directory: Path) -> None:
-    """Guards against scores of different arithmetic in one ranking, or one for the other's."""
-    options = Options("r", directory)
-    conversation = options.conversation(AutoConfig.from_pretrained(directory))
+class FakeEngine:
+    """In vLLM's place: the logits of a text are its number of tokens and its last token."""
 
-    def of(**told: object) -> str:
-        reward = VLLMClassifier(
-            options,
-            _Nobody(),
-            None,
-            conversation,
-            label_weights=[1.0, -0.5],
-            transform=Transform(),
-            vllm_options=told,
-        )
-        reward.close()
-        return reward.fingerprint
+    requests: ClassVar[list[list[int]]] = []
 
-    assert of(quantization="fp8") == of(quantization="fp8")
-    assert of() != of(quantization="fp8")
+    @classmethod
+    def from_engine_args(cls, arguments: dict[str, Any]) -> FakeEngine:
+        assert arguments["quantization"] == "fp8"
+        assert arguments["max_model_len"] == CONTEXT
+        return cls()
 
-
-class _Nobody:
-    """Stands for a vLLM."""
+    async def encode(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        ids = prompt["prompt_token_ids"]
+        self.requests.append(ids)
+        outputs = SimpleNamespace(data=torch.tensor([len(ids), ids[-1]]))
+        yield SimpleNamespace(outputs=outputs, num_cached_tokens=5)
 
     def shutdown(self) -> None:
         """There is nothing to end."""
 
 
-def test_its_options_are_checked() -> None:
-    spec = {"name": "r", "kind": "vllm-classifier", "directory": "."}
-    assert SPECS.validate_python(spec | {"vllm_options": {"tensor_parallel_size": 2}})
-    with pytest.raises(ValidationError, match="vllm_option"):
-        SPECS.validate_python(spec | {"vllm_option": {}})
+def test_scores_are_weighted_logits_of_each_different_text(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards equal texts, closed turns and the accounts where vLLM is not installed."""
+    module = SimpleNamespace(
+        AsyncEngineArgs=dict, AsyncLLMEngine=FakeEngine, PoolingParams=lambda **options: options
+    )
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(vllm_classifier, "_prepare_environment", lambda threads: None)
+    options: dict[str, Any] = {"vllm_options": {"quantization": "fp8"}, "unfinished": "open"}
+    reward = loaded("vllm-classifier", directory, **options)
+    candidates = [
+        Candidate(0, "ab", 0, 0.0),
+        Candidate(1, "ab", 0, 0.0, FinishReason.STOP),
+        Candidate(2, "ab", 0, 0.0),
+    ]
+    scores = score_batch(reward.open(PROMPT), reward, candidates)
+    unclosed, closed = FakeEngine.requests
+    assert closed == [*unclosed, closed[-1]]
+    expected = [len(ids) - 0.5 * ids[-1] for ids in (unclosed, closed, unclosed)]
+    assert list(scores.values) == expected
+    assert scores.computed_tokens == len(unclosed) + len(closed) - 10
+    with pytest.raises(ValueError, match="has 2 labels, label_weights has 3"):
+        loaded("vllm-classifier", directory, label_weights=[1.0, 1.0, 1.0])
+    reward.close()
 
 
 @needs_vllm
 def test_scores_are_those_of_our_own_classifier(directory: Path, by_vllm: Any) -> None:
-    own = score(loaded("classifier", directory), PROMPT, TEXTS).values
-    assert score(by_vllm, PROMPT, TEXTS).values == pytest.approx(own, abs=1e-3)
-    assert max(own) - min(own) > 0.1, "a model that tells nothing apart proves nothing"
+    own = loaded("classifier", directory)
+    values = score(own, PROMPT, TEXTS).values
+    assert score(by_vllm, PROMPT, TEXTS).values == pytest.approx(values, abs=1e-3)
+    assert max(values) - min(values) > 0.1, "equal scores would prove nothing"
+    with pytest.raises(InvalidRequest, match="takes"):
+        by_vllm.open(Prompt.from_user("x" * (CONTEXT + 1)))
 
 
 @needs_vllm
-async def test_growing_texts_are_scored_as_from_scratch(directory: Path, by_vllm: Any) -> None:
-    """What is found in the prefix cache changes no score, and is not computed again."""
+async def test_cached_tokens_change_no_score(directory: Path, by_vllm: Any) -> None:
+    """And they are not computed again."""
     own = loaded("classifier", directory)
     text = "".join(chr(97 + i * i % 26) for i in range(150))
     worker = await Worker.start(lambda: by_vllm)
@@ -114,21 +123,9 @@ async def test_growing_texts_are_scored_as_from_scratch(directory: Path, by_vllm
                     Candidate(2, text[:end], end, 0.0),
                 ]
                 scores = await session.score(batch)
-                expected = score(own, PROMPT, [each.text for each in batch]).values
+                expected = score(own, PROMPT, [candidate.text for candidate in batch]).values
                 assert scores.values == pytest.approx(expected, abs=1e-3)
                 assert scores.values[0] == scores.values[2]
         assert 0 < scores.computed_tokens < 150
     finally:
         worker.close()
-
-
-@needs_vllm
-def test_a_prompt_that_is_too_long_is_refused(by_vllm: Any) -> None:
-    with pytest.raises(InvalidRequest, match="takes"):
-        by_vllm.open(Prompt.from_user("x" * (CONTEXT + 1)))
-
-
-@needs_vllm
-def test_labels_and_weights_must_match(directory: Path) -> None:
-    with pytest.raises(ValueError, match="has 2 labels, label_weights has 3"):
-        loaded("vllm-classifier", directory, label_weights=[1.0, 1.0, 1.0])

@@ -1,12 +1,13 @@
-"""Tiny random models with a byte tokeniser and a chat template, and plain transformers on them."""
+"""Tiny random models with a byte tokenizer and a chat template, and plain transformers on them."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -19,8 +20,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from reward_service.causal_reward import Options
-from specrej.contracts import Message, Prompt
+from reward_service.specs import Resources, RewardSpec
+from specrej.contracts import Candidate, FinishReason, Message, Prompt
 
 CONFIGS = {
     "llama": LlamaConfig,
@@ -44,10 +45,24 @@ TEXTS = [
     "né 面包 🍞",
 ]
 CONTEXT = 256
+SPECS: TypeAdapter[Any] = TypeAdapter(RewardSpec)
+
+
+def load(kind: str, directory: Path | None = None, **options: Any) -> Any:
+    """A reward by its spec's options; those named as `Resources` does are its resources."""
+    resources = {key: options.pop(key) for key in Resources.__slots__ if key in options}
+    if directory:
+        options["directory"] = directory
+    spec = SPECS.validate_python({"name": "r", "kind": kind, **options})
+    return spec.load(Resources(**{"threads": 1, **resources}))
+
+
+def batch(texts: dict[int, str], finish: FinishReason | None = None) -> list[Candidate]:
+    return [Candidate(key, text, 0, 0.0, finish) for key, text in texts.items()]
 
 
 def make_tokenizer(pad: str | None) -> Any:
-    """Bytes as tokens; like Llama's, it puts BOS before whatever it encodes."""
+    """Bytes as tokens; as Llama's, it puts BOS before every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -63,71 +78,82 @@ def make_tokenizer(pad: str | None) -> Any:
     return wrapped
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    # Wide enough that scores of different texts differ by much more than the tolerance.
+    "initializer_range": 0.3,
+    "num_labels": 1,
+}
+
+
 def make_config(family: str, pad_id: int | None, **changes: Any) -> Any:
-    options: dict[str, Any] = {
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+    options: dict[str, Any] = SIZES | {
         "num_key_value_heads": 2,
         "max_position_embeddings": CONTEXT,
-        # Wide enough that scores of different texts differ by much more than the tolerance.
-        "initializer_range": 0.3,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": pad_id,
-        "num_labels": 1,
     }
     if family == "gemma":
         options["head_dim"] = 8
     return CONFIGS[family](**(options | changes))
 
 
-def save(directory: Path, config: Any, tokenizer: Any) -> Path:
-    torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+def save(
+    directory: Path,
+    config: Any = None,
+    tokenizer: Any = None,
+    auto_class: Any = AutoModelForSequenceClassification,
+    seed: int = 0,
+) -> Path:
+    """A random model and its tokenizer; by default a Llama classifier without padding."""
+    torch.manual_seed(seed)
+    auto_class.from_config(config or make_config("llama", None)).save_pretrained(directory)
+    (tokenizer or make_tokenizer(None)).save_pretrained(directory)
     return directory
 
 
-def references(directory: Path, texts: list[str]) -> list[float]:
-    """Logits by transformers' own classifier, one text at a time, nothing padded."""
-    tokenizer, model = plain(directory)
-    logits = []
-    for text in texts:
-        turns = [*PROMPT.messages, Message("assistant", text)]
-        conversation = [{"role": turn.role, "content": turn.content} for turn in turns]
-        rendered = tokenizer.apply_chat_template(conversation, tokenize=False)
-        ids = tokenizer.encode(rendered, add_special_tokens=False, return_tensors="pt")
-        with torch.inference_mode():
-            logits.append(model(input_ids=ids).logits[0, 0].item())
-    return logits
+save_language_model = partial(save, auto_class=AutoModelForCausalLM)
 
 
 @cache
-def plain(directory: Path) -> tuple[Any, Any]:
+def plain(directory: Path, auto_class: Any = AutoModelForSequenceClassification) -> tuple[Any, Any]:
+    """Tokenizer and model by transformers."""
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    model: Any = AutoModelForSequenceClassification.from_pretrained(directory).eval()
-    model.config.pad_token_id = None  # the head then takes the last token there is
+    model: Any = auto_class.from_pretrained(directory).eval()
+    model.config.pad_token_id = None  # a classifier then reads the last token
     return tokenizer, model
 
 
-def save_language_model(directory: Path, config: Any, tokenizer: Any, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+def conversation(directory: Path, text: str, auto_class: Any) -> str:
+    """PROMPT and the response by the model's own template."""
+    turns = [*PROMPT.messages, Message("assistant", text)]
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    tokenizer, _ = plain(directory, auto_class)
+    written: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    return written
 
 
-def rendered(tokenizer: Any, prompt: Prompt, text: str) -> str:
-    """The conversation by the model's own template."""
-    turns = [*prompt.messages, Message("assistant", text)]
-    conversation = [{"role": turn.role, "content": turn.content} for turn in turns]
-    whole: str = tokenizer.apply_chat_template(conversation, tokenize=False)
-    return whole
+def computed(
+    directory: Path,
+    text: str,
+    auto_class: Any = AutoModelForSequenceClassification,
+    *,
+    closed: bool = True,
+) -> tuple[list[int], Any]:
+    """A conversation's token ids, and transformers' output for it alone, nothing padded."""
+    tokenizer, model = plain(directory, auto_class)
+    written = conversation(directory, text, auto_class)
+    written = written if closed else written.removesuffix(EOS)
+    ids: list[int] = tokenizer.encode(written, add_special_tokens=False)
+    with torch.inference_mode():
+        return ids, model(input_ids=torch.tensor([ids]))
 
 
-def options(directory: Path, **changes: Any) -> Options:
-    """Of a reward on a tiny model."""
-    return Options("bt", directory, **changes)
+def references(directory: Path, texts: list[str]) -> list[float]:
+    """Logits by transformers' own classifier, one text at a time."""
+    return [computed(directory, text)[1].logits[0, 0].item() for text in texts]

@@ -1,15 +1,17 @@
-"""Servers for clients to talk to."""
+"""Servers for the tests of clients, and the command line in this process."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
 
 import pytest
 
-from specrej.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
-from specrej.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
-from tests.specrej.fakes import FakeOrchestrator, FakeReward, serve
+from specrej import cli
+from tests.serving import listening
+from tests.specrej.fakes import FakeOrchestrator, FakeReward
+
+Command = Callable[..., Awaitable[tuple[str, str]]]
 
 
 @pytest.fixture
@@ -25,14 +27,32 @@ def reward() -> FakeReward:
 @pytest.fixture
 async def address(orchestrator: FakeOrchestrator) -> AsyncIterator[str]:
     """Where `orchestrator` listens."""
-    register = partial(add_OrchestratorServiceServicer_to_server, orchestrator)
-    async with serve("specrej.v1.OrchestratorService", register) as bound:
+    async with listening(orchestrator.service()) as bound:
         yield bound
 
 
 @pytest.fixture
 async def reward_address(reward: FakeReward) -> AsyncIterator[str]:
     """Where `reward` listens."""
-    register = partial(add_RewardServiceServicer_to_server, reward)
-    async with serve("specrej.v1.RewardService", register) as bound:
+    async with listening(reward.service()) as bound:
         yield bound
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """A command of the command line in this process and event loop: its stdout and stderr.
+
+    It raises the errors of clients; exit codes and signals are tested with processes.
+    """
+    works: list[Coroutine[Any, Any, None]] = []
+    monkeypatch.setattr(cli, "run_to_end", works.append)
+
+    async def run(*arguments: str) -> tuple[str, str]:
+        capsys.readouterr()
+        cli.app(arguments, standalone_mode=False)
+        if works:
+            await works.pop()
+        output = capsys.readouterr()
+        return output.out, output.err
+
+    return run

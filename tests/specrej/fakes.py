@@ -1,25 +1,18 @@
-"""Small servers that answer with what they were given and remember what they were asked."""
+"""Fake servers with fixed answers that record their requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
-
-import grpc.aio
 
 from specrej import contracts as c
 from specrej import wire
+from specrej.client import Options
 from specrej.errors import NotFound, SpecrejError
-from specrej.serving import Context, Server, Service
-from specrej.settings import ServiceSettings
-from specrej.v1 import (
-    orchestrator_pb2,
-    orchestrator_pb2_grpc,
-    reward_pb2,
-    reward_pb2_grpc,
-)
+from specrej.security import current_caller
+from specrej.serving import Context, Service
+from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc, reward_pb2, reward_pb2_grpc
 
 
 def trace(number: int, **changes: Any) -> c.RoundTrace:
@@ -75,7 +68,7 @@ SERVICE = c.ServiceDescription(
     cache_available=True,
     running=1,
     queued=0,
-    default_schedule=c.Schedule(kind="tokens", tokens=(16, 64)),
+    default_schedule=c.TokensSchedule((16, 64)),
     num_answers=1234,
     num_degraded=5,
     num_hurried=6,
@@ -105,53 +98,85 @@ RECORD = c.RequestRecord(
 )
 
 
+# Every option of the client.
+OPTIONS = Options(
+    n=8,
+    alpha=0.25,
+    schedule=c.TokensSchedule((8, 32)),
+    algorithm=c.Algorithm.BEST_OF_N,
+    rewards={"relevance": 1.0, "likelihood": 0.5},
+    return_candidates=2,
+    max_tokens=64,
+    temperature=0.7,
+    top_k=50,
+    top_p=0.9,
+    stop=["\n\n"],
+    seed=7,
+    ignore_eos=True,
+    min_tokens=5,
+    logprobs=True,
+    model="tiny",
+    cache=c.CacheControl.REFRESH,
+    allow_degraded=True,
+)
+
+
 class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """Raises `failures` first, one per call; hangs after the first event, if told to, until it is
-    released."""
+    """Raises `failures` first, one per call. With `hangs`, a call waits for `released` after its
+    first event."""
 
     def __init__(self) -> None:
         self.requests: list[orchestrator_pb2.GenerateRequest] = []
+        self.tenants: list[str] = []  # of the requests
         self.times_left: list[float] = []
         self.failures: list[SpecrejError] = []
         self.events = EVENTS
         self.hangs = False
-        self.asked = asyncio.Event()
+        self.received = asyncio.Event()
         self.released = asyncio.Event()
         self.cancelled = asyncio.Event()
-        self.peers: set[str] = set()  # connections that it was described over
+        self.peers: set[str] = set()  # connections of Describe calls
+
+    def service(self) -> Service:
+        """What a server serves."""
+        register = partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, self)
+        return Service("specrej.v1.OrchestratorService", register)
 
     async def Generate(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.GenerateRequest, context: Context
     ) -> orchestrator_pb2.GenerateResponse:
         await self._take(request, context)
-        return wire.generation_to_wire(GENERATION)
+        return wire.generation_to_message(GENERATION)
 
     async def GenerateStream(  # type: ignore[override]  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.GenerateStreamRequest, context: Context
     ) -> None:
         if self.hangs and not self.failures:
-            await context.write(wire.event_to_wire(self.events[0]))
+            await context.write(wire.event_to_message(self.events[0]))
         await self._take(request.request, context)
         for event in self.events:
-            await context.write(wire.event_to_wire(event))
+            await context.write(wire.event_to_message(event))
 
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.OrchestratorServiceDescribeRequest, context: Context
     ) -> orchestrator_pb2.OrchestratorServiceDescribeResponse:
         self.peers.add(context.peer())
-        return wire.service_to_wire(SERVICE)
+        return wire.to_message(SERVICE, orchestrator_pb2.OrchestratorServiceDescribeResponse)
 
     async def GetRecord(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.GetRecordRequest, context: Context
     ) -> orchestrator_pb2.GetRecordResponse:
         if request.request_id != RECORD.request_id:
-            raise NotFound("no such request of yours is remembered here")
-        return orchestrator_pb2.GetRecordResponse(record=wire.record_to_wire(RECORD))
+            raise NotFound("no record of such a request")
+        return orchestrator_pb2.GetRecordResponse(
+            record=wire.to_message(RECORD, orchestrator_pb2.RequestRecord)
+        )
 
     async def _take(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> None:
         self.requests.append(request)
+        self.tenants.append(current_caller().tenant)
         self.times_left.append(context.time_remaining() or float("inf"))
-        self.asked.set()
+        self.received.set()
         if self.failures:
             raise self.failures.pop(0)
         if self.hangs:
@@ -167,6 +192,12 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[reward_pb2.ScoreRequest] = []
+        self.certificates: list[bytes] = []  # of the clients of Describe calls
+
+    def service(self) -> Service:
+        """What a server serves."""
+        register = partial(reward_pb2_grpc.add_RewardServiceServicer_to_server, self)
+        return Service("specrej.v1.RewardService", register)
 
     async def Score(  # noqa: N802 - the name of the rpc
         self, request: reward_pb2.ScoreRequest, context: Context
@@ -181,22 +212,8 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: reward_pb2.RewardServiceDescribeRequest, context: Context
     ) -> reward_pb2.RewardServiceDescribeResponse:
+        self.certificates += context.auth_context().get("x509_pem_cert", [])
         described = reward_pb2.RewardDescription(
             name="length", fingerprint="f", description="len", max_batch=8
         )
         return reward_pb2.RewardServiceDescribeResponse(rewards=[described])
-
-
-@asynccontextmanager
-async def serve(
-    name: str, register: Callable[[grpc.aio.Server], None], **changes: Any
-) -> AsyncIterator[str]:
-    """A real server on a free port; its address."""
-    settings = ServiceSettings(**{"host": "127.0.0.1", "port": 0, "reflection": False, **changes})
-    server = Server(settings, [Service(name, register)])
-    await server.start()
-    await server.set_serving(True)
-    try:
-        yield f"127.0.0.1:{server.port}"
-    finally:
-        await server.stop(0)

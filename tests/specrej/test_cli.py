@@ -1,29 +1,50 @@
-"""The command line as a user meets it: a process of its own against a real server."""
+"""The command line against real servers: in this process, or as a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
 import os
 import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import typer
 
+from deploy.local.stack import Ports
+from specrej import cli, errors, wire
 from specrej import contracts as c
-from specrej import errors, wire
-from specrej.cli import parse_reward, parse_schedule, schedule_text
-from specrej.client import build_request
+from specrej.cli_options import parse_reward, parse_schedule
+from specrej.client import Options, build_request
 from specrej.rounds_view import plain_line, summary_line
-from specrej.security import read_tokens
-from specrej.stack import Ports
-from tests.specrej.fakes import EVENTS, GENERATION, SERVICE, FakeOrchestrator, FakeReward
+from specrej.security import Access
+from specrej.serving import Server, Service
+from specrej.settings import ServiceSettings
+from tests.certificates import Authority
+from tests.specrej.conftest import Command
+from tests.specrej.fakes import (
+    EVENTS,
+    GENERATION,
+    OPTIONS,
+    SERVICE,
+    FakeOrchestrator,
+    FakeReward,
+)
+
+HEALTH_NAME = "specrej.v1.SomeService"
+VETO = c.WeightedReward("likelihood", 0.5, c.Normalization("batch"), -1.0)
+FLAGS: Options = {
+    **OPTIONS,
+    "rewards": [c.WeightedReward("relevance"), VETO],
+    "stop": ["END", "FIN"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +58,22 @@ async def start(*arguments: str, **environment: str) -> Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "specrej.cli", *arguments),
         env={**os.environ, **environment},
-        stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
     )
 
 
-async def finish(process: Process, stdin: str = "") -> Outcome:
-    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 60)
+async def finish(process: Process) -> Outcome:
+    out, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None
     return Outcome(process.returncode, out.decode(), err.decode())
 
 
-async def run(*arguments: str, stdin: str = "", **environment: str) -> Outcome:
-    return await finish(await start(*arguments, **environment), stdin)
+async def run(*arguments: str, **environment: str) -> Outcome:
+    return await finish(await start(*arguments, **environment))
 
 
-async def test_a_pipe_gets_the_answer_alone(address: str, orchestrator: FakeOrchestrator) -> None:
+async def test_only_the_answer_goes_to_stdout(address: str, orchestrator: FakeOrchestrator) -> None:
     """Guards against progress on stdout, where only the answer belongs."""
     one = replace(GENERATION, candidates=GENERATION.candidates[:1])
     orchestrator.events = (*EVENTS[:-1], c.Finished(one))
@@ -63,107 +83,89 @@ async def test_a_pipe_gets_the_answer_alone(address: str, orchestrator: FakeOrch
     assert outcome.err.splitlines() == [*rounds, summary_line(GENERATION), "request r1"]
 
 
-async def test_flags_left_out_stay_absent(address: str, orchestrator: FakeOrchestrator) -> None:
+async def test_flags_left_out_stay_absent(
+    address: str, orchestrator: FakeOrchestrator, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against the command's defaults shadowing the server's."""
-    outcome = await run("generate", "-", stdin="why?", SPECREJ_ADDRESS=address)
-    assert outcome.code == 0
+    monkeypatch.setenv("SPECREJ_ADDRESS", address)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("why?"))
+    await command("generate", "-")
     assert orchestrator.requests == [build_request("why?")]
 
 
-async def test_every_flag_reaches_the_server(address: str, orchestrator: FakeOrchestrator) -> None:
-    """Guards against a flag that is taken and dropped."""
+async def test_every_flag_reaches_the_server(
+    address: str, orchestrator: FakeOrchestrator, command: Command
+) -> None:
+    """Guards against a flag that is accepted and dropped, and an unmarked vetoed answer."""
+    first, second = GENERATION.candidates
+    made = replace(GENERATION, candidates=(first, replace(second, vetoed=True)))
+    orchestrator.events = (*EVENTS[:-1], c.Finished(made))
     flags = (
-        "--system Be brief. -n 8 --alpha 0.25 --schedule tokens:8,32 --algorithm best-of-n"
-        " --reward relevance --reward likelihood=0.5,veto=-1,batch"
-        " --max-tokens 64 --temperature 0.7 --top-k 50"
-        " --top-p 0.9 --stop END --stop FIN --seed 7 --ignore-eos --min-tokens 5"
-        " --logprobs --cache refresh --return-candidates 2"
+        "-n 8 --alpha 0.25 --schedule tokens:8,32 --algorithm best-of-n"
+        " --reward relevance --reward likelihood=0.5,veto=-1,batch --return-candidates 2"
+        " --max-tokens 64 --temperature 0.7 --top-k 50 --top-p 0.9 --stop END --stop FIN"
+        " --seed 7 --ignore-eos --min-tokens 5 --logprobs --model tiny --cache refresh"
+        " --allow-degraded"
     )
-    arguments = [word.replace("Be", "Be brief.") for word in flags.split() if word != "brief."]
-    outcome = await run("generate", "why?", "--address", address, *arguments)
-    assert outcome.code == 0, outcome.err
-    lines = ["[0.5000, candidate 3] the best", "[0.2500, candidate 1] the next"]
-    assert outcome.out.splitlines() == lines
-    assert orchestrator.requests == [
-        build_request(
-            [c.Message("system", "Be brief."), c.Message("user", "why?")],
-            n=8,
-            alpha=0.25,
-            schedule=c.Schedule(kind="tokens", tokens=(8, 32)),
-            algorithm=c.Algorithm.BEST_OF_N,
-            rewards=[
-                c.WeightedReward("relevance"),
-                c.WeightedReward("likelihood", 0.5, c.Normalization("batch"), -1.0),
-            ],
-            max_tokens=64,
-            temperature=0.7,
-            top_k=50,
-            top_p=0.9,
-            stop=["END", "FIN"],
-            seed=7,
-            ignore_eos=True,
-            min_tokens=5,
-            logprobs=True,
-            cache=c.CacheControl.REFRESH,
-            return_candidates=2,
-        )
-    ]
+    system = ("--system", "Be brief.")
+    out, _ = await command("generate", "why?", "--address", address, *system, *flags.split())
+    lines = ["[0.5000, candidate 3] the best", "[0.2500, candidate 1, vetoed] the next"]
+    assert out.splitlines() == lines
+    turns = [c.Message("system", "Be brief."), c.Message("user", "why?")]
+    assert orchestrator.requests == [build_request(turns, **FLAGS)]
 
 
-async def test_json_is_one_object(address: str) -> None:
-    """Guards against anything beside the object on stdout, and fields that are missing in it."""
-    outcome = await run("generate", "why?", "--address", address, "--json")
-    assert outcome.code == 0
-    assert json.loads(outcome.out) == json.loads(
-        json.dumps(wire.to_plain(wire.generation_to_wire(GENERATION)))
-    )
-    best = json.loads(outcome.out)["candidates"][0]
+async def test_json_is_one_object(address: str, command: Command) -> None:
+    """Guards against other text on stdout, and missing fields."""
+    out, _ = await command("generate", "why?", "--address", address, "--json")
+    assert json.loads(out) == json.loads(json.dumps(wire.to_plain(GENERATION)))
+    best = json.loads(out)["candidates"][0]
     assert (best["token_ids"], best["logprobs"]) == ([3, 1, 2], [-0.5, -0.25, -0.75])
 
 
-VIOLATIONS = [
-    errors.Violation("sampling.top_p", "bad"),
-    errors.Violation("selection.n", "too\nbig"),
-]
+async def test_an_error_is_one_line_and_a_code(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against stack traces for users."""
+    violations = [
+        errors.Violation("sampling.top_p", "bad"),
+        errors.Violation("selection.n", "too\nbig"),
+    ]
+    orchestrator.failures = [errors.InvalidRequest(violations)]
+    outcome = await run("generate", "why?", "--address", address)
+    assert outcome == Outcome(2, "", "specrej: sampling.top_p: bad; selection.n: too big\n")
 
 
 @pytest.mark.parametrize(
-    ("failure", "code", "said"),
+    ("error", "code"),
     [
-        (errors.InvalidRequest(VIOLATIONS), 2, "sampling.top_p: bad; selection.n: too big"),
-        (errors.NotFound("no reward named x"), 2, "no reward named x"),
-        (errors.DeadlineExceeded("too late"), 4, "too late"),
-        (errors.Overloaded("the queue is full"), 5, "the queue is full"),
-        (errors.InternalError("internal error 1f"), 1, "internal error 1f"),
+        (errors.NotFound("no reward named x"), 2),
+        (errors.Unavailable("down"), 3),
+        (errors.DeadlineExceeded("too late"), 4),
+        (errors.Overloaded("the queue\nis full"), 5),
+        (errors.Unauthenticated("no token"), 6),
+        (errors.InternalError("internal error 1f"), 1),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-async def test_an_error_is_one_line_and_a_code(
-    address: str,
-    orchestrator: FakeOrchestrator,
-    failure: errors.SpecrejError,
-    code: int,
-    said: str,
+def test_errors_have_exit_codes(
+    error: errors.SpecrejError, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against stack traces for users, and scripts that cannot tell errors apart."""
-    orchestrator.failures = [failure]
-    outcome = await run("generate", "why?", "--address", address)
-    assert outcome == Outcome(code, "", f"specrej: {said}\n")
+    """Guards against scripts without distinct exit codes."""
+
+    async def fail() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as raised:
+        cli.run_to_end(fail())
+    assert raised.value.exit_code == code
+    assert capsys.readouterr().err == f"specrej: {' '.join(error.message.split())}\n"
 
 
-async def test_no_server_is_code_3() -> None:
-    """Guards against a user who waits for a server that is not there."""
-    nobody = f"127.0.0.1:{Ports.free().orchestrator}"
-    outcome = await run("describe", "--address", nobody)
-    assert (outcome.code, outcome.out) == (3, "")
-    assert outcome.err.startswith("specrej: ") and outcome.err.count("\n") == 1
-
-
-async def test_bad_usage_is_code_2() -> None:
-    """Guards against a misspelt schedule that is ignored."""
-    outcome = await run("generate", "why?", "--schedule", "sometimes")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "sometimes" in outcome.err
+async def test_bad_usage_is_a_usage_error(command: Command) -> None:
+    """Guards against a misspelt schedule or role that is ignored."""
+    for arguments in (("generate", "why?", "--schedule", "x"), ("token", "acme", "--role", "king")):
+        with pytest.raises(typer.BadParameter, match=arguments[-1]):
+            await command(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -175,66 +177,59 @@ async def test_an_interrupt_cancels_the_call(
     """Guards against a traceback on Ctrl-C, and candidates that grow on after it."""
     orchestrator.hangs = True
     process = await start("generate", "why?", "--address", address)
-    await asyncio.wait_for(orchestrator.asked.wait(), 60)
+    await asyncio.wait_for(orchestrator.received.wait(), 60)
     process.send_signal(number)
     assert await finish(process) == Outcome(code, "", "")
     await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
 
 
-async def test_describe(address: str) -> None:
+async def test_describe(address: str, command: Command) -> None:
     """Guards against facts missing from either form."""
-    text, plain = await asyncio.gather(
-        run("describe", "--address", address), run("describe", "--address", address, "--json")
-    )
-    assert "tiny (cpu float32)" in text.out and "tokens:16,64" in text.out
-    assert "12 of 4,096 owned, 1,024 cached" in text.out
-    assert json.loads(plain.out) == wire.to_plain(wire.service_to_wire(SERVICE))
+    text, _ = await command("describe", "--address", address)
+    assert "tiny (cpu float32)" in text and "tokens:16,64" in text
+    assert "12 of 4,096 owned, 1,024 cached" in text
+    plain, _ = await command("describe", "--address", address, "--json")
+    assert json.loads(plain) == wire.to_plain(SERVICE)
 
 
-async def test_score(reward_address: str, reward: FakeReward) -> None:
+async def test_score(
+    reward_address: str, reward: FakeReward, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against scores beside the wrong responses."""
-    asked = ("score", "--prompt", "why?", "--reward", "length", "a", "ab\nc")
-    text, plain = await asyncio.gather(
-        run(*asked, SPECREJ_REWARD_ADDRESS=reward_address),
-        run(*asked, "--json", SPECREJ_REWARD_ADDRESS=reward_address),
-    )
-    assert text.out == "  1.0000  a\n  4.0000  ab c\n"
-    assert json.loads(plain.out) == {"scores": [1.0, 4.0], "computed_tokens": 7}
+    monkeypatch.setenv("SPECREJ_REWARD_ADDRESS", reward_address)
+    arguments = ("score", "--prompt", "why?", "--reward", "length", "a", "ab\nc")
+    assert (await command(*arguments))[0] == "  1.0000  a\n  4.0000  ab c\n"
+    plain, _ = await command(*arguments, "--json")
+    assert json.loads(plain) == {"scores": [1.0, 4.0], "computed_tokens": 7}
     assert {request.reward for request in reward.requests} == {"length"}
 
 
-async def test_up_tells_of_a_taken_port() -> None:
+async def test_up_names_a_taken_port() -> None:
     """Guards against a second `specrej up` that half starts."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        outcome = await run("up", "--redis-port", str(port), *_other_ports())
-    assert outcome.code == 1
-    assert f"specrej: cannot listen on port {port} (redis)" in outcome.err
-
-
-def _other_ports() -> list[str]:
     free = Ports.free()
     named = {"--port": free.orchestrator, "--generator-port": free.generator}
-    return [word for name, port in named.items() for word in (name, str(port))] + [
-        "--reward-port",
-        str(free.reward),
-    ]
+    named["--reward-port"] = free.reward
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        named["--redis-port"] = port = taken.getsockname()[1]
+        outcome = await run("up", *(str(word) for option in named.items() for word in option))
+    assert outcome.code == 1
+    assert f"specrej: cannot listen on port {port} (redis)" in outcome.err
 
 
 @pytest.mark.parametrize(
     ("text", "schedule"),
     [
-        ("memory", c.Schedule(kind="memory")),
-        ("geometric", c.Schedule()),
-        ("geometric:8", c.Schedule(first=8)),
-        ("geometric:16,1.5", c.Schedule(first=16, factor=1.5)),
-        ("tokens:16,32,64", c.Schedule(kind="tokens", tokens=(16, 32, 64))),
+        ("memory", c.MemorySchedule()),
+        ("geometric", c.GeometricSchedule()),
+        ("geometric:8", c.GeometricSchedule(first=8)),
+        ("geometric:16,1.5", c.GeometricSchedule(first=16, factor=1.5)),
+        ("tokens:16,32,64", c.TokensSchedule((16, 32, 64))),
     ],
 )
 def test_schedules(text: str, schedule: c.Schedule) -> None:
     """Guards against a notation that reads back as another schedule."""
     assert parse_schedule(text) == schedule
-    assert parse_schedule(schedule_text(schedule)) == schedule
+    assert parse_schedule(str(schedule)) == schedule
 
 
 @pytest.mark.parametrize(
@@ -273,45 +268,83 @@ def test_rewards(text: str, reward: c.WeightedReward) -> None:
     ],
 )
 def test_bad_rewards(text: str) -> None:
-    """Guards against a typing error that becomes some other reward; the syntax is told."""
+    """Guards against a typing error read as another reward; the error has the syntax."""
     with pytest.raises(typer.BadParameter, match=r"NAME\[=WEIGHT\]\[,veto=X\]"):
         parse_reward(text)
 
 
-async def test_vetoed_answers_are_marked(address: str, orchestrator: FakeOrchestrator) -> None:
-    """Guards against a vetoed answer that looks like any other."""
-    first, second = GENERATION.candidates
-    made = replace(GENERATION, candidates=(first, replace(second, vetoed=True)))
-    orchestrator.events = (*EVENTS[:-1], c.Finished(made))
-    outcome = await run("generate", "why?", "--address", address, "--return-candidates", "2")
-    lines = ["[0.5000, candidate 3] the best", "[0.2500, candidate 1, vetoed] the next"]
-    assert outcome.out.splitlines() == lines
-
-
-async def test_a_made_token_goes_to_stdout_and_its_line_elsewhere(tmp_path: Path) -> None:
-    """Guards scripts: stdout is the token alone, the file never holds it."""
-    outcome = await run("token", "acme")
-    token, line = outcome.out.strip(), json.loads(outcome.err)
-    assert outcome.code == 0
-    assert line == {"tenant": "acme", "sha256": hashlib.sha256(token.encode()).hexdigest()}
-    path = tmp_path / "tokens"
-    for tenant in ("edge", "ops"):
-        outcome = await run("token", tenant, *("--role", "admin", "--append", str(path)))
-        assert (outcome.code, outcome.err) == (0, "")
-        assert outcome.out.strip() not in path.read_text()
-    assert [entry.caller.tenant for entry in read_tokens(path)] == ["edge", "ops"]
+async def test_a_new_token_goes_to_stdout_and_its_line_elsewhere(
+    tmp_path: Path, command: Command
+) -> None:
+    """Guards scripts: stdout is the token alone, the file never holds it, and services accept it
+    after a last line without an end."""
+    token, line = await command("token", "acme")
+    digest = hashlib.sha256(token.strip().encode()).hexdigest()
+    assert json.loads(line) == {"tenant": "acme", "sha256": digest}
+    path, tokens = tmp_path / "tokens", {token.strip()}
+    for tenant, roles in (("edge", ["gateway", "generate"]), ("ops", ["admin"])):
+        flags = [flag for role in roles for flag in ("--role", role)]
+        token, err = await command("token", tenant, *flags, "--append", str(path))
+        assert err == ""
+        assert token.strip() not in path.read_text()
+        metadata = [("authorization", f"Bearer {token.strip()}")]
+        method = "/specrej.v1.OrchestratorService/Describe"
+        assert Access(path).admit(method, metadata).tenant == tenant
+        path.write_text(path.read_text() + "# no newline at the end")
+        tokens.add(token.strip())
+    assert len(tokens) == 3 and all(len(token) >= 43 for token in tokens)
     assert path.stat().st_mode & 0o077 == 0
-    assert (await run("token", "acme", "--role", "king")).code == 2
-    assert (await run("token", "acme", "--append", str(tmp_path))).code == 1
+    _, err = await command("token", "acme", "--append", str(tmp_path))
+    assert err.startswith("specrej: ")
 
 
-async def test_credentials_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+async def test_unusable_credentials_are_errors(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a traceback, and against a token that leaves the machine in plaintext."""
-    far = ("describe", "--address", "example.com:1")
-    outcome = await run(*far, SPECREJ_TOKEN="t")
-    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
-    assert "in plaintext" in outcome.err
-    outcome = await run(*far, "--token-file", str(tmp_path / "gone"))
-    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
-    outcome = await run(*far, "--tls-ca", str(tmp_path / "gone"))
-    assert (outcome.code, len(outcome.err.splitlines())) == (2, 1)
+    describe, gone = ("describe", "--address", "example.com:1"), str(tmp_path / "gone")
+    for flag in ("--token-file", "--tls-ca"):
+        with pytest.raises(errors.InvalidRequest, match="gone"):
+            await command(*describe, flag, gone)
+    monkeypatch.setenv("SPECREJ_TOKEN", "t")
+    with pytest.raises(errors.InvalidRequest, match="in plaintext"):
+        await command(*describe)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    """A server with mutual TLS that is not ready yet."""
+    authority = Authority(tmp_path)
+    pair = authority.issue()
+    settings = ServiceSettings(
+        tls_cert=str(pair.cert), tls_key=str(pair.key), tls_client_ca=str(authority.path)
+    )
+    server = Server(settings, [Service("specrej.v1.SomeService", lambda _: None)])
+    await server.start()
+    yield server
+    await server.stop(0)
+
+
+async def test_health_follows_the_service(server: Server, tmp_path: Path) -> None:
+    """Guards against a probe that restarts a healthy service, or sends calls to another.
+
+    Failures are one line, because it ends up in the events of a pod.
+    """
+    files = {"CA": "ca.pem", "CERT": "server.pem", "KEY": "server.key"}
+    variables = {f"SPECREJ_TLS_{name}": str(tmp_path / path) for name, path in files.items()}
+    probe = ("health", f"localhost:{server.port}", "--timeout", "2", "--service")
+    loading = await run(*probe, HEALTH_NAME, **variables)
+    assert (loading.code, loading.err) == (1, "specrej: NOT_SERVING\n")
+    await server.set_serving(True)
+    ready = await run(*probe, HEALTH_NAME, **variables)
+    assert (ready.code, ready.out, ready.err) == (0, "", "")
+    unknown = await run(*probe, "unknown", **variables)
+    without_certificate = await run(*probe, HEALTH_NAME, SPECREJ_TLS_CA=variables["SPECREJ_TLS_CA"])
+    without_file = await run(*probe, HEALTH_NAME, "--tls-ca", str(tmp_path / "none.pem"))
+    for outcome, message in (
+        (unknown, "NOT_FOUND"),
+        (without_certificate, "UNAVAILABLE"),
+        (without_file, "none.pem"),
+    ):
+        assert (outcome.code, len(outcome.err.splitlines())) == (1, 1)
+        assert message in outcome.err

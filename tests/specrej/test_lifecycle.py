@@ -6,64 +6,54 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej import serving, wire
 from specrej.channel import open_channel
-from specrej.serving import LIVENESS, Context, Server, Service, _kind
+from specrej.interceptor import _kind
+from specrej.serving import LIVENESS, Context, Server
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
-from specrej.v1.orchestrator_pb2_grpc import (
-    OrchestratorServiceStub,
-    add_OrchestratorServiceServicer_to_server,
-)
+from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
+from tests.serving import health_of, until
 from tests.specrej.fakes import GENERATION, FakeOrchestrator
 
 BOUND_S = 20.0
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def health(channel: grpc.aio.Channel, name: str = "") -> int | None:
-    """None: it does not answer, or knows no such name."""
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    try:
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=2)
-    except grpc.aio.AioRpcError:
-        return None
-    status: int = answer.status
-    return status
+def address(server: Server) -> str:
+    return f"127.0.0.1:{server.port}"
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(BOUND_S):
-        while not await condition():  # noqa: ASYNC110  # nobody announces it
-            await asyncio.sleep(0.01)
+async def until_health(server: Server, readiness: str = "", liveness: str = "") -> None:
+    """Wait for these serving statuses; empty: any."""
+
+    async def is_reached() -> bool:
+        pairs = ((readiness, ""), (liveness, LIVENESS))
+        return all([not h or await health_of(address(server), name) == h for h, name in pairs])
+
+    await until(is_reached)
 
 
 @asynccontextmanager
 async def running(
     server: Server, loaded: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[asyncio.Task[None], grpc.aio.Channel]]:
+    """Run a server; end it by SIGTERM, if it still runs. `loaded`: the end of its warm-up."""
+
     async def warm_up() -> None:
         if loaded:
             await loaded.wait()
 
     task = asyncio.create_task(server.run(warm_up))
-
-    async def listens() -> bool:
-        return server.port != 0
-
-    await until(listens)
-    async with open_channel(f"127.0.0.1:{server.port}", retries=False) as channel:
+    await until(lambda: server.port != 0)
+    async with open_channel(address(server), retries=False) as channel:
         try:
             yield task, channel
         finally:
@@ -72,108 +62,68 @@ async def running(
                 await asyncio.wait_for(task, BOUND_S)
 
 
-async def test_health_follows_the_heartbeat() -> None:
-    """Guards against a process that answers while its engine hangs, and is never restarted."""
+async def test_health_follows_the_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a process that answers while its engine hangs, and is never restarted; and
+    against a recovery logged as an error."""
     age_s = [0.0]
     server = Server(ServiceSettings(stuck_s=0.2), [])
     server.watch(lambda: age_s[0])
-    async with running(server) as (_, channel):
-
-        async def is_ready() -> bool:
-            return await health(channel) == SERVING == await health(channel, LIVENESS)
-
-        async def is_stuck() -> bool:
-            return await health(channel) == NOT_SERVING == await health(channel, LIVENESS)
-
-        await until(is_ready)
+    async with running(server):
+        await until_health(server, "SERVING", "SERVING")
         age_s[0] = 1e9
-        await until(is_stuck)
-        age_s[0] = 0.0
-        await until(is_ready)
+        await until_health(server, "NOT_SERVING", "NOT_SERVING")
+        with caplog.at_level("INFO", "specrej.serving"):
+            age_s[0] = 0.0
+            await until_health(server, "SERVING", "SERVING")
+    assert [r.levelname for r in caplog.records if "serving" in r.message][-2:] == ["ERROR", "INFO"]
 
 
-async def test_a_heart_that_has_stopped_for_ever_ends_the_process() -> None:
-    """Guards against a service whose engine is gone, and that nobody starts again."""
+async def test_an_ended_compute_thread_ends_the_process() -> None:
+    """Guards against a process without its engine that is never restarted."""
     age_s = [0.0]
     server = Server(ServiceSettings(stuck_s=0.2), [])
     server.watch(lambda: age_s[0])
     async with running(server) as (task, _):
         age_s[0] = math.inf
-        with pytest.raises(RuntimeError, match="a thread has ended"):
+        with pytest.raises(RuntimeError, match="a compute thread has ended"):
             await asyncio.wait_for(task, BOUND_S)
 
 
-async def test_who_recovers_while_loading_is_not_ready() -> None:
-    """Guards the first of several models, stuck for a while, from saying that all are loaded."""
+async def test_recovery_while_loading_is_not_readiness() -> None:
+    """Guards against readiness before all models are loaded, after the first was stuck."""
     age_s, loaded = [1e9], asyncio.Event()
     server = Server(ServiceSettings(stuck_s=0.2), [])
     server.watch(lambda: age_s[0])
-    async with running(server, loaded) as (_, channel):
-
-        async def is_stuck() -> bool:
-            return await health(channel, LIVENESS) == NOT_SERVING
-
-        async def is_alive() -> bool:
-            return await health(channel, LIVENESS) == SERVING
-
-        async def is_ready() -> bool:
-            return await health(channel) == SERVING
-
-        await until(is_stuck)
+    async with running(server, loaded):
+        await until_health(server, liveness="NOT_SERVING")
         age_s[0] = 0.0
-        await until(is_alive)
-        assert await health(channel) == NOT_SERVING
+        await until_health(server, liveness="SERVING")
+        assert await health_of(address(server)) == "NOT_SERVING"
         loaded.set()
-        await until(is_ready)
+        await until_health(server, "SERVING")
 
 
-async def test_a_server_that_is_loading_is_alive_but_not_ready() -> None:
+async def test_a_loading_server_is_alive_and_ends_on_sigterm() -> None:
     """Guards a slow start against a liveness probe that kills it again and again."""
     server = Server(ServiceSettings(), [])
-    loaded = asyncio.Event()
-    task = asyncio.create_task(server.run(lambda: loaded.wait()))  # type: ignore[arg-type,return-value]
-
-    async def listens() -> bool:
-        return server.port != 0
-
-    await until(listens)
-    async with open_channel(f"127.0.0.1:{server.port}", retries=False) as channel:
-
-        async def is_alive() -> bool:
-            return await health(channel, LIVENESS) == SERVING
-
-        await until(is_alive)
-        assert await health(channel) == NOT_SERVING
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(task, BOUND_S)
+    async with running(server, asyncio.Event()):
+        await until_health(server, "NOT_SERVING", "SERVING")
 
 
-async def test_a_drain_tells_balancers_first_and_a_second_signal_ends_it() -> None:
-    """Guards requests that are still being sent here: refused before health said so, they fail."""
+async def test_a_drain_sets_not_serving_first_and_a_second_signal_ends_it() -> None:
+    """Guards requests on their way: they would fail if refused before health is NOT_SERVING."""
     server = Server(ServiceSettings(drain_s=300), [])
-    async with running(server) as (task, channel):
-
-        async def is_ready() -> bool:
-            return await health(channel) == SERVING
-
-        async def is_draining() -> bool:
-            return await health(channel) == NOT_SERVING
-
-        await until(is_ready)
+    async with running(server) as (task, _):
+        await until_health(server, "SERVING")
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(is_draining)  # it answers still
+        await until_health(server, "NOT_SERVING")  # it still answers
         assert not task.done()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(task, BOUND_S)
 
 
-async def _is_away(port: int) -> bool:
-    async with open_channel(f"127.0.0.1:{port}", retries=False) as channel:
-        return await health(channel) is None
-
-
 @pytest.mark.parametrize("method", ["Watch", "Check"])
-async def test_a_strangers_health_check_holds_up_no_drain(method: str) -> None:
+async def test_an_open_health_check_does_not_delay_a_drain(method: str) -> None:
     """Guards restarts against calls that never end: one that watches, one that sends no message."""
     server = Server(ServiceSettings(grace_s=300), [])
     async with running(server) as (task, channel):
@@ -183,64 +133,63 @@ async def test_a_strangers_health_check_holds_up_no_drain(method: str) -> None:
             await call.read()
         else:
             await call.wait_for_connection()
-            assert await health(channel) is not None  # came later, on the same connection
+            # A later call on the same connection: the server has received the first one.
+            later: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            await later(b"", timeout=BOUND_S)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(task, BOUND_S)
 
 
-async def test_a_drain_waits_for_what_runs(
+async def test_a_drain_waits_for_running_calls(
     orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards requests against a drain that ends with the settling of what else there is."""
+    """Guards requests against a drain that ends once all other calls have ended."""
     monkeypatch.setattr(serving, "_SETTLING_S", 0.001)
-    register = partial(add_OrchestratorServiceServicer_to_server, orchestrator)
-    service = Service("specrej.v1.OrchestratorService", register)
-    server = Server(ServiceSettings(grace_s=300), [service])
+    server = Server(ServiceSettings(grace_s=300), [orchestrator.service()])
     orchestrator.hangs = True
     async with running(server) as (_, channel):
         stub: Any = OrchestratorServiceStub(channel)
         call = asyncio.ensure_future(stub.Generate(orchestrator_pb2.GenerateRequest()))
-        await asyncio.wait_for(orchestrator.asked.wait(), BOUND_S)
+        await asyncio.wait_for(orchestrator.received.wait(), BOUND_S)
         stopping = asyncio.ensure_future(server.stop())
-        await until(partial(_is_away, server.port))
-        for _ in range(20):  # long after whatever was on its way has settled
-            assert await _is_away(server.port)
+        await until_health(server, "UNAVAILABLE")
+        for _ in range(20):  # long after all other calls have ended
+            assert await health_of(address(server)) == "UNAVAILABLE"
         orchestrator.released.set()
-        assert await call == wire.generation_to_wire(GENERATION)
+        assert await call == wire.generation_to_message(GENERATION)
         await asyncio.wait_for(stopping, BOUND_S)
 
 
-class Deaf(FakeOrchestrator):
-    """Does not end when it is cancelled, as who waits for a step that hangs."""
+class IgnoringCancellation(FakeOrchestrator):
+    """Does not end when it is cancelled, like a call that waits for a hanging step."""
 
     async def Generate(self, request: Any, context: Context) -> Any:  # noqa: N802
-        self.asked.set()
+        self.received.set()
         while not self.released.is_set():
             with suppress(asyncio.CancelledError):
                 await self.released.wait()
-        return wire.generation_to_wire(GENERATION)
+        return wire.generation_to_message(GENERATION)
 
 
-async def test_a_call_that_cannot_end_holds_up_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_call_does_not_delay_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards restarts against a step that hangs: the platform had to kill the process."""
     monkeypatch.setattr(serving, "_ENDING_S", 0.01)
-    deaf = Deaf()
-    register = partial(add_OrchestratorServiceServicer_to_server, deaf)
-    server = Server(ServiceSettings(grace_s=0.01), [Service("deaf", register)])
+    hanging = IgnoringCancellation()
+    server = Server(ServiceSettings(grace_s=0.01), [hanging.service()])
     async with running(server) as (task, channel):
         stub: Any = OrchestratorServiceStub(channel)
         call = stub.Generate(orchestrator_pb2.GenerateRequest())
         try:
-            await asyncio.wait_for(deaf.asked.wait(), BOUND_S)
+            await asyncio.wait_for(hanging.received.wait(), BOUND_S)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(task, BOUND_S)
         finally:
-            deaf.released.set()
+            hanging.released.set()
             call.cancel()
         await server.stop()
 
 
-def test_handlers_are_looked_up_by_names_that_are_always_the_same_objects() -> None:
+def test_handler_attribute_names_are_interned() -> None:
     """Guards 250 KiB: CPython keeps the last 4,096 names of attributes, and each call made its own.
 
     In a soak that looks like a leak.
@@ -249,7 +198,7 @@ def test_handlers_are_looked_up_by_names_that_are_always_the_same_objects() -> N
     assert _kind(handler) is _kind(handler) == "stream_stream"
 
 
-def test_a_drain_takes_its_time_where_there_may_be_balancers() -> None:
+def test_drain_defaults_to_5_s_beyond_loopback() -> None:
     assert ServiceSettings().drain_seconds == 0
     assert ServiceSettings(host="0.0.0.0", allow_anonymous=True).drain_seconds == 5
     assert ServiceSettings(host="0.0.0.0", allow_anonymous=True, drain_s=1).drain_seconds == 1

@@ -1,10 +1,9 @@
-"""What every port answers to whoever calls: strangers' bytes, and connections that grow old."""
+"""Every port: malformed messages, reflection, limits, and the maximum age of connections."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import grpc
@@ -12,45 +11,23 @@ import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from specrej import serving
+import specrej.serving
 from specrej.channel import open_channel
-from specrej.v1 import orchestrator_pb2
-from specrej.v1.orchestrator_pb2_grpc import (
-    OrchestratorServiceStub,
-    add_OrchestratorServiceServicer_to_server,
-)
-from tests.serving import failure_of, reason_of
-from tests.specrej.fakes import EVENTS, FakeOrchestrator, serve
+from specrej.v1 import orchestrator_pb2, reward_pb2
+from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
+from specrej.v1.reward_pb2_grpc import RewardServiceStub
+from tests.serving import failure_of, listening, reason_of, serving
+from tests.specrej.fakes import EVENTS, FakeOrchestrator, FakeReward
 
 BOUND_S = 20.0
+LIMIT_BYTES = 4096
 _GARBAGE = b"\xff" * 16
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
-async def _serve(
-    orchestrator: FakeOrchestrator, *, retries: bool = False, **changes: Any
-) -> AsyncIterator[grpc.aio.Channel]:
-    register = partial(add_OrchestratorServiceServicer_to_server, orchestrator)
-    async with (
-        serve("specrej.v1.OrchestratorService", register, **changes) as address,
-        open_channel(address, retries=retries) as channel,
-    ):
-        yield channel
-
-
 @pytest.fixture
 async def channel(orchestrator: FakeOrchestrator) -> AsyncIterator[grpc.aio.Channel]:
-    async for opened in _serve(orchestrator, reflection=True):
-        yield opened
-
-
-@pytest.fixture
-async def aging(
-    orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[grpc.aio.Channel]:
-    """Its connections end after a tenth of a second."""
-    monkeypatch.setattr(serving, "_CONNECTION_AGE_MS", 100)
-    async for opened in _serve(orchestrator, retries=True):
+    async with serving(orchestrator.service(), reflection=True) as opened:
         yield opened
 
 
@@ -63,10 +40,10 @@ async def aging(
         "/specrej.v1.OrchestratorService/Generate",
     ],
 )
-async def test_what_cannot_be_decoded_is_its_senders_fault(
+async def test_malformed_message_is_an_invalid_argument(
     channel: grpc.aio.Channel, method: str
 ) -> None:
-    """Guards against UNKNOWN and the name of a class, for whoever sends sixteen bytes."""
+    """Guards against UNKNOWN with the name of a class for a malformed message."""
     call: Any = channel.stream_stream(method)(timeout=BOUND_S)
     await call.write(_GARBAGE)
     await call.done_writing()
@@ -75,31 +52,72 @@ async def test_what_cannot_be_decoded_is_its_senders_fault(
     assert reason_of(error) == "INVALID_REQUEST"
 
 
-async def test_reflection_tells_what_is_served(channel: grpc.aio.Channel) -> None:
+async def test_reflection_lists_the_services(channel: grpc.aio.Channel) -> None:
     """Guards its stream, which is wrapped for the sake of its statuses."""
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    told = [answer async for answer in stub.ServerReflectionInfo([request, request])]
-    for answer in told:
+    answers = [answer async for answer in stub.ServerReflectionInfo([request, request])]
+    for answer in answers:
         names = {service.name for service in answer.list_services_response.service}
         assert "specrej.v1.OrchestratorService" in names
-    assert len(told) == 2
+    assert len(answers) == 2
 
 
-async def test_a_connection_ends_by_age_and_no_call_with_it(
-    aging: grpc.aio.Channel, orchestrator: FakeOrchestrator
+async def test_connections_end_by_age_and_calls_do_not(
+    orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards clients that never look up who else there is, and calls that span two connections.
+    """Guards against clients that never resolve the name again, and calls cut off by age.
 
     One that begins just then may be UNAVAILABLE, which the published policy retries.
     """
-    stub: Any = OrchestratorServiceStub(aging)
+    monkeypatch.setattr(specrej.serving, "_CONNECTION_AGE_MS", 100)
     orchestrator.hangs = True
-    stream = stub.GenerateStream(orchestrator_pb2.GenerateStreamRequest(), timeout=BOUND_S)
-    events = aiter(stream)
-    await anext(events)
-    async with asyncio.timeout(BOUND_S):
-        while len(orchestrator.peers) < 4:
-            await stub.Describe(orchestrator_pb2.OrchestratorServiceDescribeRequest())
-    orchestrator.released.set()
-    assert len([event async for event in events]) == len(EVENTS)
+    async with (
+        listening(orchestrator.service()) as address,
+        open_channel(address, retries=True) as aging,
+    ):
+        stub: Any = OrchestratorServiceStub(aging)
+        stream = stub.GenerateStream(orchestrator_pb2.GenerateStreamRequest(), timeout=BOUND_S)
+        events = aiter(stream)
+        await anext(events)
+        async with asyncio.timeout(BOUND_S):
+            while len(orchestrator.peers) < 4:
+                await stub.Describe(orchestrator_pb2.OrchestratorServiceDescribeRequest())
+        orchestrator.released.set()
+        assert len([event async for event in events]) == len(EVENTS)
+
+
+@pytest.fixture
+async def stub(reward: FakeReward) -> AsyncIterator[Any]:
+    limits = {"max_message_bytes": LIMIT_BYTES, "max_metadata_bytes": LIMIT_BYTES}
+    async with serving(reward.service(), **limits) as channel:
+        yield RewardServiceStub(channel)
+
+
+def message_of(size: int) -> reward_pb2.ScoreRequest:
+    """A request of this number of bytes."""
+    message = reward_pb2.ScoreRequest(responses=["x" * (size - 3)])
+    assert message.ByteSize() == size
+    return message
+
+
+async def test_message_above_the_limit_is_refused(stub: Any, reward: FakeReward) -> None:
+    """Guards against an inexact limit, and against an oversized message reaching a handler."""
+    await stub.Score(message_of(LIMIT_BYTES), timeout=10)
+    failure = await failure_of(stub.Score(message_of(LIMIT_BYTES + 1), timeout=10))
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len(reward.requests) == 1
+    await stub.Score(message_of(LIMIT_BYTES), timeout=10)  # on the same connection
+
+
+async def test_metadata_above_the_limit_is_refused(stub: Any, reward: FakeReward) -> None:
+    """Guards against grpc's random refusals between two limits, and a broken connection."""
+    request = message_of(256)
+    # grpc's own metadata takes some hundred bytes.
+    for _ in range(4):
+        await stub.Score(request, timeout=10, metadata=[("x-large", "v" * (LIMIT_BYTES - 1024))])
+    for _ in range(4):
+        call = stub.Score(request, timeout=10, metadata=[("x-large", "v" * LIMIT_BYTES)])
+        assert (await failure_of(call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len(reward.requests) == 4
+    await stub.Score(request, timeout=10)

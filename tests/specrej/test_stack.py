@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specrej.processes import ProcessError, Processes
-from specrej.stack import Ports, Stack
+from deploy.local.processes import ProcessError, Processes
+from deploy.local.stack import Ports, Stack
 
 
 def names(directory: Path) -> list[str]:
@@ -25,8 +25,8 @@ def test_free_ports_differ() -> None:
     assert max(*first, *second) < 32_768
 
 
-async def test_a_taken_port_is_told_before_anything_starts() -> None:
-    """Guards against a stack that talks to somebody else's server."""
+async def test_a_taken_port_raises_before_anything_starts() -> None:
+    """Guards against a stack connected to another program's server."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ProcessError, match=rf"port {port} \(reward\)"):
@@ -34,7 +34,7 @@ async def test_a_taken_port_is_told_before_anything_starts() -> None:
                 pytest.fail("entered")
 
 
-async def test_a_service_that_cannot_start_is_told(
+async def test_a_service_that_cannot_start_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a hanging start where the model is missing; nothing is left running."""
@@ -47,7 +47,7 @@ async def test_a_service_that_cannot_start_is_told(
     stack.ports.check_free()
 
 
-async def test_the_embedded_server_speaks_and_keeps_nothing(tmp_path: Path) -> None:
+async def test_the_embedded_server_answers_and_keeps_nothing(tmp_path: Path) -> None:
     """Guards against options that the embedded server refuses, and dump files left behind."""
     stack = Stack()
     async with Processes([stack._valkey(tmp_path)], tmp_path, start_timeout_s=20):
@@ -61,28 +61,20 @@ async def test_the_embedded_server_speaks_and_keeps_nothing(tmp_path: Path) -> N
 
 
 def test_addresses_follow_the_ports() -> None:
-    """Guards against an orchestrator that is told of other ports than its backends have."""
-    stack = Stack(Ports(1, 2, 3, 4), environment={"SPECREJ_GENERATOR_SLOTS": "9"})
-    orchestrator = stack._replica(stack._orchestrators[0]).environment
-    assert orchestrator["SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS"] == stack.generator_address
-    assert orchestrator["SPECREJ_ORCHESTRATOR_REWARD_ADDRESS"] == stack.reward_address
-    assert orchestrator["SPECREJ_ORCHESTRATOR_REDIS_URL"] == stack.redis_url
-    assert stack.orchestrator_address == "127.0.0.1:1" and stack.redis_url.endswith(":4/0")
-    generator = stack._replica(stack._generators[0]).environment
-    assert generator["SPECREJ_GENERATOR_SLOTS"] == "9"
-    assert generator["SPECREJ_GENERATOR_PORT"] == "2"
-
-
-def test_several_backends_have_ports_of_their_own() -> None:
-    """Guards against two generators at one port, and an orchestrator that knows of one."""
-    stack = Stack(generators=3, reward_services=2)
+    """Guards against two generators at one port, and an orchestrator with other addresses than
+    those of its backends."""
+    stack = Stack(Ports(1, 2, 3, 4), generators=3, reward_services=2, environment={"X": "9"})
     addresses = stack.generator_addresses.split(",") + stack.reward_addresses.split(",")
     assert len({*addresses, stack.orchestrator_address}) == 6
-    assert addresses[0] == stack.generator_address
-    told = stack._replica(stack._orchestrators[0]).environment
-    assert told["SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS"] == stack.generator_addresses
+    assert addresses[0] == stack.generator_address == "127.0.0.1:2"
+    orchestrator = stack._replica(stack._orchestrators[0]).environment
+    assert orchestrator["SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS"] == stack.generator_addresses
+    assert orchestrator["SPECREJ_ORCHESTRATOR_REWARD_ADDRESS"] == stack.reward_addresses
+    assert orchestrator["SPECREJ_ORCHESTRATOR_REDIS_URL"] == stack.redis_url
+    assert stack.orchestrator_address == "127.0.0.1:1" and stack.redis_url.endswith(":4/0")
     for backend in (*stack._generators, *stack._rewards):
-        own = stack._replica(backend).environment
-        assert own[f"SPECREJ_{backend.kind.upper()}_PORT"] == str(backend.port)
+        environment = stack._replica(backend).environment
+        assert environment["X"] == "9"
+        assert environment[f"SPECREJ_{backend.kind.upper()}_PORT"] == str(backend.port)
         assert backend.address in addresses
     assert len(set(stack.metrics_urls)) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,13 @@ from hypothesis import given
 
 from specrej import contracts as c
 from specrej.errors import InvalidRequest, Violation
-from specrej.validation import MAX_PROMPT_CHARACTERS, MAX_SEED, check_request, raise_if_any
+from specrej.validation import MAX_PROMPT_CHARACTERS, check_request, raise_if_any
 from tests.specrej.test_wire import REQUESTS
 
 CONTEXT = 2048
 CAP = 128
 INT32_MAX = 2**31 - 1
+NAN, INF = math.nan, math.inf
 GOOD = c.GenerationRequest(prompt=c.Prompt.from_user("why?"), selection=c.Selection(n=8))
 
 
@@ -33,151 +35,110 @@ def with_selection(**changes: Any) -> c.GenerationRequest:
 
 
 def with_tokens(*tokens: int) -> c.GenerationRequest:
-    return with_selection(schedule=c.Schedule(kind="tokens", tokens=tokens))
+    return with_selection(schedule=c.TokensSchedule(tokens))
 
 
 def with_rewards(*rewards: tuple[str, float]) -> c.GenerationRequest:
     return with_selection(rewards=tuple(c.WeightedReward(*reward) for reward in rewards))
 
 
-def with_turns(*turns: tuple[str, str]) -> c.GenerationRequest:
-    return replace(GOOD, prompt=c.Prompt(messages=tuple(c.Message(*turn) for turn in turns)))
-
-
-BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
-    *[({"max_tokens": value}, "max_tokens") for value in (0, -1, CONTEXT + 1, INT32_MAX)],
-    # The default is 128 tokens: one more would be a candidate that never may end.
-    *[({"min_tokens": value}, "min_tokens") for value in (-1, 129, INT32_MAX)],
-    *[
-        ({"temperature": value}, "temperature")
-        for value in (math.nan, math.inf, -1.0, 1e-9, 2.1, 0.0)
-    ],
-    *[({"top_k": value}, "top_k") for value in (-2, -1)],
-    *[({"top_p": value}, "top_p") for value in (0.0, 2.0, -0.1, math.nan, math.inf)],
-    *[({"seed": value}, "seed") for value in (-1, MAX_SEED + 1)],
-    ({"stop": ("x",) * 17}, "stop"),
-    ({"stop": ("x",) * 1000}, "stop"),
-    ({"stop": ("x", "")}, "stop[1]"),
-    ({"stop": ("x" * 257,)}, "stop[0]"),
-]
-BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
-    *[({"n": value}, "n") for value in (-1, CAP + 1, INT32_MAX)],
-    *[({"alpha": value}, "alpha") for value in (-0.1, 1.0, 1.1, math.nan, math.inf, -math.inf)],
-    *[({"return_candidates": value}, "return_candidates") for value in (0, -1, 65)],
-]
-
-
-@pytest.mark.parametrize(("changes", "field"), BAD_SAMPLING)
-def test_bad_sampling(changes: dict[str, Any], field: str) -> None:
-    """Guards against values that reach the engine's softmax, or its slots."""
-    assert paths(with_sampling(**changes)) == [f"sampling.{field}"]
-
-
-@pytest.mark.parametrize(("changes", "field"), BAD_SELECTION)
-def test_bad_selection(changes: dict[str, Any], field: str) -> None:
-    """Guards against values that keep everybody, nobody, or more than there is room for."""
-    assert paths(with_selection(**changes)) == [f"selection.{field}"]
-
-
-@pytest.mark.parametrize(
-    "tokens", [(), (0,), (-1, 4), (8, 8), (16, 8), tuple(range(1, 1026))], ids=str
-)
-def test_bad_decision_tokens(tokens: tuple[int, ...]) -> None:
-    """Guards against rounds that never end, or end where they began."""
-    assert set(paths(with_tokens(*tokens))) == {"selection.schedule.tokens.decision_tokens"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"first": 0}, "first"),
-        ({"first": -1}, "first"),
-        ({"factor": 1.0}, "factor"),
-        ({"factor": 16.1}, "factor"),
-        ({"factor": math.nan}, "factor"),
-        ({"factor": math.inf}, "factor"),
-    ],
-)
-def test_bad_geometric_schedule(changes: dict[str, Any], field: str) -> None:
-    """Guards against a schedule that stands still."""
-    request = with_selection(schedule=c.Schedule(**changes))
-    assert paths(request) == [f"selection.schedule.geometric.{field}"]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "field"),
-    [
-        ([("a", 1.0), ("a", 2.0)], ""),
-        ([(f"r{i}", 1.0) for i in range(9)], ""),
-        ([("", 1.0)], "[0].name"),
-        ([("a", 1.0), ("b", 0.0)], "[1].weight"),
-        ([("a", math.nan)], "[0].weight"),
-        ([("a", math.inf)], "[0].weight"),
-    ],
-)
-def test_bad_rewards(rewards: list[tuple[str, float]], field: str) -> None:
-    """Guards against sums that are NaN, or count a reward twice."""
-    assert paths(with_rewards(*rewards)) == [f"selection.rewards{field}"]
-
-
 def with_reward(**changes: Any) -> c.GenerationRequest:
     return with_selection(rewards=(c.WeightedReward("a"), c.WeightedReward("b", **changes)))
 
 
-BAD_NUMBERS = (1.1e12, -1.1e12, math.nan, math.inf, -math.inf)
+def with_turns(*turns: tuple[str, str]) -> c.GenerationRequest:
+    return replace(GOOD, prompt=c.Prompt(messages=tuple(c.Message(*turn) for turn in turns)))
 
 
-@pytest.mark.parametrize(
-    ("normalization", "field"),
-    [
-        *((c.Normalization("fixed", mean=value), ".fixed.mean") for value in BAD_NUMBERS),
-        *(
-            (c.Normalization("fixed", deviation=value), ".fixed.deviation")
-            for value in (0.0, -1.0, 1e-13, *BAD_NUMBERS)
-        ),
-        (c.Normalization("bath"), ".kind"),
-        (c.Normalization(mean=1.0), ""),
-        (c.Normalization("batch", deviation=2.0), ""),
-        (c.Normalization("batch", mean=math.nan), ""),
-    ],
-)
-def test_bad_normalizations(normalization: c.Normalization, field: str) -> None:
-    """Guards against a division by zero, and numbers that are ignored as their kind is missing."""
-    expected = [f"selection.rewards[1].normalization{field}"]
-    assert paths(with_reward(normalization=normalization)) == expected
+# Each value of each field alone is a violation of the field.
+BAD_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (0, -1, CONTEXT + 1, INT32_MAX),
+    # The default of max_tokens is 128: one more would be a candidate that never may end.
+    "min_tokens": (-1, 129, INT32_MAX),
+    "temperature": (NAN, INF, -1.0, 1e-9, 2.1, 0.0),
+    "top_k": (-2, -1),
+    "top_p": (0.0, 2.0, -0.1, NAN, INF),
+    "seed": (-1, c.MAX_SEED + 1),
+    "stop": (("x",) * 17, ("x",) * 1000),
+}
+BAD_SELECTION: dict[str, tuple[Any, ...]] = {
+    "n": (-1, CAP + 1, INT32_MAX),
+    "alpha": (-0.1, 1.0, 1.1, NAN, INF, -INF),
+    "return_candidates": (0, -1, 65),
+}
+BAD_GEOMETRIC: dict[str, tuple[Any, ...]] = {
+    "first": (0, -1),
+    "factor": (1.0, 16.1, NAN, INF),
+}
+BAD_TOKENS = ((), (0,), (-1, 4), (8, 8), (16, 8), tuple(range(1, 1026)))
+BAD_NUMBERS = (1.1e12, -1.1e12, NAN, INF, -INF)
+BAD_REWARDS: list[tuple[list[tuple[str, float]], str]] = [
+    ([("a", 1.0), ("a", 2.0)], ""),
+    ([(f"r{i}", 1.0) for i in range(9)], ""),
+    ([("", 1.0)], "[0].name"),
+    ([("a", 1.0), ("b", 0.0)], "[1].weight"),
+    ([("a", NAN)], "[0].weight"),
+    ([("a", INF)], "[0].weight"),
+    ([("a", 1.1e6)], "[0].weight"),
+]
+BAD_NORMALIZATIONS = [
+    *((c.Normalization("fixed", mean=value), ".fixed.mean") for value in BAD_NUMBERS),
+    *(
+        (c.Normalization("fixed", deviation=value), ".fixed.deviation")
+        for value in (0.0, -1.0, 1e-13, *BAD_NUMBERS)
+    ),
+    (c.Normalization("bath"), ".kind"),
+    (c.Normalization(mean=1.0), ""),
+    (c.Normalization("batch", deviation=2.0), ""),
+    (c.Normalization("batch", mean=NAN), ""),
+]
+BAD_PROMPTS = [
+    (c.Prompt(), "prompt"),
+    (c.Prompt(messages=(c.Message("user", "a"),), text="b"), "prompt"),
+    (c.Prompt(text=" \n\t"), "prompt.text"),
+    (c.Prompt(text="x" * (MAX_PROMPT_CHARACTERS + 1)), "prompt"),
+    (c.Prompt.from_user(""), "prompt.messages[0].content"),
+    (c.Prompt.from_user("\u00a0\u2003"), "prompt.messages[0].content"),
+    (c.Prompt.from_user("x" * (MAX_PROMPT_CHARACTERS + 1)), "prompt"),
+]
 
 
-@pytest.mark.parametrize("value", BAD_NUMBERS)
-def test_bad_vetoes(value: float) -> None:
-    """Guards against thresholds that all, or none, or an unpredictable few are below."""
-    assert paths(with_reward(veto_below=value)) == ["selection.rewards[1].veto_below"]
+def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
+    """Requests and the path of their only violation."""
+    for field, values in BAD_SAMPLING.items():
+        yield from ((with_sampling(**{field: value}), f"sampling.{field}") for value in values)
+    yield with_sampling(stop=("x", "")), "sampling.stop[1]"
+    yield with_sampling(stop=("x" * 257,)), "sampling.stop[0]"
+    for field, values in BAD_SELECTION.items():
+        yield from ((with_selection(**{field: value}), f"selection.{field}") for value in values)
+    for field, values in BAD_GEOMETRIC.items():
+        schedules = (c.GeometricSchedule(**{field: value}) for value in values)
+        path = f"selection.schedule.geometric.{field}"
+        yield from ((with_selection(schedule=schedule), path) for schedule in schedules)
+    for tokens in BAD_TOKENS:
+        yield with_tokens(*tokens), "selection.schedule.tokens.decision_tokens"
+    for rewards, field in BAD_REWARDS:
+        yield with_rewards(*rewards), f"selection.rewards{field}"
+    for normalization, field in BAD_NORMALIZATIONS:
+        path = f"selection.rewards[1].normalization{field}"
+        yield with_reward(normalization=normalization), path
+    for value in BAD_NUMBERS:
+        yield with_reward(veto_below=value), "selection.rewards[1].veto_below"
+    for prompt, field in BAD_PROMPTS:
+        yield replace(GOOD, prompt=prompt), field
+    yield with_turns(("tool", "a"), ("user", "b")), "prompt.messages[0].role"
+    yield with_turns(("user", "a"), ("assistant", "b")), "prompt.messages[1].role"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "field"),
-    [
-        (c.Prompt(), "prompt"),
-        (c.Prompt(messages=(c.Message("user", "a"),), text="b"), "prompt"),
-        (c.Prompt(text=" \n\t"), "prompt.text"),
-        (c.Prompt(text="x" * (MAX_PROMPT_CHARACTERS + 1)), "prompt"),
-        (c.Prompt.from_user(""), "prompt.messages[0].content"),
-        (c.Prompt.from_user("\u00a0\u2003"), "prompt.messages[0].content"),
-        (c.Prompt.from_user("x" * (MAX_PROMPT_CHARACTERS + 1)), "prompt"),
-    ],
-)
-def test_bad_prompt(prompt: c.Prompt, field: str) -> None:
-    """Guards against prompts without content, or so long that tokenising them is an attack."""
-    assert paths(replace(GOOD, prompt=prompt)) == [field]
-
-
-def test_bad_turns() -> None:
-    """Guards against roles that a chat template drops in silence."""
-    assert paths(with_turns(("tool", "a"), ("user", "b"))) == ["prompt.messages[0].role"]
-    assert paths(with_turns(("user", "a"), ("assistant", "b"))) == ["prompt.messages[1].role"]
+@pytest.mark.parametrize(("request_", "path"), list(bad_requests()))
+def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
+    """Guards against values that reach the engine's softmax or its slots, sums that are NaN,
+    schedules that stand still, and roles that a chat template drops."""
+    assert set(paths(request_)) == {path}
 
 
 def test_all_violations_at_once() -> None:
-    """Guards against a caller who learns of one mistake per attempt."""
+    """Guards against errors that report one violation at a time."""
     request = c.GenerationRequest(
         prompt=c.Prompt(),
         sampling=c.Sampling(0, top_k=-1, top_p=2, seed=-1, stop=("",), min_tokens=-1),
@@ -185,29 +146,18 @@ def test_all_violations_at_once() -> None:
     )
     with pytest.raises(InvalidRequest) as raised:
         raise_if_any(list(check_request(request, CONTEXT, CAP)))
+    sampling = ("max_tokens", "min_tokens", "top_k", "top_p", "seed", "stop[0]")
     assert [violation.field for violation in raised.value.violations] == [
         "prompt",
-        "sampling.max_tokens",
-        "sampling.min_tokens",
-        "sampling.top_k",
-        "sampling.top_p",
-        "sampling.seed",
-        "sampling.stop[0]",
-        "selection.n",
-        "selection.alpha",
-        "selection.return_candidates",
+        *(f"sampling.{field}" for field in sampling),
+        *(f"selection.{field}" for field in BAD_SELECTION),
     ]
 
 
 def test_too_many_min_tokens_name_the_range() -> None:
-    """Guards against a refusal that does not say which max_tokens it was held against."""
+    """Guards against a refusal without the max_tokens of the comparison."""
     (violation,) = check_request(with_sampling(max_tokens=20, min_tokens=21), CONTEXT, CAP)
     assert violation.description == "must be 0 .. max_tokens (20), is 21"
-
-
-def test_nothing_wrong_raises_nothing() -> None:
-    """Guards against an empty list of violations raising."""
-    raise_if_any([])
 
 
 @pytest.mark.parametrize(
@@ -217,11 +167,11 @@ def test_nothing_wrong_raises_nothing() -> None:
         *[with_selection(alpha=alpha) for alpha in (0.0, 0.999)],
         *[with_sampling(temperature=value) for value in (0.01, 2.0)],
         replace(with_sampling(temperature=0.0), selection=c.Selection(n=1)),
-        with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=MAX_SEED, stop=("x" * 256,) * 16),
+        with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),
         with_sampling(max_tokens=5, min_tokens=5),
         with_tokens(1, 2, INT32_MAX),
-        with_selection(schedule=c.Schedule(kind="memory")),
-        with_selection(schedule=c.Schedule(first=1, factor=16.0)),
+        with_selection(schedule=c.MemorySchedule()),
+        with_selection(schedule=c.GeometricSchedule(first=1, factor=16.0)),
         with_rewards(*((f"r{i}", -1.0) for i in range(8))),
         with_reward(normalization=c.Normalization("fixed", -1e12, 1e-12), veto_below=1e12),
         with_reward(normalization=c.Normalization("fixed", 1e12, 1e12), veto_below=-1e12),
@@ -232,12 +182,13 @@ def test_nothing_wrong_raises_nothing() -> None:
     ],
 )
 def test_the_limits_themselves_are_good(request_: c.GenerationRequest) -> None:
-    """Guards against limits that are off by one, and against characters refused for their looks."""
+    """Guards against limits that are off by one, and against refused characters."""
     assert paths(request_) == []
+    raise_if_any([])
 
 
 @given(REQUESTS)
-def test_any_request_is_judged(request: c.GenerationRequest) -> None:
+def test_any_request_can_be_checked(request: c.GenerationRequest) -> None:
     """Guards against values that crash the check itself, which would be INTERNAL."""
     for violation in check_request(request, CONTEXT, CAP):
         assert isinstance(violation, Violation) and violation.field

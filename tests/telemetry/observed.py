@@ -1,65 +1,53 @@
-"""The whole service as processes, on toys, with a real collector behind them; what clients saw."""
+"""All services as processes that export to a real collector, and what their clients see."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
-from urllib.request import urlopen
 
 import grpc.aio
-from prometheus_client.parser import text_string_to_metric_families
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from deploy.local.stack import Stack
 from specrej import wire
 from specrej.channel import open_channel
 from specrej.client import Options, build_request
 from specrej.contracts import CacheControl, Event
-from specrej.stack import Stack
-from specrej.telemetry.names import Metric
+from specrej.telemetry import names, traces
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
-from tests.collector import Collector, collecting
+from tests.collector import CLIENT, SERVER, Collector, Seen, collecting
+from tests.endpoints import Scrape, scrape
+from tests.serving import until
 
 GENERATE = "specrej.v1.OrchestratorService/Generate"
 GENERATE_STREAM = "specrej.v1.OrchestratorService/GenerateStream"
 SESSION = "specrej.v1.GeneratorService/Session"
 SCORE_SESSION = "specrej.v1.RewardService/ScoreSession"
 SERVICES = ("orchestrator", "generator", "reward")
-BOUND_S = 20.0
 MAX_RUNNING, MAX_QUEUED = 4, 4
 _REWARDS = [
     {"name": "toy", "kind": "toy"},
     {"name": "raising", "kind": "function", "function": "tests.faults.rewards:raising"},
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """What a Prometheus endpoint said: samples by name and labels."""
-
-    samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-
-    def sum(self, name: str, **labels: str) -> float:
-        """Of all samples of a name with these labels, dots as underscores."""
-        wanted = {(key.replace(".", "_"), value) for key, value in labels.items()}
-        return sum(
-            value
-            for (sample, having), value in self.samples.items()
-            if sample == name and wanted <= having
-        )
-
-    def __sub__(self, before: Values) -> Values:
-        return Values(
-            {key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()}
-        )
+_TOYS = {
+    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
+    "SPECREJ_GENERATOR_LEASE_S": "2",
+    "SPECREJ_REWARD_REWARDS": json.dumps(_REWARDS),
+}
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a call ended for its client."""
+    """The end of a call, as its client sees it."""
 
     code: str = "OK"
     events: list[Event] = field(default_factory=list)
@@ -73,13 +61,12 @@ class Observed:
     collector: Collector
     stub: Any
 
-    async def scrape(self, service: str) -> Values:
-        """What a service's Prometheus endpoint says now."""
-        port = getattr(self.stack.ports, f"metrics_{service}")
-        return await asyncio.to_thread(_scrape, f"http://127.0.0.1:{port}/metrics")
+    async def scrape(self, service: str) -> Scrape:
+        """The values at a service's Prometheus endpoint."""
+        return await scrape([self.stack.ports.metrics_urls[SERVICES.index(service)]])
 
     def log_of(self, service: str) -> list[dict[str, Any]]:
-        """Its lines so far."""
+        """The JSON lines of a service so far."""
         text = (self.stack.log_dir / f"{service}.log").read_text()
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
@@ -88,9 +75,9 @@ class Observed:
 async def observed(
     environment: Mapping[str, str] | None = None, *, on_toys: bool = True
 ) -> AsyncIterator[Observed]:
-    """A service of real processes that tells a collector everything, soon."""
+    """A service of real processes that exports to a collector at short intervals."""
     async with collecting() as collector:
-        told = {
+        variables = {
             "OTEL_BSP_SCHEDULE_DELAY": "50",
             "OTEL_METRIC_EXPORT_INTERVAL": "100",
             "SPECREJ_ORCHESTRATOR_LOG_FORMAT": "json",
@@ -101,22 +88,15 @@ async def observed(
             **(environment or {}),
         }
         async with (
-            Stack(environment=told) as stack,
+            Stack(environment=variables) as stack,
             open_channel(stack.orchestrator_address, retries=False) as channel,
         ):
             stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
             yield Observed(stack, collector, stub)
 
 
-_TOYS = {
-    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
-    "SPECREJ_GENERATOR_LEASE_S": "2",
-    "SPECREJ_REWARD_REWARDS": json.dumps(_REWARDS),
-}
-
-
 def request(prompt: str = "Why?", **options: Any) -> orchestrator_pb2.GenerateRequest:
-    """A small request, past the cache if it says nothing else."""
+    """A small request; `options` override, for example, the cache bypass."""
     usual = Options(n=4, max_tokens=16, seed=1, ignore_eos=True, cache=CacheControl.BYPASS)
     return build_request(prompt, **{**usual, **options})
 
@@ -124,12 +104,12 @@ def request(prompt: str = "Why?", **options: Any) -> orchestrator_pb2.GenerateRe
 async def streamed(
     stub: Any, message: orchestrator_pb2.GenerateRequest, *, leave_after: int = 0, **call: Any
 ) -> Outcome:
-    """A stream to its end, or cancelled after so many events."""
+    """The outcome of a stream, which is cancelled after `leave_after` events unless that is 0."""
     whole = orchestrator_pb2.GenerateStreamRequest(request=message)
     rpc, outcome = stub.GenerateStream(whole, **call), Outcome()
     try:
         async for event in rpc:
-            outcome.events.append(wire.event_from_wire(event))
+            outcome.events.append(wire.event_from_message(event))
             if len(outcome.events) == leave_after:
                 rpc.cancel()
     except asyncio.CancelledError:
@@ -139,43 +119,65 @@ async def streamed(
     return outcome
 
 
-async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
-    """Returns once the condition holds; TimeoutError after 20 s."""
-    async with asyncio.timeout(BOUND_S):
-        while True:
-            holds = condition()
-            if await holds if isinstance(holds, Awaitable) else holds:
-                return
-            await asyncio.sleep(0.02)
+async def whole_trace(service: Observed, method: str, request_id: str) -> list[Seen]:
+    """All spans of the request's trace, once the root and those of all services have arrived."""
+    collector = service.collector
+    spans: list[Seen] = []
+
+    def is_whole() -> bool:
+        servers = collector.named(method, kind=SERVER)
+        ids = {s.span.trace_id for s in servers if s.attributes.get(names.REQUEST_ID) == request_id}
+        spans[:] = [seen for trace_id in ids for seen in collector.trace(trace_id)]
+        services = {seen.service for seen in spans if seen.span.kind == SERVER}
+        return services >= set(SERVICES) and any(not seen.span.parent_span_id for seen in spans)
+
+    await until(is_whole)
+    return spans
 
 
-def calls_by_code(values: Values, method: str) -> Counter[str]:
-    """Calls of a method that ended."""
+def root_of(trace: Sequence[Seen]) -> Seen:
+    """The only span without a parent; the parents of all others have arrived."""
+    ids = {seen.span.span_id for seen in trace}
+    (root,) = (seen for seen in trace if not seen.span.parent_span_id)
+    orphans = [s.name for s in trace if s is not root and s.span.parent_span_id not in ids]
+    assert not orphans, f"the parents of {orphans} are missing"
+    return root
+
+
+def below(trace: Iterable[Seen], parent: Seen) -> list[Seen]:
+    """The children of a span, in the order of their starts."""
+    children = [seen for seen in trace if seen.span.parent_span_id == parent.span.span_id]
+    return sorted(children, key=lambda seen: seen.span.start_time_unix_nano)
+
+
+def covered(trace: Sequence[Seen], server: Seen) -> float:
+    """The part of the root's time that the steps of a call, which follow each other, account for.
+
+    Calls to backends are not counted, because each lasts for nearly the whole request.
+    """
+    steps = [seen for seen in below(trace, server) if seen.span.kind != CLIENT]
+    for one, other in pairwise(steps):
+        assert one.span.end_time_unix_nano <= other.span.start_time_unix_nano, one.name
+    whole_ns, *steps_ns = (
+        seen.span.end_time_unix_nano - seen.span.start_time_unix_nano
+        for seen in (root_of(trace), *steps)
+    )
+    return float(sum(steps_ns) / whole_ns)
+
+
+def calls_by_code(values: Scrape, method: str) -> Counter[str]:
+    """The number of ended calls of a method, by gRPC status."""
     counts: Counter[str] = Counter()
-    for (name, labels), value in values.samples.items():
-        having = dict(labels)
-        if name == "rpc_server_call_duration_seconds_count" and having["rpc_method"] == method:
-            counts[having["rpc_response_status_code"]] += int(value)
+    ended = values.matching("rpc_server_call_duration_seconds_count", rpc_method=method)
+    for series, value in ended.items():
+        counts[dict(series.labels)["rpc_response_status_code"]] += int(value)
     return +counts
 
 
-def prometheus_name(metric: Metric) -> str:
-    """Of its family, without `_total`."""
-    unit = {"s": "_seconds"}.get(metric.unit, "")
-    return metric.name.replace(".", "_") + unit
-
-
 @contextmanager
-def client_spans(collector: Collector, service: str = "client") -> Iterator[None]:
-    """This process's own spans go to the collector too, as an application's would."""
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    from specrej.telemetry import traces
-
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+def client_spans(collector: Collector) -> Iterator[None]:
+    """Send this process's spans to the collector too, as an application's are."""
+    provider = TracerProvider(resource=Resource.create({"service.name": "client"}))
     exporter = OTLPSpanExporter(endpoint=collector.endpoint, insecure=True)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=50))
     # As set_tracer_provider would, but it works only once per process.
@@ -184,20 +186,3 @@ def client_spans(collector: Collector, service: str = "client") -> Iterator[None
         yield
     finally:
         traces._tracer = before
-
-
-async def num_series(port: int) -> int:
-    """How many there are at a Prometheus endpoint of this machine."""
-    return len((await asyncio.to_thread(_scrape, f"http://127.0.0.1:{port}/metrics")).samples)
-
-
-def _scrape(url: str) -> Values:
-    with urlopen(url, timeout=BOUND_S) as answer:
-        text = answer.read().decode()
-    return Values(
-        {
-            (sample.name, frozenset(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
-    )

@@ -7,7 +7,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from specrej import telemetry
 from specrej.telemetry import calls, logs
 from tests.orchestrator.services import whole
 from tests.serving import failure_of
-from tests.telemetry.observed import request as asked
+from tests.telemetry.observed import request
 
 
 @pytest.fixture
@@ -29,44 +29,38 @@ def log() -> Iterator[logging.Logger]:
     logger.handlers.clear()
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Spans that are recorded; nobody exports them."""
-    provider = TracerProvider()
-    monkeypatch.setattr("specrej.telemetry.traces._tracer", provider.get_tracer("test"))
-    yield
-    provider.shutdown()
-
-
-def heard(logger: logging.Logger, **options: bool) -> io.StringIO:
-    """What it says from now on."""
+def lines_of(logger: logging.Logger, **options: bool) -> io.StringIO:
+    """The lines that the logger writes from now on."""
     handler = logging.StreamHandler(text := io.StringIO())
     handler.setFormatter(telemetry.log_formatter("service", **options))
     logger.addHandler(handler)
     return text
 
 
-def test_libraries_are_heard_from_warnings_on() -> None:
-    # A library that logged every call at INFO wrote a line per batch into a reward service's log.
+def test_libraries_log_from_warnings_on() -> None:
+    """Guards against a line per batch in a reward service's log, of a library that logs at INFO."""
     program = """
 import logging
 from specrej.telemetry import logs
 logs.configure("service", "INFO", as_json=False, error_text=False)
 for name in ("httpx2", "reward_service.worker"):
-    logging.getLogger(name).info("told by %s", name)
+    logging.getLogger(name).info("logged by %s", name)
     logging.getLogger(name).warning("warned by %s", name)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    told = [line.rpartition(" by ")[0].split()[-1] for line in done.stderr.splitlines()]
-    assert told == ["warned", "told", "warned"]
+    kinds = [line.rpartition(" by ")[0].split()[-1] for line in done.stderr.splitlines()]
+    assert kinds == ["warned", "logged", "warned"]
 
 
-@pytest.mark.usefixtures("recorded")
-def test_lines_have_the_ids_of_their_span(log: logging.Logger) -> None:
+def test_lines_have_the_ids_of_their_span(
+    log: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a line that cannot be found from its trace, or the reverse."""
-    text, lines = heard(log), heard(log, as_json=True)
+    tracer = TracerProvider().get_tracer("test")
+    monkeypatch.setattr("specrej.telemetry.traces._tracer", tracer)
+    text, lines = lines_of(log), lines_of(log, as_json=True)
     with telemetry.span("step") as span:
         log.info("inside")
     log.info("outside")
@@ -81,29 +75,32 @@ def test_lines_have_the_ids_of_their_span(log: logging.Logger) -> None:
 
 def test_facts_are_fields_of_their_own(log: logging.Logger) -> None:
     """Guards against numbers that have to be cut out of a sentence."""
-    text, lines = heard(log), heard(log, as_json=True)
-    logs.say(log, "request", {"n": 8, "score": 0.123456789, "cached": False, "said": 'a "b"\n='})
+    text, lines = lines_of(log), lines_of(log, as_json=True)
+    logs.log_facts(
+        log, "request", {"n": 8, "score": 0.123456789, "cached": False, "text": 'a "b"\n='}
+    )
     (line,) = lines.getvalue().splitlines()
-    told = json.loads(line)
-    assert (told["n"], told["cached"], told["said"]) == (8, False, 'a "b"\n=')
-    assert told["time"].endswith("Z") and told["level"] == "INFO" and told["service"] == "service"
-    assert r'request n=8 score=0.123457 cached=false said="a \"b\"\n="' in text.getvalue()
+    fields = json.loads(line)
+    assert (fields["n"], fields["cached"], fields["text"]) == (8, False, 'a "b"\n=')
+    assert fields["time"].endswith("Z")
+    assert (fields["level"], fields["service"]) == ("INFO", "service")
+    assert r'request n=8 score=0.123457 cached=false text="a \"b\"\n="' in text.getvalue()
 
 
 def test_an_exception_stays_one_json_line_without_its_text(log: logging.Logger) -> None:
     """Guards against a stack that breaks the line format, and against a prompt in it."""
-    lines, open_ones = heard(log, as_json=True), heard(log, as_json=True, error_text=True)
+    lines, open_ones = lines_of(log, as_json=True), lines_of(log, as_json=True, error_text=True)
     try:
         raise ValueError(" ".join(["a", "prompt"]))
     except ValueError:
         log.exception("failed")
     (line,) = lines.getvalue().splitlines()
-    told = json.loads(line)
-    assert told["message"] == "failed" and told["error"].endswith("ValueError")
+    fields = json.loads(line)
+    assert fields["message"] == "failed" and fields["error"].endswith("ValueError")
     assert "a prompt" not in line and "a prompt" in open_ones.getvalue()
 
 
-def test_what_is_noted_outside_of_a_call_is_nobodys() -> None:
+def test_facts_noted_outside_of_a_call_are_dropped() -> None:
     """Guards against facts of one request in the line of the next."""
     telemetry.note(n=1)
     with logs.noting() as first:
@@ -113,58 +110,52 @@ def test_what_is_noted_outside_of_a_call_is_nobodys() -> None:
     assert (first, second) == ({"n": 2}, {"m": 3})
 
 
-class Lines(logging.Handler):
-    """The facts of requests' lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.facts: list[dict[str, Any]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.facts.append(getattr(record, "facts", {}))
-
-
 @pytest.fixture
-def lines() -> Iterator[Lines]:
-    handler, level = Lines(), calls.log.level
-    calls.log.addHandler(handler)
-    calls.log.setLevel(logging.INFO)
-    yield handler
-    calls.log.removeHandler(handler)
-    calls.log.setLevel(level)
+def facts(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, Any]]:
+    """The facts of the only request's line."""
+    caplog.set_level(logging.INFO, calls.log.name)
+
+    def of_the_line() -> dict[str, Any]:
+        (record,) = (record for record in caplog.records if record.name == calls.log.name)
+        fields: dict[str, Any] = record.__dict__["facts"]
+        return fields
+
+    return of_the_line
 
 
-async def test_a_request_is_one_line(lines: Lines) -> None:
+Facts = Callable[[], dict[str, Any]]
+
+
+async def test_a_request_is_one_line(facts: Facts) -> None:
     """Guards against a request that leaves no trace in the log, or phases that do not add up."""
     async with whole() as service:
-        answer = await service.stub.Generate(asked("Why is it so?"))
-    (facts,) = lines.facts
-    assert facts["id"] == answer.request_id and facts["code"] == "OK"
-    assert (facts["n"], facts["algorithm"]) == (answer.n, "speculative-rejection")
-    assert facts["rounds"] == len(answer.rounds) > 0
-    assert facts["generated_tokens"] == answer.usage.generated_tokens
+        answer = await service.stub.Generate(request("Why is it so?"))
+    fields = facts()
+    assert fields["id"] == answer.request_id and fields["code"] == "OK"
+    assert (fields["n"], fields["algorithm"]) == (answer.n, "speculative-rejection")
+    assert fields["rounds"] == len(answer.rounds) > 0
+    assert fields["generated_tokens"] == answer.usage.generated_tokens
     phases = ("queue_ms", "open_ms", "extend_ms", "score_ms", "prune_ms")
-    assert 0 < sum(facts[phase] for phase in phases) <= facts["total_ms"]
-    assert (facts["cached"], facts["degraded"], facts["source"]) == (False, False, "run")
-    assert not {"prompt", "answer"} & facts.keys()
+    assert 0 < sum(fields[phase] for phase in phases) <= fields["total_ms"]
+    assert (fields["cached"], fields["degraded"], fields["source"]) == (False, False, "run")
+    assert not {"prompt", "answer"} & fields.keys()
 
 
-async def test_a_request_that_fails_is_a_line_too(lines: Lines) -> None:
+async def test_a_failed_request_is_a_line(facts: Facts) -> None:
     """Guards against a log of successes."""
-    bad = asked("Why?")
+    bad = request("Why?")
     bad.selection.n = -1
     async with whole() as service:
         error = await failure_of(service.stub.Generate(bad))
     assert error.code().name == "INVALID_ARGUMENT"
-    (facts,) = lines.facts
-    assert (facts["code"], facts["n"], facts["rounds"]) == ("INVALID_ARGUMENT", -1, 0)
+    fields = facts()
+    assert (fields["code"], fields["n"], fields["rounds"]) == ("INVALID_ARGUMENT", -1, 0)
 
 
-async def test_texts_are_there_for_whoever_asks(lines: Lines) -> None:
-    """Guards the setting that is for finding out what somebody has seen."""
+async def test_texts_are_logged_if_the_setting_allows(facts: Facts) -> None:
+    """Guards the setting for debugging a user's report."""
     async with whole() as service:
         service.orchestrator._log_texts = True
-        answer = await service.stub.Generate(asked("Why is it so?"))
-    (facts,) = lines.facts
-    assert "Why is it so?" in facts["prompt"]
-    assert facts["answer"] == answer.candidates[0].text
+        answer = await service.stub.Generate(request("Why is it so?"))
+    assert "Why is it so?" in facts()["prompt"]
+    assert facts()["answer"] == answer.candidates[0].text

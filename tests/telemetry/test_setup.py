@@ -1,4 +1,4 @@
-"""How telemetry begins and ends: off it loads nothing, and no collector keeps a process alive."""
+"""Start and end of telemetry: off it loads nothing, and a collector delays no exit."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import pytest
 
+from deploy.local.processes import Processes
+from deploy.local.stack import Stack
 from specrej import telemetry
 from specrej.client import RewardClient
-from specrej.processes import Processes
 from specrej.settings import ServiceSettings
-from specrej.stack import Stack
 from specrej.telemetry.setup import FLUSH_S
+from tests.endpoints import scrape
 
 _OFF = """
 import sys
@@ -35,62 +33,49 @@ print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "pr
 
 
 async def test_off_it_loads_nothing() -> None:
-    """Guards against exporters that are paid for where nobody asked for them."""
+    """Guards against loading exporters that no setting enables."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _OFF, stdout=asyncio.subprocess.PIPE
     )
-    said, _ = await process.communicate()
-    assert process.returncode == 0 and said.strip() == b"[]"
+    output, _ = await process.communicate()
+    assert process.returncode == 0 and output.strip() == b"[]"
 
 
-@pytest.fixture
-def deaf() -> Iterator[str]:
-    """A collector that lets everybody connect, and never says a word."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+@pytest.mark.parametrize("is_hanging", [True, False])
+async def test_a_dead_collector_does_not_delay_the_end(is_hanging: bool, tmp_path: Path) -> None:
+    """Guards against a drain that waits for telemetry, which is under way here, and against a
+    metrics endpoint without the service's name or on another address."""
+    with socket.socket() as collector:
+        collector.bind(("127.0.0.1", 0))
+        if is_hanging:
+            collector.listen()  # accepts connections and never answers; else refuses them
+        await _run_a_reward(f"http://127.0.0.1:{collector.getsockname()[1]}", tmp_path)
 
 
-@pytest.fixture
-def absent() -> Iterator[str]:
-    """A port that refuses connections, and that nobody else can take meanwhile."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-
-
-@pytest.mark.parametrize("collector", ["deaf", "absent"])
-async def test_a_dead_collector_keeps_nobody(
-    collector: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """Guards against a drain that waits for telemetry; spans and metrics are under way here."""
-    stack = reward_stack(SPECREJ_REWARD_OTLP_ENDPOINT=request.getfixturevalue(collector))
+async def _run_a_reward(collector: str, log_dir: Path) -> None:
+    toy = {"SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]'}
+    stack = Stack(environment={**toy, "SPECREJ_REWARD_OTLP_ENDPOINT": collector})
+    url = stack.ports.metrics_urls[2]
     async with Processes(
-        [stack._replica(stack._rewards[0])], tmp_path, start_timeout_s=30
+        [stack._replica(stack._rewards[0])], log_dir, start_timeout_s=30
     ) as running:
         async with RewardClient(stack.reward_address) as client:
             await client.score("Why?", ["So."])
-        pid = running.pids["reward"]
+        values = (await scrape([url])).values
         began = time.monotonic()
-        os.kill(pid, signal.SIGTERM)
+        os.kill(running.pids["reward"], signal.SIGTERM)
         code = await asyncio.wait_for(running._running["reward"].wait(), 20)
         seconds = time.monotonic() - began
     assert code == 0
     assert seconds < FLUSH_S + 2.5, f"ended after {seconds:.1f} s"
-
-
-async def test_the_endpoint_serves_text_and_goes_with_the_process(tmp_path: Path) -> None:
-    """Guards against an endpoint on another address, and one without a name for who it is."""
-    stack = reward_stack()
-    url = f"http://127.0.0.1:{stack.ports.metrics_reward}/metrics"
-    async with Processes([stack._replica(stack._rewards[0])], tmp_path, start_timeout_s=30):
-        text = await asyncio.to_thread(read, url)
-    assert 'service_name="reward"' in text and "specrej_reward_batch_bucket" in text
+    (process,) = values["target_info"]
+    assert ("service_name", "reward") in process.labels and "specrej_reward_batch_bucket" in values
     with pytest.raises(OSError, match="refused"):
-        await asyncio.to_thread(read, url)
+        await scrape([url])
 
 
-def test_a_taken_port_for_metrics_is_told() -> None:
-    """Guards against a service without the endpoint that it was told to have."""
+def test_a_taken_metrics_port_raises() -> None:
+    """Guards against a service without the endpoint of its settings."""
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         settings = ServiceSettings(metrics_port=taken.getsockname()[1])
         with (
@@ -98,17 +83,3 @@ def test_a_taken_port_for_metrics_is_told() -> None:
             telemetry.configured("test", settings),
         ):
             pytest.fail("entered")
-
-
-def reward_stack(**environment: str) -> Stack:
-    """One whose reward is a toy."""
-    toy = {"SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]', **environment}
-    return Stack(environment=toy)
-
-
-def read(url: str) -> str:
-    try:
-        with urlopen(url, timeout=10) as answer:
-            return str(answer.read().decode())
-    except HTTPError as error:
-        return str(error)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import pytest_asyncio
 
 from specrej import Client
 from specrej.channel import open_channel
-from specrej.contracts import CacheControl, Schedule
+from specrej.contracts import CacheControl, Finished, GeometricSchedule, TokensSchedule
 from specrej.telemetry import names
 from specrej.v1 import orchestrator_pb2_grpc
 from tests.collector import CLIENT, SERVER, Seen
-from tests.telemetry.coverage import below, covered, root_of
+from tests.serving import until
 from tests.telemetry.observed import (
     GENERATE,
     GENERATE_STREAM,
@@ -22,52 +22,36 @@ from tests.telemetry.observed import (
     SERVICES,
     SESSION,
     Observed,
+    below,
     client_spans,
-    observed,
+    covered,
     request,
+    root_of,
     streamed,
-    until,
+    whole_trace,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT = "An unmistakable prompt"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service() -> AsyncIterator[Observed]:
-    async with observed() as running:
-        yield running
+@pytest_asyncio.fixture(scope="module", loop_scope="session", autouse=True)
+async def _no_earlier_spans(service: Observed) -> None:
+    """Discard the spans of other modules' tests, which have the same methods and codes."""
+    service.collector.spans.clear()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def trace(service: Observed) -> list[Seen]:
-    """Of one request through the client, which looks in the cache, flies, runs and stores."""
+    """The trace of one request through the client, whose answer is generated and stored."""
     with client_spans(service.collector):
         async with Client(service.stack.orchestrator_address) as client:
             answer = await client.generate(
-                PROMPT, n=8, max_tokens=192, ignore_eos=True, schedule=Schedule("tokens", (16, 64))
+                PROMPT, n=8, max_tokens=192, ignore_eos=True, schedule=TokensSchedule((16, 64))
             )
         assert not answer.cached
         return await whole_trace(service, GENERATE, answer.request_id)
-
-
-async def whole_trace(service: Observed, method: str, request_id: str) -> list[Seen]:
-    """All spans of the request's trace, once the root and all services' are there."""
-    collector = service.collector
-
-    def found() -> list[Seen]:
-        servers = collector.named(method, kind=SERVER)
-        ids = {s.span.trace_id for s in servers if s.attributes[names.REQUEST_ID] == request_id}
-        return [seen for trace_id in ids for seen in collector.trace(trace_id)]
-
-    def is_whole() -> bool:
-        spans = found()
-        told = {seen.service for seen in spans if seen.span.kind == SERVER}
-        return told >= set(SERVICES) and any(not seen.span.parent_span_id for seen in spans)
-
-    await until(is_whole)
-    return found()
 
 
 async def coded(service: Observed, method: str, code: str) -> Seen:
@@ -84,8 +68,8 @@ async def coded(service: Observed, method: str, code: str) -> Seen:
 
 
 def server_of(trace: list[Seen], method: str) -> Seen:
-    (found,) = (seen for seen in trace if seen.name == method and seen.span.kind == SERVER)
-    return found
+    (server,) = (seen for seen in trace if seen.name == method and seen.span.kind == SERVER)
+    return server
 
 
 async def test_a_request_is_one_trace_through_everything(trace: list[Seen]) -> None:
@@ -99,7 +83,7 @@ async def test_a_request_is_one_trace_through_everything(trace: list[Seen]) -> N
 
 
 async def test_steps_cover_98_percent_of_a_request(trace: list[Seen]) -> None:
-    """Guards against time that nobody accounts for."""
+    """Guards against time outside of all spans."""
     server = server_of(trace, GENERATE)
     part = covered(trace, server)
     assert part >= 0.98, f"{part:.2%} of {[seen.name for seen in below(trace, server)]}"
@@ -122,9 +106,9 @@ async def test_steps_are_those_of_the_algorithm(trace: list[Seen]) -> None:
     ]
     rounds = [seen for seen in steps if seen.name == names.SPAN_ROUND]
     phases = [names.SPAN_EXTEND, names.SPAN_SCORE, names.SPAN_PRUNE]
-    assert all([seen.name for seen in below(trace, each)] == phases for each in rounds)
-    assert [each.attributes[names.DECISION_TOKEN] for each in rounds] == [16, 64, 192]
-    assert [each.attributes[names.NUM_LIVE] for each in rounds] == [4, 2, 0]
+    assert all([seen.name for seen in below(trace, span)] == phases for span in rounds)
+    assert [span.attributes[names.DECISION_TOKEN] for span in rounds] == [16, 64, 192]
+    assert [span.attributes[names.NUM_LIVE] for span in rounds] == [4, 2, 0]
     assert rounds[0].attributes[names.ROUND_TOKENS] == 8 * 16
     assert rounds[0].attributes[names.FREED_SLOTS] == 4 * 16
     best = rounds[0].attributes[names.SCORES]
@@ -146,31 +130,30 @@ async def test_backends_show_their_commands(trace: list[Seen]) -> None:
 
 
 async def test_attributes_follow_the_conventions(trace: list[Seen]) -> None:
-    """Guards against names that no tool knows, and against a prompt in a span."""
-    said = server_of(trace, GENERATE).attributes
-    assert said[names.OPERATION] == "chat" and said[names.REQUEST_MODEL] == "toy"
-    assert said[names.CHOICES] == 8 and said[names.MAX_TOKENS] == 192
-    assert said[names.OUTPUT_TOKENS] == 8 * 16 + 4 * 48 + 2 * 128
-    assert said[names.FINISH_REASONS] == ["length"] and said[names.RPC_CODE] == "OK"
+    """Guards against names that are not OpenTelemetry's, and against a prompt in a span."""
+    attributes = server_of(trace, GENERATE).attributes
+    assert attributes[names.OPERATION] == "chat" and attributes[names.REQUEST_MODEL] == "toy"
+    assert attributes[names.CHOICES] == 8 and attributes[names.MAX_TOKENS] == 192
+    assert attributes[names.OUTPUT_TOKENS] == 8 * 16 + 4 * 48 + 2 * 128
+    assert attributes[names.FINISH_REASONS] == ["length"] and attributes[names.RPC_CODE] == "OK"
     assert not any("unmistakable" in str(seen.span) for seen in trace)
 
 
 async def test_cancelled_calls_end_their_spans_with_the_code(service: Observed) -> None:
-    """Guards against a span that says OK, or none at all, for whoever hangs up mid-round."""
+    """Guards against OK, or no span, for a call cancelled during a round."""
     outcome = await streamed(
-        service.stub, request(n=8, max_tokens=400, schedule=Schedule()), leave_after=2
+        service.stub, request(n=8, max_tokens=400, schedule=GeometricSchedule()), leave_after=2
     )
     assert outcome.code == "CANCELLED"
     cancelled = await coded(service, GENERATE_STREAM, "CANCELLED")
-    await until(lambda: len(sessions_of(service, cancelled)) == 2)
-    codes = {seen.attributes[names.RPC_CODE] for seen in sessions_of(service, cancelled)}
-    assert codes == {"CANCELLED"}
 
+    def session_codes() -> list[str]:
+        trace = service.collector.trace(cancelled.span.trace_id)
+        sessions = (s for s in trace if s.name in (SESSION, SCORE_SESSION))
+        return [s.attributes[names.RPC_CODE] for s in sessions if s.span.kind == SERVER]
 
-def sessions_of(service: Observed, call: Seen) -> list[Seen]:
-    """Backends' spans of the same trace."""
-    trace = service.collector.trace(call.span.trace_id)
-    return [s for s in trace if s.name in (SESSION, SCORE_SESSION) and s.span.kind == SERVER]
+    await until(lambda: len(session_codes()) == 2)
+    assert set(session_codes()) == {"CANCELLED"}
 
 
 async def test_a_deadline_ends_the_span_with_its_code(service: Observed) -> None:
@@ -197,28 +180,37 @@ async def test_a_client_that_goes_away_is_a_cancellation(service: Observed) -> N
 
 
 async def test_a_failure_ends_the_span_with_its_code(service: Observed) -> None:
-    """Guards against an error that only its caller hears of."""
+    """Guards against a failed call without an error in its span."""
     outcome = await streamed(service.stub, request(rewards={"raising": 1.0}))
     failed = await coded(service, GENERATE_STREAM, outcome.code)
     assert outcome.code == "INTERNAL" and failed.span.status.code == 2
 
 
 async def test_exemplars_lead_to_traces(service: Observed, trace: list[Seen]) -> None:
-    """Guards against a slow bucket of which no trace can be found."""
+    """Guards against a slow bucket without a trace."""
     exemplars = service.collector.exemplars
     for metric in (names.RPC_DURATION, names.REQUEST_DURATION, names.REWARD_DURATION):
-        await until(lambda metric=metric: trace[0].span.trace_id in exemplars[metric.name])
+        ids = exemplars[metric.name]
+        await until(partial(ids.__contains__, trace[0].span.trace_id))
 
 
-async def test_what_is_not_cached_twice_is_a_short_trace(service: Observed) -> None:
-    """Guards against a cache hit that looks like a run."""
+async def test_a_cached_answer_is_a_short_trace(service: Observed) -> None:
+    """Guards against a cache hit with the spans of a run."""
     message = request(PROMPT, cache=CacheControl.USE, max_tokens=8, seed=9)
     await streamed(service.stub, message)
-    again = await streamed(service.stub, message)
-    (finished,) = again.events
-    found = await request_span(service, finished.generation.request_id)  # type: ignore[union-attr]
-    assert found.attributes[names.SOURCE] == "cache"
-    steps = below(service.collector.trace(found.span.trace_id), found)
+    (finished,) = (await streamed(service.stub, message)).events
+    assert isinstance(finished, Finished)
+    spans: list[Seen] = []
+
+    def has_arrived() -> bool:
+        servers = service.collector.named(GENERATE_STREAM, kind=SERVER)
+        request_id = finished.generation.request_id
+        spans[:] = [s for s in servers if s.attributes.get(names.REQUEST_ID) == request_id]
+        return bool(spans)
+
+    await until(has_arrived)
+    assert spans[0].attributes[names.SOURCE] == "cache"
+    steps = below(service.collector.trace(spans[0].span.trace_id), spans[0])
     assert [seen.name for seen in steps] == [names.SPAN_PLAN, names.SPAN_LOOKUP]
 
 
@@ -226,17 +218,10 @@ async def test_logs_of_a_request_are_in_its_trace(service: Observed, trace: list
     """Guards against a line that leads to no trace, and a request without its line."""
     server = server_of(trace, GENERATE)
     lines = service.log_of("orchestrator")
-    (line,) = (each for each in lines if each.get("id") == server.attributes[names.REQUEST_ID])
+    (line,) = (
+        fields for fields in lines if fields.get("id") == server.attributes[names.REQUEST_ID]
+    )
     assert line["trace_id"] == server.span.trace_id.hex()
     assert line["span_id"] == server.span.span_id.hex()
     assert (line["code"], line["rounds"], line["level"]) == ("OK", 3, "INFO")
-    assert not any("unmistakable" in str(each) for each in lines)
-
-
-async def request_span(service: Observed, request_id: str) -> Seen:
-    def found() -> list[Seen]:
-        spans = service.collector.named(GENERATE_STREAM, kind=SERVER)
-        return [s for s in spans if s.attributes.get(names.REQUEST_ID) == request_id]
-
-    await until(lambda: bool(found()))
-    return found()[0]
+    assert not any("unmistakable" in str(fields) for fields in lines)

@@ -1,121 +1,134 @@
-"""Fleets over real gRPC servers on loopback ports, with toys behind them that can be held."""
+"""Fleets of toys behind real gRPC servers on loopback ports."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from orchestrator.backends.fleet import Fleet, Pulse
+import grpc.aio
+
+from orchestrator.__main__ import _version_of, _versions_of
+from orchestrator.backends.fleet import Fleet, PollSettings
+from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
 from orchestrator.backends.resolving import Target
-from orchestrator.remote import RemoteGenerator, RemoteRewards
-from orchestrator.run import run
+from orchestrator.backends.rewards import FleetRewards
+from reward_service.reward import Reward
 from specrej.channel import open_channel
 from specrej.contracts import (
-    Finished,
-    Generation,
     GenerationRequest,
-    Generator,
     GeneratorDescription,
+    GeometricSchedule,
     Prompt,
-    RewardDescription,
     Sampling,
     Schedule,
-    Scorer,
     Selection,
 )
-from tests.orchestrator.services import Backend, HeldGenerator, generator_backend
+from tests.orchestrator.services import Backend, HeldGenerator, generator_backend, reward_backend
 from tests.serving import until
 
-QUICK = Pulse(poll_s=0.02, resolve_s=0.02, lost_s=0.4)
-# For tests in which nobody may be taken for silent, however busy the machine is.
-PATIENT = Pulse(poll_s=0.02, resolve_s=0.02, lost_s=60)
-# Everybody is asked how it is once: what is found out later, somebody else has found out.
-ONCE = Pulse(poll_s=60, resolve_s=60, lost_s=60)
+C = TypeVar("C", FleetGenerator, FleetRewards)
+R = TypeVar("R", RemoteGenerator, RemoteRewards)
+
+QUICK = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=0.4)
+# No backend is lost, however slow the machine is.
+PATIENT = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=60)
+# One poll: afterwards only calls notice a change.
+ONCE = PollSettings(poll_s=60, resolve_s=60, lost_s=60)
 PROMPT = Prompt.from_user("four words of prompt")
 
 
-class Known:
-    """A resolver that is told."""
+class EightCandidates(HeldGenerator):
+    """A toy that accepts at most eight candidates."""
 
-    def __init__(self, backends: Sequence[Backend] = ()) -> None:
-        self.targets = frozenset(map(target_of, backends))
+    async def describe(self) -> GeneratorDescription:
+        return replace(await super().describe(), max_candidates=8)
+
+
+class ListedTargets:
+    """A resolver whose targets a test sets."""
+
+    def __init__(self, servers: Sequence[Backend] = ()) -> None:
+        self.targets = frozenset(map(target_of, servers))
+        self.num_lookups = 0
 
     async def resolve(self) -> frozenset[Target]:
+        self.num_lookups += 1
         return self.targets
 
 
-def target_of(backend: Backend) -> Target:
-    return Target(f"127.0.0.1:{backend.port}", "127.0.0.1")
+@dataclass(slots=True)
+class RunningFleet(Generic[C]):
+    """Servers, the resolver that lists them, the fleet, and what the orchestrator makes of it."""
+
+    servers: list[Backend]
+    resolver: ListedTargets
+    fleet: Fleet[Any]
+    client: C
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Backends that serve, that have another version, and that are away."""
+        return tuple(self.fleet.counts().values())
 
 
-@asynccontextmanager
-async def generators(
-    known: Known, pulse: Pulse = PATIENT, *, serving: int | None = None
-) -> AsyncIterator[Fleet[RemoteGenerator]]:
-    """A fleet of which `serving` serve already; all that are known if None."""
-
-    def connect(target: Target) -> tuple[object, RemoteGenerator]:
-        channel = open_channel(target.address, retries=False)
-        return channel, RemoteGenerator(channel)
-
-    def version(description: GeneratorDescription) -> str:
-        return description.fingerprint
-
-    wanted = len(known.targets) if serving is None else serving
-    async with Fleet("generator", known, connect, version, pulse) as fleet:  # type: ignore[arg-type]
-        await until(lambda: num_serving(fleet) == wanted)
-        yield fleet
+Opening = AbstractAsyncContextManager[RunningFleet[C]]
 
 
-@asynccontextmanager
-async def reward_services(
-    known: Known, pulse: Pulse = PATIENT
-) -> AsyncIterator[Fleet[RemoteRewards]]:
-    def connect(target: Target) -> tuple[object, RemoteRewards]:
-        channel = open_channel(target.address, retries=False)
-        return channel, RemoteRewards(channel)
-
-    def version(served: tuple[RewardDescription, ...]) -> tuple[str, ...]:
-        return tuple(reward.fingerprint for reward in served)
-
-    async with Fleet("reward service", known, connect, version, pulse) as fleet:  # type: ignore[arg-type]
-        await until(lambda: num_serving(fleet) == len(known.targets))
-        yield fleet
+def target_of(server: Backend) -> Target:
+    return Target(f"127.0.0.1:{server.port}", "127.0.0.1")
 
 
-def num_serving(fleet: Fleet[Any]) -> int:
-    """Whatever their version."""
-    counts = fleet.counts()
-    return counts["serving"] + counts["other_version"]
+def _connect(remote: Callable[[grpc.aio.Channel], R], target: Target) -> tuple[grpc.aio.Channel, R]:
+    channel = open_channel(target.address, retries=False)
+    return channel, remote(channel)
 
 
-@asynccontextmanager
-async def backends(*behind: HeldGenerator) -> AsyncIterator[list[Backend]]:
-    """A server for each."""
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(generator_backend(each)) for each in behind]
+connect_generator = partial(_connect, RemoteGenerator)
 
 
-def request(
-    n: int = 8,
-    schedule: Schedule | None = None,
-    *,
-    max_tokens: int = 32,
-    alpha: float = 0.5,
-    allow_degraded: bool = False,
-) -> GenerationRequest:
-    return GenerationRequest(
-        PROMPT,
-        Sampling(max_tokens=max_tokens, seed=7, logprobs=True),
-        Selection(n=n, alpha=alpha, schedule=schedule or Schedule(first=4), return_candidates=n),
-        allow_degraded=allow_degraded,
+def generators(*toys: Any, **options: Any) -> Opening[FleetGenerator]:
+    """Generators as one."""
+    return _running(
+        map(generator_backend, toys), FleetGenerator, connect_generator, _version_of, **options
     )
 
 
-async def answered(asked: GenerationRequest, generator: Generator, scorer: Scorer) -> Generation:
-    """The answer of a whole run."""
-    async with aclosing(run(asked, generator, scorer)) as events:
-        seen = [event async for event in events]
-    assert isinstance(seen[-1], Finished)
-    return seen[-1].generation
+def reward_services(*rewards: Reward, **options: Any) -> Opening[FleetRewards]:
+    """Services of one reward each, as one."""
+    connect = partial(_connect, RemoteRewards)
+    return _running(map(reward_backend, rewards), FleetRewards, connect, _versions_of, **options)
+
+
+@asynccontextmanager
+async def _running(
+    backends: Iterable[AbstractAsyncContextManager[Backend]],
+    client: Callable[[Fleet[Any]], C],
+    connect: Callable[[Target], tuple[grpc.aio.Channel, Any]],
+    version: Callable[[Any], Hashable],
+    *,
+    settings: PollSettings = PATIENT,
+    num_listed: int | None = None,
+) -> AsyncIterator[RunningFleet[C]]:
+    """Backends as one, of which the first `num_listed` serve already; None: all of them."""
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(backend) for backend in backends]
+        resolver = ListedTargets(servers[:num_listed])
+        fleet = Fleet("backend", resolver, connect, version, settings)
+        await stack.enter_async_context(fleet)
+        await until(lambda: sum(list(fleet.counts().values())[:2]) == len(resolver.targets))
+        yield RunningFleet(servers, resolver, fleet, client(fleet))
+
+
+def request(
+    n: int = 8, schedule: Schedule | None = None, *, allow_degraded: bool = False
+) -> GenerationRequest:
+    return GenerationRequest(
+        PROMPT,
+        Sampling(max_tokens=32, seed=7, logprobs=True),
+        Selection(n=n, schedule=schedule or GeometricSchedule(first=4), return_candidates=n),
+        allow_degraded=allow_degraded,
+    )

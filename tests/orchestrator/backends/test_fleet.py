@@ -1,4 +1,4 @@
-"""Who is there, who serves, and who is of the version that counts."""
+"""Fleets: which backends are known, serve, and have the version in use."""
 
 from __future__ import annotations
 
@@ -10,217 +10,166 @@ from dataclasses import replace
 import grpc.aio
 import pytest
 
+from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Backend, Fleet
-from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.remote import RemoteGenerator
 from orchestrator.backends.resolving import Target
-from orchestrator.remote import RemoteGenerator
-from specrej.channel import open_channel
-from specrej.contracts import GeneratorDescription, Sampling
+from specrej.contracts import Sampling, SessionSpec
 from specrej.errors import Unavailable
+from tests.orchestrator import services
 from tests.orchestrator.backends.fleets import (
     ONCE,
+    PATIENT,
     PROMPT,
-    QUICK,
-    Known,
-    backends,
+    ListedTargets,
+    connect_generator,
     generators,
-    num_serving,
     target_of,
 )
-from tests.orchestrator.services import Gate, HeldGenerator, MuteGenerator
-from tests.serving import until
+from tests.orchestrator.services import HeldGenerator, generator_backend
+from tests.serving import turns, until
+
+SAMPLING = Sampling(max_tokens=8)
 
 
-class _Version(HeldGenerator):
-    def __init__(self, fingerprint: str) -> None:
-        super().__init__()
-        self.fingerprint = fingerprint
-
-    async def describe(self) -> GeneratorDescription:
-        return replace(await super().describe(), fingerprint=self.fingerprint)
-
-
-def counted(fleet: Fleet[RemoteGenerator]) -> tuple[int, ...]:
-    """Serving, of another version, away."""
-    return tuple(fleet.counts().values())
-
-
-async def test_backends_appear_and_go() -> None:
-    one, two = HeldGenerator(), HeldGenerator()
-    async with backends(one, two) as servers:
-        known = Known(servers[:1])
-        async with generators(known, QUICK) as fleet:
-            known.targets |= {target_of(servers[1])}
-            await until(lambda: counted(fleet) == (2, 0, 0))
-            await servers[0].kill()
-            await until(lambda: counted(fleet) == (1, 0, 1))
-            known.targets -= {target_of(servers[0])}
-            await until(lambda: counted(fleet) == (1, 0, 0))
+async def test_backends_follow_the_resolver_and_their_health() -> None:
+    async with generators(HeldGenerator(), HeldGenerator(), num_listed=1) as running:
+        first, second = running.servers
+        running.resolver.targets |= {target_of(second)}
+        await until(lambda: running.counts == (2, 0, 0))
+        await first.kill()
+        await until(lambda: running.counts == (1, 0, 1))
+        await first.start()
+        await until(lambda: running.counts == (2, 0, 0))
+        await first.kill()
+        await until(lambda: running.counts == (1, 0, 1))
+        running.resolver.targets -= {target_of(first)}
+        await until(lambda: running.counts == (1, 0, 0))
 
 
-async def test_one_that_came_back_is_used_again() -> None:
-    one = HeldGenerator()
-    async with backends(one) as servers, generators(Known(servers), QUICK) as fleet:
-        await servers[0].kill()
-        await until(lambda: counted(fleet) == (0, 0, 1))
-        await servers[0].start()
-        await until(lambda: counted(fleet) == (1, 0, 0))
+async def test_a_backend_with_a_session_stays_although_its_name_is_gone() -> None:
+    """Guards against a request cut off because its pod was taken out of the Service."""
+    settings = replace(PATIENT, poll_s=60)
+    async with generators(HeldGenerator(), settings=settings) as running:
+        async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)) as session:
+            running.resolver.targets = frozenset()
+            running.fleet.members()[0].suspect(Unavailable("draining"))
+            num_lookups = running.resolver.num_lookups
+            await until(lambda: running.resolver.num_lookups > num_lookups + 1)
+            assert (await session.extend(4)).num_tokens == 4
+            assert sum(running.counts) == 1
+        await until(lambda: sum(running.counts) == 0)
 
 
-async def test_whoever_has_a_session_is_kept_though_its_name_is_gone() -> None:
-    """Guards against a pod that is taken out of the Service and cut off in the middle of a request.
-
-    It serves on until its sessions are over; only then does it stop to serve.
-    """
-    one = HeldGenerator()
-    async with backends(one) as servers:
-        known = Known(servers)
-        async with generators(known, QUICK) as fleet:
-            opening = FleetGenerator(fleet).open(PROMPT, 2, Sampling(max_tokens=8), 4)
-            async with opening as session:
-                known.targets = frozenset()
-                fleet.members()[0].suspect(Unavailable("it drains"))
-                assert (await session.extend(4)).num_tokens == 4
-                assert sum(fleet.counts().values()) == 1
-            await servers[0].kill()
-            await until(lambda: sum(fleet.counts().values()) == 0)
+async def test_sessions_use_the_most_frequent_version() -> None:
+    """An answer and its cache key have one version, and so has a request in parts."""
+    old, new = ([HeldGenerator(end_every=end) for _ in range(2)] for end in (30, 40))
+    async with generators(*old, *new, num_listed=3) as running:
+        assert len(running.fleet.members()) == 2
+        assert (await running.client.describe()).fingerprint == "toy-30"
+        running.resolver.targets |= {target_of(running.servers[3])}
+        await until(lambda: running.counts == (2, 2, 0))
+        # Both versions are equally frequent: the one in use stays.
+        assert (await running.client.describe()).fingerprint == "toy-30"
+        await running.servers[0].kill()
+        await until(lambda: running.counts == (2, 1, 1))
+        assert (await running.client.describe()).fingerprint == "toy-40"
+        async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)):
+            assert sum(toy.toy.ledger.num_sessions for toy in new) == 1
 
 
-async def test_most_are_of_the_version_that_counts() -> None:
-    """An answer, and its place in the cache, is of one version; so is a request in parts."""
-    old, new = [_Version("old"), _Version("old")], [_Version("new"), _Version("new")]
-    async with backends(*old, *new) as servers:
-        known = Known(servers[:3])
-        async with generators(known, QUICK) as fleet:
-            generator = FleetGenerator(fleet)
-            assert len(fleet.members()) == 2
-            assert (await generator.describe()).fingerprint == "old"
-            known.targets |= {target_of(servers[3])}
-            await until(lambda: counted(fleet) == (2, 2, 0))
-            # As many of one as of the other: nothing changes.
-            assert (await generator.describe()).fingerprint == "old"
-            await servers[0].kill()
-            await until(lambda: counted(fleet) == (2, 1, 1))
-            assert (await generator.describe()).fingerprint == "new"
-            async with generator.open(PROMPT, 2, Sampling(max_tokens=8), 4):
-                assert sum(each.toy.ledger.num_sessions for each in new) == 1
-
-
-@pytest.mark.parametrize("comes_back", [False, True], ids=["gone", "back with another model"])
-async def test_no_session_goes_on_with_another_model(comes_back: bool) -> None:
-    """Guards against an answer that is begun by one version and ended by another, even by a
-    generator that is lost, and back with that before it is missed."""
-    one, two = _Version("old"), _Version("new")
-    opening = (PROMPT, 2, Sampling(max_tokens=8), 4)
-    async with backends(one, two) as servers:
-        known = Known(servers[:1])
-        async with (
-            generators(known, QUICK) as fleet,
-            FleetGenerator(fleet).open(*opening) as session,
-        ):
-            known.targets |= {target_of(servers[1])}
-            await until(lambda: counted(fleet) == (1, 1, 0))
-            await servers[0].kill()
-            if comes_back:
-                one.fingerprint = "new"
-                await servers[0].start()
-            await until(lambda: counted(fleet) == ((2, 0, 0) if comes_back else (1, 0, 1)))
+@pytest.mark.parametrize("returns", [False, True], ids=["gone", "back with another version"])
+async def test_no_session_continues_with_another_version(returns: bool) -> None:
+    """Guards against an answer of two versions, even if its generator returns with the other one
+    before the loss is noticed."""
+    one, two = HeldGenerator(end_every=30), HeldGenerator(end_every=40)
+    async with generators(one, two, num_listed=1) as running:
+        first, second = running.servers
+        async with running.client.open(SessionSpec(PROMPT, 2, SAMPLING, 4)) as session:
+            running.resolver.targets |= {target_of(second)}
+            await until(lambda: running.counts == (1, 1, 0))
+            await first.kill()
+            if returns:
+                one.toy = ToyGenerator(end_every=40)
+                await first.start()
+            await until(lambda: running.counts == ((2, 0, 0) if returns else (1, 0, 1)))
             with pytest.raises(Unavailable):
                 await session.extend(4)
         assert two.num_opened == 0
 
 
-async def test_whoever_is_gone_before_it_answers_is_not_waited_for() -> None:
-    """Guards against a service that never begins, for an address that was stale when it began."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        known = Known()
+async def test_surveyed_does_not_wait_for_removed_backends() -> None:
+    """Guards against a service that never starts because an address was stale at its start."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        resolver = ListedTargets()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        known.targets = frozenset({Target(address, "127.0.0.1")})
-        async with generators(known, replace(QUICK, lost_s=60), serving=0) as fleet:
-            await until(lambda: counted(fleet) == (0, 0, 1))
+        resolver.targets = frozenset({Target(address, "127.0.0.1")})
+        async with Fleet("generator", resolver, connect_generator, str, PATIENT) as fleet:
+            await until(lambda: fleet.counts()["away"] == 1)
             surveyed = asyncio.ensure_future(fleet.surveyed())
-            known.targets = frozenset()
+            resolver.targets = frozenset()
             await until(surveyed.done)
 
 
-async def test_one_that_cannot_be_connected_to_does_not_end_the_search() -> None:
-    """A certificate that is not there yet, while it is replaced, is no reason to stop."""
-    failures = 0
+async def test_a_failed_connection_does_not_end_the_search() -> None:
+    """A certificate may be absent for a moment while it is replaced."""
+    failures = [OSError("no such file")]
 
     def connect(target: Target) -> tuple[grpc.aio.Channel, RemoteGenerator]:
-        nonlocal failures
-        if not failures:
-            failures += 1
-            raise OSError("no such file")
-        channel = open_channel(target.address, retries=False)
-        return channel, RemoteGenerator(channel)
+        if failures:
+            raise failures.pop()
+        return connect_generator(target)
 
     async with (
-        backends(HeldGenerator()) as servers,
-        Fleet("generator", Known(servers), connect, lambda told: told.fingerprint, QUICK) as fleet,
+        generator_backend(HeldGenerator()) as server,
+        Fleet("generator", ListedTargets([server]), connect, str, PATIENT) as fleet,
     ):
-        await until(lambda: num_serving(fleet) == 1)
+        await until(lambda: fleet.counts()["serving"] == 1)
 
 
-async def test_who_looks_and_leaves_leaves_nobody_behind() -> None:
-    """Guards against a task for every caller who gave up, for as long as a backend is silent."""
-    one = MuteGenerator()
-    async with backends(one) as servers, generators(Known(servers), ONCE) as fleet:
-        await until(lambda: not one.hearing.held)
-        num_tasks = len(asyncio.all_tasks())
-        one.hearing.shut()
-        looking = asyncio.ensure_future(fleet.refreshed())
-        await until(lambda: one.hearing.held == 1)
-        num_asked = len(asyncio.all_tasks()) - num_tasks
-        looking.cancel()
-        await asyncio.wait({looking})
-        await _turns()
-        assert num_asked > 2  # its own, who looks for it, and the server's
-        # The server's may take a moment more: it hears of it over the network.
-        assert len(asyncio.all_tasks()) - num_tasks <= num_asked - 2
-        one.hearing.open()
+async def test_a_cancelled_recall_leaves_no_task() -> None:
+    """Guards against one task per cancelled caller for as long as a backend is silent."""
+    toy = HeldGenerator()
+    gate = toy.gates["describe"]
+    async with generators(toy, settings=ONCE) as running:
+        await turns()
+        num_before = len(asyncio.all_tasks())
+        gate.shut()
+        running.fleet.members()[0].suspect(Unavailable("no answer"))
+        recalling = asyncio.ensure_future(running.fleet.recalled())
+        await until(lambda: gate.held == 1)
+        num_during = len(asyncio.all_tasks()) - num_before
+        recalling.cancel()
+        await asyncio.wait({recalling})
+        await turns()
+        assert num_during > 2  # `recalling`, its poll, and the server's
+        # The server's may take a moment more, until the cancellation arrives.
+        assert len(asyncio.all_tasks()) - num_before <= num_during - 2
+        gate.open()
 
 
-async def _turns() -> None:
-    """Everybody who can do something now has had ten turns."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-class _Peer:
-    """What a backend is asked through, with a gate in it."""
-
-    def __init__(self) -> None:
-        self.gate = Gate()
-
-    async def describe(self) -> str:
-        await self.gate.passed()
-        return "told"
-
-
-async def test_who_came_while_it_described_itself_still_counts() -> None:
-    """Guards against two sessions at one place, for the load that was told was of before."""
-    async with backends(HeldGenerator()) as servers:
-        peer = _Peer()
-        backend = _backend(target_of(servers[0]), peer)
-        peer.gate.shut()
-        looking = asyncio.ensure_future(backend.look())
-        await until(lambda: peer.gate.held == 1)
+async def test_a_session_opened_during_a_poll_counts_as_placed() -> None:
+    """Guards against two sessions at one backend because its load was measured before the first."""
+    toy = HeldGenerator()
+    gate = toy.gates["describe"]
+    async with generator_backend(toy) as server:
+        backend = _backend(server)
+        gate.shut()
+        polling = asyncio.ensure_future(backend.update())
+        await until(lambda: gate.held == 1)
         async with backend.holding(nullcontext()):
-            peer.gate.open()
-            await looking
+            gate.open()
+            await polling
             assert backend.placed == 1
-            await backend.look()
+            await backend.update()
             assert backend.placed == 0
         await backend.close()
 
 
-async def test_a_backend_that_is_closed_is_unavailable() -> None:
-    """Whoever has it on a list still goes on to the next one."""
-    async with backends(HeldGenerator()) as servers:
-        backend = _backend(target_of(servers[0]), _Peer())
+async def test_a_closed_backend_is_unavailable() -> None:
+    """A caller that still has it in a list continues with the next one."""
+    async with generator_backend(HeldGenerator()) as server:
+        backend = _backend(server)
         await backend.close()
         with pytest.raises(Unavailable):
             async with backend.holding(nullcontext()):
@@ -228,28 +177,29 @@ async def test_a_backend_that_is_closed_is_unavailable() -> None:
         assert backend.running == 0
 
 
-async def test_who_takes_long_to_leave_can_be_told_twice() -> None:
-    async with backends(HeldGenerator()) as servers:
-        backend = _backend(target_of(servers[0]), _Peer())
-        leaving, gone = asyncio.Event(), asyncio.Event()
+async def test_closing_twice_ends_a_call_that_ends_slowly() -> None:
+    async with generator_backend(HeldGenerator()) as server:
+        backend = _backend(server)
+        ending, may_end = asyncio.Event(), asyncio.Event()
 
-        async def wait() -> None:
+        async def call() -> None:
             async with backend.answering():
                 try:
                     await asyncio.Event().wait()
                 finally:
-                    leaving.set()
-                    await gone.wait()
+                    ending.set()
+                    await may_end.wait()
 
-        waiting = asyncio.ensure_future(wait())
-        await _turns()
+        calling = asyncio.ensure_future(call())
+        await turns()
         await backend.close()
-        await leaving.wait()
+        await ending.wait()
         await backend.close()
-        gone.set()
+        may_end.set()
         with pytest.raises(Unavailable):
-            await waiting
+            await calling
 
 
-def _backend(target: Target, peer: _Peer) -> Backend[_Peer]:
-    return Backend(target, open_channel(target.address, retries=False), peer, str)
+def _backend(server: services.Backend) -> Backend[RemoteGenerator]:
+    target = target_of(server)
+    return Backend(target, *connect_generator(target), str)

@@ -1,4 +1,4 @@
-"""Who is asked first: everybody is in the order, and the loaded come later."""
+"""The order in which backends are tried: all of them, the less loaded first."""
 
 from __future__ import annotations
 
@@ -11,53 +11,35 @@ from orchestrator.backends.placement import AFFINITY_WORTH, order, prefix_of
 from specrej.contracts import Message, Prompt
 
 LOADS = st.dictionaries(st.text(min_size=1, max_size=4), st.floats(0, 10), max_size=6)
+IDLE = dict.fromkeys(("a:1", "b:1", "c:1"), 0.0)
 
 
 @given(LOADS, st.text(max_size=8), st.floats(0, 1, exclude_max=True))
-def test_everybody_is_asked_once(loads: dict[str, float], prefix: str, draw: float) -> None:
-    ranked = order(prefix, loads, lambda: draw)
-    assert sorted(ranked) == sorted(loads)
-
-
-@given(LOADS, st.text(max_size=8), st.floats(0, 1, exclude_max=True))
-def test_of_the_two_choices_the_less_loaded_is_first(
+def test_every_backend_is_tried_once_and_the_less_loaded_choice_first(
     loads: dict[str, float], prefix: str, draw: float
 ) -> None:
     ranked = order(prefix, loads, lambda: draw)
+    assert sorted(ranked) == sorted(loads)
     if len(ranked) > 1:
         assert loads[ranked[0]] <= loads[ranked[1]] + AFFINITY_WORTH
 
 
-def test_equal_beginnings_meet_where_nobody_is_busy() -> None:
-    """Guards against a system prompt that every generator reads for itself."""
-    loads = dict.fromkeys(("a:1", "b:1", "c:1"), 0.0)
+def test_equal_prefixes_meet_at_one_idle_backend() -> None:
+    """Guards against a system prompt that every generator computes."""
     for prefix in ("one", "another", "a third"):
-        assert len({order(prefix, loads, random.random)[0] for _ in range(50)}) == 1
+        assert len({order(prefix, IDLE, random.random)[0] for _ in range(50)}) == 1
 
 
-def test_different_beginnings_are_spread() -> None:
-    """Three places, 300 prompts: fewer than 60 at one has a chance of less than 1 in 10**5."""
-    loads = dict.fromkeys(("a:1", "b:1", "c:1"), 0.0)
-    first = [order(str(number), loads, random.random)[0] for number in range(300)]
-    assert min(first.count(address) for address in loads) > 60
+def test_different_prefixes_are_spread() -> None:
+    """Of 300 prefixes fewer than 60 reach one of three backends with a chance below 1 in 10**5."""
+    first = [order(str(number), IDLE, random.random)[0] for number in range(300)]
+    assert min(first.count(address) for address in IDLE) > 60
 
 
-def test_a_favourite_with_a_session_more_loses() -> None:
-    loads = {"a:1": 0.0, "b:1": 0.0}
-    favourite = order("x", loads, random.random)[0]
-    loads[favourite] = 1.0
-    assert order("x", loads, random.random)[0] != favourite
-
-
-def test_one_place_and_none() -> None:
-    assert order("x", {"a:1": 3.0}, random.random) == ["a:1"]
-    assert order("x", {}, random.random) == []
-
-
-def test_prompts_that_begin_alike_have_a_prefix_in_common() -> None:
+def test_prompts_share_a_prefix_within_their_tenant() -> None:
     system = Message("system", "You are terse. " * 40)
     first = Prompt(messages=(system, Message("user", "one")))
     second = Prompt(messages=(system, Message("user", "two")))
     assert prefix_of(first, "salt") == prefix_of(second, "salt")
-    # Tenants share no prompts, so nothing is gained where they meet.
+    # Tenants share no prompts, so their meeting would gain nothing.
     assert prefix_of(first, "salt") != prefix_of(first, "pepper")

@@ -1,4 +1,4 @@
-"""Names stand for all of their addresses; a name server's trouble loses nobody."""
+"""The resolver: names stand for all of their addresses, and failed lookups remove none."""
 
 from __future__ import annotations
 
@@ -11,58 +11,64 @@ import pytest
 from orchestrator.backends.resolving import Resolver, Target
 
 
-class Names:
-    """Stands in for the system's lookup."""
+@pytest.fixture
+async def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Addresses by name, in place of the system's lookup."""
+    by_name: dict[str, list[str]] = {}
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.known: dict[str, list[str]] = {}
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "getaddrinfo", self._look_up)
-
-    async def _look_up(self, host: str, port: int, **_: Any) -> list[Any]:
-        if host not in self.known:
+    async def lookup(host: str, port: int, **_: Any) -> list[Any]:
+        if host not in by_name:
             raise socket.gaierror(socket.EAI_NONAME, "no such name")
-        families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in self.known[host]]
         return [
-            (family, socket.SOCK_STREAM, 6, "", (each, port))
-            for family, each in zip(families, self.known[host], strict=True)
+            (
+                socket.AF_INET6 if ":" in address else socket.AF_INET,
+                *(socket.SOCK_STREAM, 6, ""),
+                (address, port),
+            )
+            for address in by_name[host]
         ]
 
-
-async def test_a_name_is_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = Names(monkeypatch)
-    names.known["generators"] = ["10.0.0.1", "10.0.0.2"]
-    found = await Resolver(["generators:50051", "10.0.0.9:1"]).resolve()
-    assert found == {
-        Target("10.0.0.1:50051", "generators"),
-        Target("10.0.0.2:50051", "generators"),
-        Target("10.0.0.9:1", "10.0.0.9"),
-    }
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    return by_name
 
 
-async def test_a_machine_with_an_address_of_each_kind_counts_once(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("backend", "targets"),
+    [
+        ("10.0.0.9:1", {"10.0.0.9:1"}),
+        ("two:1", {"10.0.0.1:1", "10.0.0.2:1"}),
+        # A machine with an address of each kind counts once.
+        ("both:1", {"127.0.0.1:1"}),
+        ("six:1", {"[fd00::1]:1"}),
+    ],
+)
+async def test_a_name_has_all_its_addresses(
+    addresses: dict[str, list[str]], backend: str, targets: set[str]
 ) -> None:
-    names = Names(monkeypatch)
-    names.known["both"] = ["::1", "127.0.0.1"]
-    names.known["six"] = ["fd00::1"]
-    assert await Resolver(["both:1"]).resolve() == {Target("127.0.0.1:1", "both")}
-    assert await Resolver(["six:1"]).resolve() == {Target("[fd00::1]:1", "six")}
+    addresses |= {
+        "two": ["10.0.0.1", "10.0.0.2"],
+        "both": ["::1", "127.0.0.1"],
+        "six": ["fd00::1"],
+        "other": ["10.0.0.3"],
+    }
+    name = backend.removesuffix(":1")
+    expected = {Target(target, name) for target in targets} | {Target("10.0.0.3:1", "other")}
+    assert await Resolver([backend, "other:1"]).resolve() == expected
 
 
-async def test_who_was_known_stays_while_the_name_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A headless Service without ready pods, or a name server that is away, is an unknown name."""
-    names = Names(monkeypatch)
+async def test_a_failed_lookup_keeps_the_last_addresses(addresses: dict[str, list[str]]) -> None:
+    """A headless Service without ready pods, or without its name server, is an unknown name."""
     resolver = Resolver(["generators:1"])
     assert await resolver.resolve() == frozenset()
-    names.known["generators"] = ["10.0.0.1"]
+    addresses["generators"] = ["10.0.0.1"]
     assert await resolver.resolve() == {Target("10.0.0.1:1", "generators")}
-    del names.known["generators"]
+    del addresses["generators"]
     assert await resolver.resolve() == {Target("10.0.0.1:1", "generators")}
-    names.known["generators"] = ["10.0.0.2"]
+    addresses["generators"] = ["10.0.0.2"]
     assert await resolver.resolve() == {Target("10.0.0.2:1", "generators")}
 
 
-async def test_a_name_that_cannot_be_one_is_nobody() -> None:
-    """Guards against one bad name that ends the search for all others."""
-    assert await Resolver(["a..b:1", "10.0.0.9:1"]).resolve() == {Target("10.0.0.9:1", "10.0.0.9")}
+async def test_an_invalid_name_does_not_end_the_lookup_of_others() -> None:
+    """The system's lookup raises UnicodeError for it."""
+    resolver = Resolver(["a..b:1", "10.0.0.9:1"])
+    assert await resolver.resolve() == {Target("10.0.0.9:1", "10.0.0.9")}

@@ -1,4 +1,4 @@
-"""Many reward services as one: a scoring session goes on elsewhere, and nothing is scored twice."""
+"""Several reward services as one: a scoring session survives the loss of one service."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from collections.abc import Sequence
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.backends.rewards import FleetRewards
 from reward_service.toy import ToyReward
-from specrej.contracts import Candidate, Degradation, Prompt, Scores
+from specrej.contracts import Candidate, Prompt, Scores
 from specrej.errors import NotFound, Overloaded, Unavailable
-from tests.orchestrator.backends.fleets import (
-    ONCE,
-    PROMPT,
-    QUICK,
-    Known,
-    answered,
-    num_serving,
-    request,
-    reward_services,
-    target_of,
-)
-from tests.orchestrator.services import HeldReward, reward_backend
+from tests.orchestrator.backends.fleets import ONCE, PROMPT, request, reward_services, target_of
+from tests.orchestrator.runs import answer
+from tests.orchestrator.services import HeldReward
 from tests.serving import until
 
+CANDIDATES = (Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0))
 
-class _HoldsAt(HeldReward):
-    """Held at its batch of that number, from 1; 0: never."""
+
+class HeldAt(HeldReward):
+    """Waits in its batch of this number, from 1; 0: in none."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()
@@ -40,65 +32,8 @@ class _HoldsAt(HeldReward):
         return super().score(prompt, candidates)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-async def test_a_request_survives_the_loss_of_its_reward_service(batch: int) -> None:
-    asked = request(12)
-    one, two = _HoldsAt(batch), _HoldsAt(batch)
-    async with (
-        reward_backend(ToyReward()) as alone,
-        reward_services(Known([alone])) as fleet,
-    ):
-        undisturbed = await answered(asked, ToyGenerator(), FleetRewards(fleet).scorer("toy"))
-    async with (
-        reward_backend(one) as first,
-        reward_backend(two) as second,
-        reward_services(Known([first, second])) as fleet,
-    ):
-        scorer = FleetRewards(fleet).scorer("toy")
-        running = asyncio.ensure_future(answered(asked, ToyGenerator(), scorer))
-        await until(lambda: bool(one.held or two.held))
-        ill, well, dying = (one, two, first) if one.held else (two, one, second)
-        well.batch = 0
-        killing = asyncio.ensure_future(dying.kill())
-        moved = await running
-        ill.gate.set()
-        await killing
-        assert moved.candidates == undisturbed.candidates
-        assert not moved.degraded
-        assert well.num_batches == len(moved.rounds) - batch + 1
-
-
-async def test_the_last_one_is_lost() -> None:
-    asked = request(8, allow_degraded=True)
-    one = HeldReward()
-    async with reward_backend(one) as only, reward_services(Known([only])) as fleet:
-        one.gate.clear()
-        scorer = FleetRewards(fleet).scorer("toy")
-        running = asyncio.ensure_future(answered(asked, ToyGenerator(), scorer))
-        await until(lambda: one.held == 1)
-        killing = asyncio.ensure_future(only.kill())
-        assert (await running).degradations == (Degradation.REWARD,)
-        one.gate.set()
-        await killing
-        with pytest.raises(Unavailable):
-            await answered(request(8), ToyGenerator(), FleetRewards(fleet).scorer("toy"))
-
-
-async def test_what_all_of_them_serve() -> None:
-    async with (
-        reward_backend(ToyReward()) as first,
-        reward_backend(ToyReward()) as second,
-        reward_services(Known([first, second])) as fleet,
-    ):
-        rewards = FleetRewards(fleet)
-        assert [each.name for each in await rewards.describe()] == ["toy"]
-        with pytest.raises(NotFound):
-            async with rewards.scorer("other").open(PROMPT):
-                pass
-
-
-class _RefusesOnce(HeldReward):
-    """Drops its second batch, and the session with it."""
+class RefusesSecondBatch(HeldReward):
+    """Refuses its second batch, which ends the session."""
 
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         if self.num_batches == 1:
@@ -107,66 +42,91 @@ class _RefusesOnce(HeldReward):
         return super().score(prompt, candidates)
 
 
-async def test_the_only_one_is_asked_again() -> None:
-    """One that has only dropped the session, as a lease that ran out does, is no loss."""
-    one = _RefusesOnce()
-    async with reward_backend(one) as only, reward_services(Known([only])) as fleet:
-        scorer = FleetRewards(fleet).scorer("toy")
-        generation = await answered(request(12), ToyGenerator(), scorer)
-    assert one.num_batches == len(generation.rounds) + 1
+@pytest.mark.parametrize("batch", [1, 2, 3])
+async def test_an_answer_does_not_change_if_its_reward_service_is_lost(batch: int) -> None:
+    """And no batch is scored twice."""
+    async with reward_services(ToyReward()) as running:
+        undisturbed = await answer(request(12), ToyGenerator(), running.client.scorer("toy"))
+    rewards = [HeldAt(batch), HeldAt(batch)]
+    async with reward_services(*rewards) as running:
+        scorer = running.client.scorer("toy")
+        answering = asyncio.ensure_future(answer(request(12), ToyGenerator(), scorer))
+        await until(lambda: any(reward.held for reward in rewards))
+        lost, other = (0, 1) if rewards[0].held else (1, 0)
+        rewards[other].batch = 0
+        killing = asyncio.ensure_future(running.servers[lost].kill())
+        moved = await answering
+        rewards[lost].gate.set()
+        await killing
+    assert moved.candidates == undisturbed.candidates
+    assert not moved.degraded
+    assert rewards[other].num_batches == len(moved.rounds) - batch + 1
 
 
-class _Version(HeldReward):
-    """One of several of the same name."""
+async def test_a_service_that_ended_is_unavailable() -> None:
+    async with reward_services(ToyReward(), settings=ONCE) as running:
+        await running.servers[0].kill()
+        with pytest.raises(Unavailable):
+            async with running.client.scorer("toy").open(PROMPT):
+                pass
 
-    def __init__(self, fingerprint: str) -> None:
-        super().__init__()
-        self.fingerprint = fingerprint
+
+async def test_the_description_has_the_rewards_that_all_services_serve() -> None:
+    async with reward_services(ToyReward(), ToyReward()) as running:
+        assert [reward.name for reward in await running.client.describe()] == ["toy"]
+        with pytest.raises(NotFound):
+            async with running.client.scorer("other").open(PROMPT):
+                pass
 
 
-async def test_no_session_goes_on_with_another_reward() -> None:
+async def test_the_description_follows_the_service() -> None:
+    """Guards against plans for a reward that the service has replaced."""
+    reward = HeldReward()
+
+    async def is_new() -> bool:
+        return (await running.client.describe())[0].fingerprint == "new"
+
+    async with reward_services(reward) as running:
+        assert not await is_new()
+        reward.fingerprint = "new"
+        await until(is_new)
+
+
+async def test_a_service_that_ended_the_session_is_tried_again() -> None:
+    """A session whose lease expired is no sign that its service is lost."""
+    reward = RefusesSecondBatch()
+    async with reward_services(reward) as running:
+        generation = await answer(request(12), ToyGenerator(), running.client.scorer("toy"))
+    assert reward.num_batches == len(generation.rounds) + 1
+
+
+async def test_no_session_continues_with_another_version() -> None:
     """Guards against scores of two versions in one ranking."""
-    old, new = _Version("old"), _Version("new")
-    candidates = (Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0))
-    async with reward_backend(old) as first, reward_backend(new) as second:
-        known = Known([first])
-        async with (
-            reward_services(known, QUICK) as fleet,
-            FleetRewards(fleet).scorer("toy").open(PROMPT) as session,
-        ):
-            await session.score(candidates)
-            known.targets |= {target_of(second)}
-            await until(lambda: num_serving(fleet) == 2)
-            await first.kill()
-            await until(lambda: fleet.counts()["away"] == 1)
-            with pytest.raises(Unavailable):
-                await session.score(candidates)
+    old, new = HeldReward(), HeldReward()
+    new.fingerprint = "new"
+    async with (
+        reward_services(old, new, num_listed=1) as running,
+        running.client.scorer("toy").open(PROMPT) as session,
+    ):
+        await session.score(CANDIDATES)
+        running.resolver.targets |= {target_of(running.servers[1])}
+        await until(lambda: running.counts == (1, 1, 0))
+        await running.servers[0].kill()
+        await until(lambda: running.counts[2] == 1)
+        with pytest.raises(Unavailable):
+            await session.score(CANDIDATES)
     assert new.num_batches == 0
 
 
-async def test_a_place_that_is_left_is_left_at_once() -> None:
-    """Guards against what a lost service keeps, and is counted for, until the request is over."""
-    one, two = _RefusesOnce(), _RefusesOnce()
-    candidates = (Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0))
-    async with (
-        reward_backend(one) as first,
-        reward_backend(two) as second,
-        reward_services(Known([first, second])) as fleet,
-    ):
-        async with FleetRewards(fleet).scorer("toy").open(PROMPT) as session:
+async def test_a_session_that_moved_is_closed_at_once() -> None:
+    """Guards against state that a service keeps, and a count, until the request ends."""
+    rewards = [RefusesSecondBatch(), RefusesSecondBatch()]
+    async with reward_services(*rewards) as running:
+        members = running.fleet.members()
+        async with running.client.scorer("toy").open(PROMPT) as session:
             for _ in range(2):
-                await session.score(candidates)
-            assert one.num_batches and two.num_batches  # it has moved
-            assert sum(each.running for each in fleet.members()) == 1
-            await until(lambda: first.is_idle != second.is_idle)
-        assert sum(each.running for each in fleet.members()) == 0
-
-
-async def test_rewards_are_described_as_of_now() -> None:
-    """Guards against an answer kept under the name of a reward that did not judge it."""
-    one = _Version("old")
-    async with reward_backend(one) as only, reward_services(Known([only]), ONCE) as fleet:
-        rewards = FleetRewards(fleet)
-        assert [each.fingerprint for each in await rewards.describe()] == ["old"]
-        one.fingerprint = "new"
-        assert [each.fingerprint for each in await rewards.describe()] == ["new"]
+                await session.score(CANDIDATES)
+            assert all(reward.num_batches for reward in rewards), "the session has not moved"
+            assert sum(backend.running for backend in members) == 1
+            await until(lambda: sum(server.num_scoring for server in running.servers) == 1)
+        assert sum(backend.running for backend in members) == 0

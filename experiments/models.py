@@ -1,0 +1,138 @@
+"""The generator and the rewards of an experiment: loaded in this process, or a running stack.
+
+Both are given as the Protocols of `specrej.contracts`, with the descriptions that are stored with
+results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from experiments.flops import Sizes, read_sizes
+from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
+from specrej.channel import open_channel
+from specrej.contracts import Generator, GeneratorDescription, RewardDescription, Scorer
+from specrej.credentials import credentials_from
+
+if TYPE_CHECKING:
+    from reward_service.specs import RewardSpec
+
+_TOY_SLOTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A generator and rewards by name, with their descriptions.
+
+    sizes: of the models for which FLOPs can be counted; keys are "generator" and "reward NAME".
+    """
+
+    generator: Generator
+    description: GeneratorDescription
+    scorers: Mapping[str, Scorer]
+    rewards: tuple[RewardDescription, ...]
+    sizes: Mapping[str, Sizes] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, str]:
+        """Names and fingerprints, which must be equal when a collection is resumed."""
+        fingerprints = {f"reward {reward.name}": reward.fingerprint for reward in self.rewards}
+        model = {"model": self.description.model, "generator": self.description.fingerprint}
+        return model | fingerprints
+
+
+@asynccontextmanager
+async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator[Models]:
+    """The models of the services' settings, loaded in this process.
+
+    Raises:
+        ValueError: a reward is not configured.
+        FileNotFoundError: a model is missing.
+    """
+    # Imported here, so that replays and reports do not need torch.
+    from generator_service.loading import load_generator
+    from generator_service.settings import GeneratorSettings
+    from generator_service.toy import is_toy, load_toy
+    from reward_service.settings import RewardSettings
+    from reward_service.worker import Worker
+    from specrej.settings import load
+
+    reward_settings = load(RewardSettings, [])
+    specs = {spec.name: spec for spec in reward_settings.rewards}
+    _check_available(rewards, specs)
+    flags = ["--kv-slots", str(kv_slots)] if kv_slots else []
+    generator_settings = load(GeneratorSettings, flags)
+    sizes = {f"reward {name}": _encoder_sizes(specs[name]) for name in rewards}
+    generator: Generator
+    if is_toy(generator_settings.model):
+        generator = load_toy(generator_settings.model, kv_slots or _TOY_SLOTS)
+    else:
+        generator = await asyncio.to_thread(load_generator, generator_settings)
+        sizes["generator"] = read_sizes(generator_settings.model_directory, with_head=True)
+    workers: dict[str, Worker] = {}
+    try:
+        for name in rewards:
+            workers[name] = await Worker.start(partial(specs[name].load, reward_settings.resources))
+        yield Models(
+            generator,
+            await generator.describe(),
+            workers,
+            tuple(worker.description for worker in workers.values()),
+            {name: size for name, size in sizes.items() if size},
+        )
+    finally:
+        for worker in workers.values():
+            worker.close()
+        for worker in workers.values():  # torch must not be computing when the interpreter exits
+            await asyncio.to_thread(worker.join, 60.0)
+
+
+def _encoder_sizes(spec: RewardSpec) -> Sizes | None:
+    """Sizes of a reward that reads every text from its beginning; None for other kinds."""
+    from reward_service.specs import RelevanceSpec
+
+    if not isinstance(spec, RelevanceSpec):
+        return None
+    from reward_service.encoder import MAX_TOKENS
+
+    return read_sizes(spec.directory, with_head=False, max_tokens=MAX_TOKENS)
+
+
+@asynccontextmanager
+async def remote(
+    rewards: Sequence[str], generator_address: str, reward_address: str
+) -> AsyncIterator[Models]:
+    """The generator and reward service of a running stack.
+
+    Raises:
+        ValueError: a reward is not served there.
+        SpecrejError: a service cannot be reached.
+    """
+    credentials = credentials_from(os.environ)
+    async with AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(open_channel(address, retries=False, **credentials))
+            for address in (generator_address, reward_address)
+        ]
+        generator, served = RemoteGenerator(channels[0]), RemoteRewards(channels[1])
+        descriptions = (
+            {reward.name: reward for reward in await served.describe()} if rewards else {}
+        )
+        _check_available(rewards, descriptions)
+        yield Models(
+            generator,
+            await generator.describe(),
+            {name: served.scorer(name) for name in rewards},
+            tuple(descriptions[name] for name in rewards),
+        )
+
+
+def _check_available(rewards: Sequence[str], available: Mapping[str, object]) -> None:
+    if missing := [name for name in rewards if name not in available]:
+        names = ", ".join(available) or "none"
+        raise ValueError(f"no such reward: {', '.join(missing)}; available: {names}")

@@ -1,0 +1,163 @@
+"""The queue of sessions that wait for KV slots, first come, first served; standard library only.
+
+All generators use it: the own engine, vLLM and the toy. They differ in how many slots a candidate's
+tokens take, which is `Demand.slots_of`, and in how they store prompts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from specrej.errors import InvalidRequest, Overloaded, SlotsExceeded, Violation
+from specrej.inference.slots import SlotLedger
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a session needs, in slots.
+
+    n: candidates; 0: as many as fit. prompt_slots: slots of the whole prompt. slots_of: slots of
+    one candidate by its number of new tokens, without the prompt.
+    """
+
+    n: int
+    prompt_slots: int
+    first_round_tokens: int
+    max_tokens: int
+    slots_of: Callable[[int], int]
+
+    @property
+    def first_round_slots(self) -> int:
+        """Slots of one candidate at the end of the first round."""
+        return self.slots_of(max(1, min(self.first_round_tokens, self.max_tokens)))
+
+    def floor(self, n: int) -> int:
+        """The least useful share: a first round for `n` candidates, or the whole answer for one."""
+        return max(n * self.first_round_slots, self.slots_of(self.max_tokens))
+
+    def whole(self, n: int) -> int:
+        """The most that `n` candidates can ever use."""
+        return n * self.slots_of(self.max_tokens)
+
+
+class Waiting(Protocol):
+    """A session as the queue sees it."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def demand(self) -> Demand: ...
+
+
+S = TypeVar("S", bound=Waiting)
+
+
+class AdmissionQueue(Generic[S]):
+    """Sessions that wait, and the shares of those that were admitted."""
+
+    def __init__(
+        self,
+        ledger: SlotLedger,
+        admit: Callable[[S, int], None],
+        *,
+        max_waiting: int,
+        auto_candidates: int,
+        max_candidates: int = sys.maxsize,
+        missing: Callable[[S], int] = lambda session: session.demand.prompt_slots,
+        free_candidates: Callable[[], int] = lambda: sys.maxsize,
+    ) -> None:
+        """`admit(session, n)` opens a session with n candidates; it must call `give_share`.
+
+        max_waiting: sessions that may wait; auto_candidates: most candidates where N is left open;
+        max_candidates: most candidates of all sessions together, of which `free_candidates()` are
+        free now; `missing(session)`: slots of its prompt that no open session holds yet.
+        """
+        self._ledger = ledger
+        self._admit = admit
+        self._max_waiting = max_waiting
+        self._auto_candidates = auto_candidates
+        self._max_candidates = max_candidates
+        self._missing = missing
+        self._free_candidates = free_candidates
+        self._waiting: deque[S] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[S]:
+        return iter(self._waiting)
+
+    def enter(self, session: S) -> None:
+        """Admit a session, now or when slots are free.
+
+        Raises:
+            InvalidRequest: more candidates than `max_candidates`.
+            SlotsExceeded: it can never fit.
+            Overloaded: too many sessions wait already.
+        """
+        self._check_capacity(session.demand)
+        self._waiting.append(session)
+        self.admit_waiting()
+        if session in self._waiting and len(self._waiting) > self._max_waiting:
+            self._waiting.remove(session)
+            raise Overloaded(f"no slots are free and {self._max_waiting} sessions wait already")
+
+    def leave(self, session_id: int) -> None:
+        """Remove a session if it waits."""
+        for session in [*self._waiting]:
+            if session.id == session_id:
+                self._waiting.remove(session)
+
+    def admit_waiting(self) -> None:
+        """Admit the sessions that fit, in order of arrival: none overtakes, so none starves."""
+        while self._waiting and (n := self._fitting(self._waiting[0])):
+            self._admit(self._waiting.popleft(), n)
+
+    def give_share(self, session: S, n: int) -> None:
+        """Give an admitted session its share; its prompt is held already."""
+        demand = session.demand
+        self._ledger.admit(session.id, demand.floor(n), demand.whole(n), len(self._waiting))
+
+    def widen(self, session: S, live: int) -> None:
+        """Raise the share towards all that `live` candidates can use, unless a session waits."""
+        self._ledger.widen(session.id, session.demand.whole(live), len(self._waiting))
+
+    def narrow(self, session: S, live: int, num_tokens: int) -> None:
+        """Lower the share after a prune to what `live` candidates of `num_tokens` can use.
+
+        If sessions wait, to the fair share, but never below the next round's slots.
+        """
+        demand = session.demand
+        ahead = min(num_tokens + demand.first_round_tokens, demand.max_tokens)
+        floor = max(demand.whole(min(live, 1)), live * demand.slots_of(ahead))
+        self._ledger.narrow(session.id, floor, demand.whole(live), len(self._waiting))
+
+    def _fitting(self, session: S) -> int:
+        """Candidates with which a session can be admitted now; 0: none."""
+        demand, missing, free = session.demand, self._missing(session), self._free_candidates()
+        least = max(1, demand.n)
+        if least > free or not self._ledger.can_admit(missing + demand.floor(least)):
+            return 0
+        room = (self._ledger.unshared - missing) // max(1, demand.first_round_slots)
+        return demand.n or max(1, min(self._auto_candidates, free, room))
+
+    def _check_capacity(self, demand: Demand) -> None:
+        if demand.n > self._max_candidates:
+            limit = f"must be at most {self._max_candidates}, is {demand.n}"
+            raise InvalidRequest([Violation("n", limit)])
+        capacity = self._ledger.capacity
+        needed = demand.prompt_slots + demand.floor(max(1, demand.n))
+        if needed <= capacity:
+            return
+        room = capacity - demand.prompt_slots
+        most = room // max(1, demand.first_round_slots) if room >= demand.floor(1) else 0
+        raise SlotsExceeded(
+            [Violation("n", f"needs {needed} KV slots, capacity is {capacity}")],
+            needed=needed,
+            capacity=capacity,
+            max_candidates=min(most, self._max_candidates),
+        )

@@ -1,0 +1,100 @@
+"""What commands to an engine carry and return; the own engine and vLLM share them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from generator_service.admission import Demand
+from specrej.contracts import FinishReason, RoundEnd, Sampling, SlotGauge
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCommand:
+    """A session to be opened.
+
+    `stops` returns whether the newest of a candidate's tokens completes a stop text; n = 0 leaves
+    the number of candidates to the engine.
+    """
+
+    prompt_ids: Sequence[int]
+    n: int
+    sampling: Sampling
+    first_round_tokens: int
+    stops: Callable[[Sequence[int]], bool] | None = None
+    cache_salt: str = ""
+    first_candidate_id: int = 0
+
+    def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
+        """In slots, as the engine counts them."""
+        first, longest = self.first_round_tokens, self.sampling.max_tokens
+        return Demand(self.n, prompt_slots, first, longest, slots_of)
+
+    def candidates(self, n: int) -> list[GrowingCandidate]:
+        """`n` candidates without tokens."""
+        first = self.first_candidate_id
+        return [GrowingCandidate(number) for number in range(first, first + n)]
+
+    def finish_of(self, token_ids: Sequence[int], eos_ids: frozenset[int]) -> FinishReason | None:
+        """Why a candidate of these tokens has finished; None: it goes on."""
+        sampling = self.sampling
+        if not sampling.ignore_eos and token_ids[-1] in eos_ids:
+            return FinishReason.STOP
+        if self.stops and len(token_ids) >= sampling.min_tokens and self.stops(token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(token_ids) >= sampling.max_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An admitted session."""
+
+    n: int
+    slots: SlotGauge
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A candidate's tokens at a decision token; `new_logprobs` are of those of this round."""
+
+    id: int
+    token_ids: tuple[int, ...]
+    new_logprobs: tuple[float, ...]
+    logprob: float
+    finish: FinishReason | None
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of this round."""
+        return len(self.new_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBatch:
+    """A round's result: a prefix of each candidate that was live when the round began."""
+
+    prefixes: tuple[Prefix, ...]
+    ended_by: RoundEnd
+    num_tokens: int
+    slots: SlotGauge
+
+
+@dataclass(eq=False, slots=True)
+class GrowingCandidate:
+    """A candidate inside an engine."""
+
+    id: int
+    token_ids: list[int] = field(default_factory=list)
+    new_logprobs: list[float] = field(default_factory=list)  # since the last report
+    logprob: float = 0.0
+    finish: FinishReason | None = None
+
+    def append(self, token_id: int, logprob: float) -> None:
+        self.token_ids.append(token_id)
+        self.new_logprobs.append(logprob)
+        self.logprob += logprob
+
+    def report(self) -> Prefix:
+        """Its prefix; each token is new in one report only."""
+        new, self.new_logprobs = tuple(self.new_logprobs), []
+        return Prefix(self.id, tuple(self.token_ids), new, self.logprob, self.finish)

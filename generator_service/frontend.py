@@ -1,0 +1,104 @@
+"""Prompts to commands, prefixes to candidates: for the own engine's generator and for vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from generator_service.commands import OpenCommand, Prefix, PrefixBatch
+from generator_service.steps import Load
+from generator_service.text import Text
+from specrej.contracts import Candidate, GeneratorDescription, Round, Sampling, SessionSpec
+from specrej.errors import InvalidRequest, Violation
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model's name, version and limits."""
+
+    name: str
+    fingerprint: str
+    context_tokens: int
+    max_candidates: int
+    vocabulary: int
+    slot_bytes: int
+    device: str
+
+    def description(self, load: Load) -> GeneratorDescription:
+        """With slots and sessions as in `load`."""
+        return GeneratorDescription(
+            model=self.name,
+            fingerprint=self.fingerprint,
+            context_tokens=self.context_tokens,
+            max_candidates=self.max_candidates,
+            vocabulary=self.vocabulary,
+            slot_bytes=self.slot_bytes,
+            device=self.device,
+            slots=load.slots,
+            sessions=load.sessions,
+            waiting=load.waiting,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """A model's text and limits; tokenizer work is done off the event loop."""
+
+    text: Text
+    card: ModelCard
+
+    async def command(self, spec: SessionSpec) -> OpenCommand:
+        """A session's spec in tokens.
+
+        Raises:
+            InvalidRequest: the prompt has no tokens, or exceeds the context with max_tokens.
+        """
+        prompt_ids = await asyncio.to_thread(self.text.encode, spec.prompt)
+        self._check_context(len(prompt_ids), spec.sampling.max_tokens)
+        return OpenCommand(
+            prompt_ids,
+            spec.n,
+            spec.sampling,
+            spec.first_round_tokens,
+            self.text.stops(spec.sampling.stop),
+            spec.cache_salt,
+            spec.first_candidate_id,
+        )
+
+    async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
+        """A prefix batch with texts."""
+
+        def candidates() -> tuple[Candidate, ...]:
+            return tuple(self._candidate(prefix, sampling) for prefix in batch.prefixes)
+
+        texts = await asyncio.to_thread(candidates)
+        return Round(texts, batch.ended_by, batch.num_tokens, batch.slots)
+
+    def _candidate(self, prefix: Prefix, sampling: Sampling) -> Candidate:
+        ids = prefix.token_ids
+        return Candidate(
+            id=prefix.id,
+            text=self.text.answer(ids, sampling.stop, sampling.min_tokens),
+            num_tokens=len(ids),
+            logprob=prefix.logprob,
+            finish=prefix.finish,
+            new_token_ids=ids[len(ids) - prefix.num_new :],
+            new_logprobs=prefix.new_logprobs if sampling.logprobs else (),
+        )
+
+    def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
+        limit = self.card.context_tokens
+        if not prompt_tokens:
+            raise InvalidRequest([Violation("prompt", "has no tokens")])
+        if prompt_tokens + max_tokens > limit:
+            tokens = f"{prompt_tokens} prompt + {max_tokens} new tokens"
+            description = f"{tokens} exceed the context of {limit}"
+            raise InvalidRequest(
+                [Violation("sampling.max_tokens", description)],
+                reason="CONTEXT_EXCEEDED",
+                metadata={
+                    "prompt_tokens": str(prompt_tokens),
+                    "max_tokens": str(max_tokens),
+                    "context_tokens": str(limit),
+                },
+            )

@@ -1,0 +1,92 @@
+"""One session of the own engine: its prompt, its candidates and their keys and values."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from generator_service.admission import Demand
+from generator_service.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
+from generator_service.prompt_tree import RadixNode
+from specrej.inference.attention import DecodeSegment, PrefillSegment
+from specrej.inference.kv import PromptKV, SuffixKV
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """Candidate `rows[i]` is in row i of `suffix`; finished and rejected ones are in neither."""
+
+    id: int
+    command: OpenCommand
+    opened: Future[Opened] = field(default_factory=Future)
+    growing: Future[PrefixBatch] | None = None  # of the round under way
+    prompt: RadixNode[PromptKV] | None = None  # the last node of its path; None while it waits
+    suffix: SuffixKV = field(init=False)  # set at admission
+    is_reading: bool = True  # until the first tokens are drawn
+    last_step: int = 0
+    rows: list[GrowingCandidate] = field(default_factory=list)
+    unreported: list[GrowingCandidate] = field(default_factory=list)  # live when the round began
+    num_tokens: int = 0  # tokens of every live candidate
+    until: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.command.prompt_ids)
+
+    @property
+    def demand(self) -> Demand:
+        # The newest token of a candidate is not stored until the next step computes it.
+        return self.command.demand(self.prompt_tokens, lambda tokens: max(0, tokens - 1))
+
+    def unread(self) -> RadixNode[PromptKV]:
+        """The first node of the prompt that is not computed; the last one if all are."""
+        assert self.prompt
+        return next((node for node in self.prompt.path() if not node.is_computed), self.prompt)
+
+    def chunk(self, room: int) -> PrefillSegment:
+        """The next tokens of the prompt to compute, at most `room`; its last one again if none."""
+        node = self.unread()
+        stored = node.is_computed
+        offset = len(node.tokens) - 1 if stored else node.computed
+        left = len(node.tokens) - offset
+        count = min(room, left)
+        if node.end == self.prompt_tokens and count == left > 1:
+            # The token that first draws depend on is computed in a pass of its own, as it is where
+            # the prompt is stored: among others its logits would differ in their last bits.
+            count -= 1
+        return PrefillSegment(_stores(node), node.start + offset, offset, count, stored)
+
+    def decode_rows(self) -> DecodeSegment:
+        """The newest token of each live candidate."""
+        assert self.prompt
+        return DecodeSegment(_stores(self.prompt), self.suffix)
+
+    def keep(self, ids: set[int]) -> None:
+        """Reject every live candidate not in `ids`."""
+        rows = [row for row, candidate in enumerate(self.rows) if candidate.id in ids]
+        if len(rows) < len(self.rows):
+            self.suffix.keep(rows)
+            self.rows = [self.rows[row] for row in rows]
+            self.unreported = [c for c in self.unreported if c.finish or c.id in ids]
+
+    def drop(self, row: int) -> None:
+        """Remove a finished candidate: the last row takes its place."""
+        self.suffix.drop(row)
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+
+    def reserve(self, share: int) -> None:
+        """Make room for one more token per row in a share of so many slots.
+
+        Raises:
+            MemoryError, RuntimeError: the memory cannot be allocated.
+        """
+        if self.suffix.length == self.suffix.tokens_room:
+            most = share // self.suffix.live
+            wanted = min(self.until - 1, most)
+            # Later rounds have fewer rows and more tokens in the same slots: all of them.
+            self.suffix.reserve(wanted, slots=share if wanted == most else 0)
+
+
+def _stores(node: RadixNode[PromptKV]) -> tuple[PromptKV, ...]:
+    return tuple(node.store for node in node.path())

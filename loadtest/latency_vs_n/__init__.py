@@ -1,0 +1,1 @@
+"""Latency against N: `make latency-vs-n`."""

@@ -1,1 +1,0 @@
-"""Latency against N, measured: `make latency-vs-n`."""

@@ -1,0 +1,60 @@
+"""The sequence of requests that a load test sends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.options import BOTH, counts
+from loadtest.prompts import read_prompts
+from specrej.client import Options
+from specrej.contracts import Algorithm, CacheControl
+
+# Worker k uses seeds from k times this number, so that no two workers send equal requests.
+_SEEDS_PER_WORKER = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """A prompt and its options. `label` names the row of Locust's tables: algorithm and N."""
+
+    label: str
+    prompt: str
+    options: Options
+
+
+def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
+    """Endless requests: prompts by turns, each with a new seed, for one algorithm or both.
+
+    `started` is the start of the test by time.perf_counter(). With the cache on, all seeds are 0,
+    so that each prompt is generated once.
+
+    Raises:
+        OSError, ValueError: the prompts cannot be read.
+    """
+    prompts, ns = read_prompts(Path(parsed.prompts)), counts(parsed.n)
+    cached = parsed.cache == "on"
+    algorithms = tuple(Algorithm) if parsed.algorithm == BOTH else (Algorithm(parsed.algorithm),)
+    number = worker * _SEEDS_PER_WORKER
+    while True:
+        number += 1
+        for algorithm in algorithms:
+            n = n_of_step(ns, time.perf_counter() - started, parsed.step_seconds)
+            options = Options(
+                n=n,
+                alpha=parsed.alpha,
+                algorithm=algorithm,
+                max_tokens=parsed.max_tokens,
+                seed=0 if cached else number,
+                cache=CacheControl.USE if cached else CacheControl.BYPASS,
+            )
+            prompt = prompts[number % len(prompts)]
+            yield LoadRequest(f"{algorithm.value} n={n}", prompt, options)
+
+
+def n_of_step(ns: tuple[int, ...], elapsed_s: float, step_s: float) -> int:
+    """The N of the current step; the last N after all steps."""
+    return ns[min(int(elapsed_s / step_s), len(ns) - 1)]

@@ -1,0 +1,276 @@
+"""Generator and rewards over gRPC, behind the same Protocols as local ones.
+
+A session is one stream; leaving its context ends the stream, and the peer frees what it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from specrej import telemetry, wire
+from specrej.contracts import (
+    Candidate,
+    FinishReason,
+    GeneratorDescription,
+    Prompt,
+    Pruned,
+    RewardDescription,
+    Round,
+    Scores,
+    SessionSpec,
+    SlotGauge,
+)
+from specrej.errors import InternalError, SpecrejError, Unavailable
+from specrej.serving import time_left_s
+from specrej.status import from_backend_error
+from specrej.v1 import (
+    common_pb2,
+    generator_pb2,
+    generator_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+_SESSION = "specrej.v1.GeneratorService/Session"
+_SCORE_SESSION = "specrej.v1.RewardService/ScoreSession"
+_BACKEND = "a backend"
+_DESCRIBE_TIMEOUT_S = 5.0
+_AFTER_OURS_S = 1.0
+# The result field of each command.
+_RESULTS = {
+    "open": "opened",
+    "extend": "prefix_batch",
+    "prune": "pruned",
+    "close": "closed",
+    "batch": "scores",
+}
+
+
+class _CommandStream(Generic[Request, Response]):
+    """Numbered commands over one bidirectional call, one at a time."""
+
+    def __init__(
+        self,
+        start: Callable[..., grpc.aio.StreamStreamCall[Request, Response]],
+        make: Callable[..., Request],
+        method: str,
+    ) -> None:
+        self._span = telemetry.ClientSpan(method, outlives=True)
+        self._call = start(metadata=self._span.metadata, timeout=_backend_time_s())
+        self._make = make
+        self._sequence = 0
+        self._is_waiting = False
+
+    @property
+    def can_finish(self) -> bool:
+        """Whether every command was answered, so that the stream can be closed in order."""
+        return not self._is_waiting
+
+    async def call(self, **command: Any) -> Response:
+        """Send a command, given as a field of the request, and return its answer.
+
+        Raises:
+            SpecrejError: of the peer's status.
+            InternalError: the answer belongs to another command.
+        """
+        self._sequence += 1
+        self._is_waiting = True
+        (kind,) = command
+        await self._send(self._make(sequence=self._sequence, **command))
+        try:
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError as failure:
+            raise self._failed(failure) from failure
+        if answer is grpc.aio.EOF:
+            raise InternalError("a backend ended its stream before it answered")
+        response: Any = answer
+        if (response.sequence, response.WhichOneof("result")) != (self._sequence, _RESULTS[kind]):
+            raise InternalError("a backend sent the answer of another command")
+        self._is_waiting = False
+        return cast(Response, answer)
+
+    async def finish(self) -> None:
+        """Half-close and wait until the peer ends the stream.
+
+        Raises:
+            SpecrejError: of the peer's status.
+        """
+        try:
+            with suppress(asyncio.InvalidStateError):
+                await self._call.done_writing()
+            if await self._call.read() is grpc.aio.EOF:
+                self._span.end(grpc.StatusCode.OK.name)
+        except grpc.aio.AioRpcError as failure:
+            raise self._failed(failure) from failure
+
+    def cancel(self) -> None:
+        """End the stream, if it has not ended."""
+        self._call.cancel()
+        self._span.end(grpc.StatusCode.CANCELLED.name)
+
+    def _failed(self, failure: grpc.aio.AioRpcError) -> SpecrejError:
+        self._span.end(failure.code().name)
+        return from_backend_error(failure, _BACKEND)
+
+    async def _send(self, request: Request) -> None:
+        try:
+            # The call may be over already: `read` raises the reason.
+            with suppress(asyncio.InvalidStateError):
+                await self._call.write(request)
+        except grpc.aio.AioRpcError as failure:
+            error = self._failed(failure)
+            if failure.code() is grpc.StatusCode.INTERNAL:
+                # Not the peer's status: grpc reports so a stream that breaks during a write.
+                raise Unavailable("a backend broke off") from failure
+            raise error from failure
+
+
+def _backend_time_s() -> float | None:
+    """The deadline sent to backends, a little later than the request's.
+
+    A backend gives up by itself if this process hangs, but never before this process does.
+    """
+    left_s = time_left_s()
+    return None if left_s is None else max(0.0, left_s) + _AFTER_OURS_S
+
+
+async def _described(describe: Callable[..., Awaitable[Any]], request: Any) -> Any:
+    """Raises SpecrejError: of the peer's status."""
+    try:
+        # Polls belong to no request: without a span here or at the backend.
+        return await describe(request, timeout=_DESCRIBE_TIMEOUT_S, metadata=telemetry.UNTRACED)
+    except grpc.aio.AioRpcError as failure:
+        raise from_backend_error(failure, _BACKEND) from failure
+
+
+class RemoteGenerator:
+    """A `Generator` behind a channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[RemoteSession]:
+        stream = _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse](
+            self._stub.Session, generator_pb2.SessionRequest, _SESSION
+        )
+        try:
+            command = wire.to_message(spec, generator_pb2.OpenSession)
+            opened = (await stream.call(open=command)).opened
+            yield RemoteSession(stream, opened)
+            # Answered once the slots are free, so that they are free before the caller's answer.
+            # If the peer is gone by now, its slots are free as well.
+            if stream.can_finish:
+                with suppress(SpecrejError):
+                    await stream.call(close=generator_pb2.CloseSession())
+                    await stream.finish()
+        finally:
+            stream.cancel()
+
+    async def describe(self) -> GeneratorDescription:
+        request = generator_pb2.GeneratorServiceDescribeRequest()
+        answer = await _described(self._stub.Describe, request)
+        return wire.from_message(answer, GeneratorDescription)
+
+
+class RemoteSession:
+    """A `Session` on a stream."""
+
+    def __init__(
+        self,
+        stream: _CommandStream[generator_pb2.SessionRequest, generator_pb2.SessionResponse],
+        opened: generator_pb2.SessionOpened,
+    ) -> None:
+        self._stream = stream
+        # Empty from a generator older than the field.
+        self._made_by = frozenset({opened.fingerprint} - {""})
+        self.n = opened.n
+        self.prompt_tokens = opened.prompt_tokens
+
+    async def extend(self, until_tokens: int) -> Round:
+        command = generator_pb2.ExtendSession(until_tokens=until_tokens)
+        answer = await self._stream.call(extend=command)
+        # Converting a thousand texts takes milliseconds: not on the event loop.
+        ended = await asyncio.to_thread(wire.from_message, answer.prefix_batch, Round)
+        return replace(ended, made_by=self._made_by)
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        answer = await self._stream.call(prune=generator_pb2.PruneSession(keep=sorted(keep)))
+        slots = wire.from_message(answer.pruned.slots, SlotGauge)
+        return Pruned(answer.pruned.freed_slots, slots)
+
+
+class RemoteRewards:
+    """The rewards of one reward service."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
+
+    def scorer(self, name: str) -> RemoteScorer:
+        """A `Scorer` for the reward of that name."""
+        return RemoteScorer(self._stub, name)
+
+    async def describe(self) -> tuple[RewardDescription, ...]:
+        """The rewards that are served; the first is the default."""
+        request = reward_pb2.RewardServiceDescribeRequest()
+        answer = await _described(self._stub.Describe, request)
+        return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
+
+
+class RemoteScorer:
+    """A `Scorer` behind a channel."""
+
+    def __init__(self, stub: Any, name: str) -> None:
+        self._stub = stub
+        self._name = name
+
+    @asynccontextmanager
+    async def open(self, prompt: Prompt) -> AsyncIterator[RemoteScoringSession]:
+        stream = _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse](
+            self._stub.ScoreSession, reward_pb2.ScoreSessionRequest, _SCORE_SESSION
+        )
+        try:
+            command = reward_pb2.OpenScoring(
+                reward=self._name, prompt=wire.to_message(prompt, common_pb2.Prompt)
+            )
+            opened = (await stream.call(open=command)).opened
+            yield RemoteScoringSession(stream, opened.fingerprint)
+            if stream.can_finish:
+                with suppress(SpecrejError):
+                    await stream.finish()
+        finally:
+            stream.cancel()
+
+
+class RemoteScoringSession:
+    """A `ScoringSession` on a stream."""
+
+    def __init__(
+        self,
+        stream: _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse],
+        fingerprint: str,
+    ) -> None:
+        self._stream = stream
+        self._fingerprint = fingerprint
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        batch = reward_pb2.ScoreBatch(
+            candidates=[
+                reward_pb2.ScoreCandidate(
+                    candidate_id=c.id, text=c.text, finished=c.finish is FinishReason.STOP
+                )
+                for c in candidates
+            ]
+        )
+        scores = (await self._stream.call(batch=batch)).scores
+        return Scores(tuple(scores.scores), scores.computed_tokens, self._fingerprint)

@@ -1,0 +1,57 @@
+"""Background tasks that no request waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Awaitable, Callable
+
+from specrej.errors import SpecrejError
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundTasks:
+    """At most one task per key and `limit` in all, each cancelled after `deadline_s` seconds.
+
+    `purpose` names the work in the log line of a failure.
+    """
+
+    def __init__(self, purpose: str, *, limit: int = 4, deadline_s: float = 600.0) -> None:
+        self._purpose = purpose
+        self._limit = limit
+        self._deadline_s = deadline_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+
+    @property
+    def num_running(self) -> int:
+        """Tasks that have not ended."""
+        return len(self._tasks)
+
+    def start(self, key: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work`; do nothing if a task of `key` runs, the limit is reached, or after close."""
+        if self._closed or key in self._tasks or len(self._tasks) >= self._limit:
+            return
+        # An empty context: the task inherits neither the span nor the deadline of the request.
+        task = asyncio.create_task(self._run(work), context=contextvars.Context())
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key))
+
+    async def aclose(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        self._closed = True
+        if tasks := list(self._tasks.values()):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await work()
+        except (SpecrejError, TimeoutError) as error:
+            log.info("%s failed: %s", self._purpose, type(error).__name__)
+        except Exception:
+            log.exception("%s failed", self._purpose)

@@ -1,0 +1,22 @@
+"""Stored answers, and single flight: equal requests at the same time are one generation."""
+
+from orchestrator.cache.answers import Cache, Hit, is_shareable
+from orchestrator.cache.keys import Keys, cache_keys, tenant_digest
+from orchestrator.cache.redis_client import RedisAccess, RedisClient, check_access
+from orchestrator.cache.single_flight import Flight, Lease, SharedSingleFlight, SingleFlight
+
+__all__ = [
+    "Cache",
+    "Flight",
+    "Hit",
+    "Keys",
+    "Lease",
+    "RedisAccess",
+    "RedisClient",
+    "SharedSingleFlight",
+    "SingleFlight",
+    "cache_keys",
+    "check_access",
+    "is_shareable",
+    "tenant_digest",
+]

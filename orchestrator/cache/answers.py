@@ -1,0 +1,270 @@
+"""The answer cache: final best responses in Redis, cache-aside. Every failure of Redis is a miss.
+
+It decides what is stored, for how long, and which stored answer may serve a request. docs/cache.md
+describes the stored format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
+
+from orchestrator.cache.keys import FORMAT_VERSION, Keys
+from orchestrator.cache.redis_client import Command, RedisClient
+from specrej import telemetry
+from specrej.contracts import FinishReason, Generation
+from specrej.telemetry import names
+
+COMPRESS_ABOVE_BYTES = 1024
+MAX_LISTED = 64  # answers in the index of comparable requests
+MAX_TRIES = 4  # listed answers that one lookup reads
+
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A stored answer.
+
+    `key` and `index` are stored with it, so that a value under another key, or listed in another
+    index, is detected when it is read.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    version: int
+    key: str
+    index: str  # key of the index that lists it; empty: none
+    returned: int  # candidates that the request wanted returned; there may be fewer
+    stored_at: float  # seconds since the epoch, on the clock of the process that stored it
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the index of comparable requests stores of an answer."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    n: int  # candidates at the start
+    score: float
+    complete: bool  # ended by itself, not at max_tokens
+    vetoed: bool
+    returned: int
+
+    @classmethod
+    def of(cls, entry: CacheEntry) -> Summary:
+        best, is_complete = entry.generation.best, entry.generation.best.finish is FinishReason.STOP
+        return cls(entry.generation.n, best.score, is_complete, best.vetoed, entry.returned)
+
+    @property
+    def merit(self) -> tuple[bool, bool, float]:
+        """Sort key, best last: the order in which one request ranks its own answers."""
+        return not self.vetoed, self.complete, self.score
+
+    def may_serve(self, keys: Keys, own: Summary | None) -> bool:
+        """Whether the answer may be returned in place of `own`, the request's stored answer.
+
+        Without one, it must come from a search at least as large; with one, it must be better.
+        """
+        if self.vetoed or keys.n == 0 or self.returned < keys.return_candidates:
+            return False
+        return self.n >= keys.n if own is None else self.merit > own.merit
+
+
+_ENTRY = TypeAdapter(CacheEntry)
+_SUMMARY = TypeAdapter(Summary)
+
+
+def pack(entry: CacheEntry, max_bytes: int) -> bytes:
+    """The value to store: JSON in a zlib stream, which ends with a checksum.
+
+    Up to 1 KiB the stream is not compressed. Both sizes are limited to `max_bytes`.
+
+    Raises:
+        ValueError: the entry is too large or has a number that is not finite.
+    """
+    text = _ENTRY.dump_json(entry)
+    _ENTRY.validate_json(text)  # pydantic writes numbers that are not finite, but never reads them
+    # The fastest level: this runs on the event loop.
+    stored = zlib.compress(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
+    if max(len(text), len(stored)) > max_bytes:
+        raise ValueError(f"{len(text)} bytes, {max_bytes} allowed")
+    return stored
+
+
+def unpack(key: str, stored: object, max_bytes: int) -> CacheEntry:
+    """The entry in a stored value; decompresses at most `max_bytes`.
+
+    Raises:
+        ValueError: not a whole value of this format, stored under this key.
+    """
+    if not isinstance(stored, bytes) or len(stored) > max_bytes:
+        raise ValueError("not a string of an allowed size")
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(stored, max_bytes + 1)
+    except zlib.error as error:
+        raise ValueError("corrupt") from error
+    if not inflater.eof or inflater.unused_data or len(text) > max_bytes:
+        raise ValueError("truncated, too large or followed by other bytes")
+    entry = _ENTRY.validate_json(text)
+    if (entry.version, entry.key) != (FORMAT_VERSION, key):
+        raise ValueError("of another version or stored under another key")
+    if not entry.generation.candidates:
+        raise ValueError("without an answer")
+    return entry
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A stored answer, marked as cached; `stale` if older than its time to live."""
+
+    generation: Generation
+    stale: bool
+    entry: CacheEntry
+
+
+def is_shareable(generation: Generation) -> bool:
+    """Whether any caller would have got this answer: neither degraded nor deadline-adjusted."""
+    return not (generation.degraded or generation.hurried)
+
+
+class Cache:
+    """Stored answers. No method raises anything but CancelledError, as `redis` bounds each call."""
+
+    def __init__(
+        self,
+        redis: RedisClient,
+        *,
+        ttl_s: float = 3600,
+        ttl_jitter: float = 0.1,
+        stale_s: float = 0,
+        max_bytes: int = 1 << 20,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Times to live vary by the fraction `ttl_jitter`, so that entries do not expire together.
+
+        Entries stay for `stale_s` seconds more, and are stale then. `max_bytes` bounds a value,
+        compressed and not. `wall_clock` returns seconds since the epoch.
+        """
+        self.redis = redis
+        self.max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._jitter = ttl_jitter
+        self._stale_s = stale_s
+        self._wall_clock = wall_clock
+
+    async def get(self, key: str) -> Hit | None:
+        """The answer stored under `key`, or None.
+
+        A bad entry stays where it is: the next answer to be stored replaces it.
+        """
+        # GETRANGE returns an empty string for a missing key. One byte more than allowed detects a
+        # value that is too large without fetching all of it.
+        reply = await self.redis.call("read", "GETRANGE", key, 0, self.max_bytes)
+        hit = None
+        if reply is None:
+            result = "error" if self.redis.is_on else "off"
+        elif reply.value == b"":
+            result = "miss"
+        elif hit := self.read(key, reply.value):
+            result = "stale" if hit.stale else "hit"
+        else:
+            result = "invalid"
+        telemetry.metrics.add(names.CACHE_RESULTS, result=result)
+        return hit
+
+    async def get_better(self, keys: Keys) -> Hit | None:
+        """The best stored answer that may serve the request: its own, or a comparable one's."""
+        own = await self.get(keys.answer)
+        if keys.index:
+            # One bound for all of its calls: there can be nine.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.redis.timeout_s):
+                    return await self._better(keys, own) or own
+        return own
+
+    def read(self, key: str, stored: object) -> Hit | None:
+        """The answer in the value of `key`; None unless it is whole and valid."""
+        try:
+            entry = unpack(key, stored, self.max_bytes)
+        except ValueError:
+            return None
+        age_s = self._wall_clock() - entry.stored_at
+        # With no stale period, Redis's own expiry decides alone.
+        is_stale = self._stale_s > 0 and age_s > self._ttl_s
+        return Hit(replace(entry.generation, cached=True), is_stale, entry)
+
+    async def put(self, keys: Keys, generation: Generation) -> bool:
+        """Store an answer, unless it is cached, not shareable or too large; returns whether."""
+        if not self.redis.is_on or generation.cached or not is_shareable(generation):
+            return False
+        returned, now = keys.return_candidates, self._wall_clock()
+        entry = CacheEntry(FORMAT_VERSION, keys.answer, keys.index, returned, now, generation)
+        try:
+            stored = pack(entry, self.max_bytes)
+        except ValueError:
+            return False
+        jitter = random.uniform(1 - self._jitter, 1 + self._jitter)
+        commands: list[Command] = [("SET", keys.answer, stored, "PX", self._life_ms(jitter))]
+        if keys.index:
+            digest, summary = keys.answer.rpartition(":")[2], Summary.of(entry)
+            commands.append(("HSET", keys.index, digest, _SUMMARY.dump_json(summary)))
+            # The index outlives every answer that it lists.
+            commands.append(("PEXPIRE", keys.index, self._life_ms(1 + self._jitter)))
+            commands.append(("HLEN", keys.index))
+        reply, *listed = await self.redis.pipeline("write", *commands)
+        if listed and (size := listed[-1]) and isinstance(size.value, int):
+            await self._trim(keys.index, size.value)
+        return reply is not None and reply.value is True
+
+    def _life_ms(self, jitter: float) -> int:
+        return max(1, round((self._ttl_s * jitter + self._stale_s) * 1000))
+
+    async def _better(self, keys: Keys, own: Hit | None) -> Hit | None:
+        """The best listed answer that may serve; a truncated one only if none is complete."""
+        own_summary = Summary.of(own.entry) if own else None
+        listed = await self._listed(keys.index)
+        some_complete = any(answer.complete and not answer.vetoed for answer in listed.values())
+        serving = {
+            digest: summary.merit
+            for digest, summary in listed.items()
+            if summary.may_serve(keys, own_summary) and (summary.complete or not some_complete)
+        }
+        for digest in sorted(serving, key=serving.__getitem__, reverse=True)[:MAX_TRIES]:
+            # Only the digest is the index's: it cannot name another tenant's or model's answer.
+            key = f"{keys.answer.rpartition(':')[0]}:{digest}"
+            reply = await self.redis.call("read", "GETRANGE", key, 0, self.max_bytes)
+            if reply is None:
+                return None
+            hit = self.read(key, reply.value)
+            is_listed = hit and not hit.stale and hit.entry.index == keys.index
+            if hit and is_listed and Summary.of(hit.entry).may_serve(keys, own_summary):
+                top = hit.generation.candidates[: keys.return_candidates]
+                return replace(hit, generation=replace(hit.generation, candidates=top))
+            await self.redis.call("index", "HDEL", keys.index, digest)  # the index was wrong
+        return None
+
+    async def _listed(self, index: str) -> dict[str, Summary]:
+        """The readable summaries of an index by digest; bounded, unlike HGETALL."""
+        reply = await self.redis.call("index", "HRANDFIELD", index, 2 * MAX_LISTED, "WITHVALUES")
+        flat = reply.value if reply and isinstance(reply.value, list) else []
+        listed = {}
+        for field, value in zip(flat[::2], flat[1::2], strict=False):
+            with suppress(ValueError, AttributeError):  # not written by this cache
+                listed[field.decode()] = _SUMMARY.validate_json(value)
+        return listed
+
+    async def _trim(self, index: str, size: int) -> None:
+        """Drop the worst answers of an index that lists too many."""
+        listed = await self._listed(index) if size > MAX_LISTED else {}
+        best_first = sorted(listed, key=lambda digest: listed[digest].merit, reverse=True)
+        if excess := best_first[MAX_LISTED:]:
+            await self.redis.call("index", "HDEL", index, *excess)

@@ -1,0 +1,123 @@
+"""Keys of the cache: which requests have the same answer, and which have comparable ones.
+
+Pure: no calls to Redis. docs/cache.md lists the keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+from urllib.parse import quote
+
+from specrej.contracts import (
+    Algorithm,
+    GenerationRequest,
+    Selection,
+    WeightedReward,
+)
+
+PREFIX = "specrej"  # of all keys; the ACL rules in docs/cache.md contain it
+FORMAT_VERSION = 5  # of keys and values; raise it when either changes
+ALGORITHM_VERSION = 1  # raise it when the same request would get another answer
+
+# The fields that each kind of normalization uses.
+_FIELDS_OF_KIND: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "fixed": ("mean", "deviation"),
+    "batch": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Where the answer of a request is stored, and listed for comparable requests.
+
+    Comparable requests differ only in how they search: in n, alpha, schedule, algorithm, candidates
+    to return and seed. `index` is the key of the hash that lists their stored answers; empty if the
+    scores of this request compare with no other's.
+    """
+
+    answer: str
+    index: str = ""
+    n: int = 0  # of the request; 0: as many as fit
+    return_candidates: int = 1  # of the request
+
+
+def tenant_digest(tenant: str) -> str:
+    """32 characters that identify a tenant where its name must not appear."""
+    return hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def cache_keys(
+    request: GenerationRequest,
+    *,
+    tenant: str,
+    generator_fingerprint: str,
+    reward_fingerprint: str,
+) -> Keys:
+    """The keys of a request with its defaults filled in. They contain no text of prompt or tenant.
+
+    The order of rewards does not matter. No tenant can construct another's key: the tenant's part
+    is a digest, and the other parts are escaped.
+    """
+    made_by = (tenant_digest(tenant), generator_fingerprint, reward_fingerprint)
+    answer = _key(made_by, _digest(request))
+    selection = request.selection
+    if any(reward.normalization.kind == "batch" for reward in selection.rewards):
+        return Keys(answer)  # such scores compare only within one request
+    base = Selection()
+    search = replace(selection, n=base.n, alpha=base.alpha, schedule=base.schedule)
+    search = replace(search, algorithm=base.algorithm, return_candidates=base.return_candidates)
+    comparable = replace(request, selection=search, sampling=replace(request.sampling, seed=0))
+    index = _key(made_by, _digest(comparable), "comparable")
+    return Keys(answer, index, selection.n, selection.return_candidates)
+
+
+def flight_key(answer_key: str) -> str:
+    """The key of the lease of the process that computes the answer of `answer_key`."""
+    return f"{PREFIX}:flight:{answer_key.removeprefix(f'{PREFIX}:')}"
+
+
+def _key(made_by: tuple[str, ...], digest: str, *kind: str) -> str:
+    parts = (*kind, f"v{FORMAT_VERSION}", *made_by, f"a{ALGORITHM_VERSION}", digest)
+    return ":".join((PREFIX, *(quote(part, safe="") for part in parts)))
+
+
+def _digest(request: GenerationRequest) -> str:
+    """SHA-256 of all fields that the answer depends on, new fields of the contract included."""
+    fields = asdict(request)
+    # The generator's fingerprint identifies the model. Degraded answers are never stored.
+    del fields["cache"], fields["model"], fields["allow_degraded"]
+    selection = fields["selection"]
+    rewards = sorted(request.selection.rewards, key=lambda reward: reward.name)
+    selection["rewards"] = [_reward_fields(reward) for reward in rewards]
+    if request.selection.algorithm is Algorithm.BEST_OF_N:
+        del selection["alpha"], selection["schedule"]
+    # Escaped to ASCII: NFC and NFD stay apart, and lone surrogates can be encoded.
+    canonical = json.dumps(_canonical(fields), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _reward_fields(reward: WeightedReward) -> dict[str, object]:
+    kind = reward.normalization.kind
+    used = {name: getattr(reward.normalization, name) for name in _FIELDS_OF_KIND[kind]}
+    return {**asdict(reward), "normalization": {"kind": kind, **used}}
+
+
+def _canonical(value: Any) -> Any:
+    """Enums as their values; one spelling for equal numbers (1 and 1.0, 0.0 and -0.0)."""
+    match value:
+        case dict():
+            return {name: _canonical(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [_canonical(inner) for inner in value]
+        case Enum():
+            return value.value
+        case float() if value.is_integer():
+            return int(value)
+        case _:
+            return value

@@ -1,0 +1,292 @@
+"""Single flight: equal requests at the same time are one generation.
+
+`SingleFlight` is within this process. `SharedSingleFlight` is across all orchestrators of one
+Redis, by a lease: the process that gets it leads; the others poll for the stored answer and for the
+lease. If Redis fails, a request stops waiting and runs alone. Neither starts the generation: the
+leader runs it in its own task, with its own deadline, and streams events meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from orchestrator.cache.answers import Cache
+from orchestrator.cache.keys import flight_key
+from orchestrator.cache.redis_client import RedisClient
+from specrej import telemetry
+from specrej.contracts import Generation
+from specrej.errors import Cancelled, DeadlineExceeded, TooLate
+from specrej.telemetry import names
+
+T = TypeVar("T")
+
+# Errors that concern the leader alone: the next in line can still succeed. CancelledError and
+# GeneratorExit, which are no `Exception`s, are treated alike.
+OWN_REASONS = (TimeoutError, DeadlineExceeded, TooLate, Cancelled)
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.25
+PAUSE_GROWTH = 1.5
+# Replaces the lease of a leader without a shareable answer, until all that wait have polled once:
+# each of them then runs alone, instead of one after another.
+_NO_ANSWER = b"none"
+_NO_ANSWER_MS = 1000
+_TOKEN_CHARACTERS = 32
+
+# Compares the token first: the lease may have expired and be held by another process.
+_RELEASE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if ARGV[2] == '' then return redis.call('DEL', KEYS[1]) end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+
+
+class Flight(Generic[T]):
+    """One generation under way, or its result."""
+
+    def __init__(self) -> None:
+        self.landed = False
+        self._result: T | None = None
+        self._error: Exception | None = None
+        self._traceback: TracebackType | None = None
+        self._over = asyncio.Event()
+
+    @property
+    def result(self) -> T:
+        """The leader's result.
+
+        Raises:
+            RuntimeError: the flight has not landed.
+        """
+        if not self.landed:
+            raise RuntimeError("the flight has not landed")
+        return self._result  # type: ignore[return-value]  # T may itself be optional
+
+    def land(self, result: T) -> None:
+        """Publish the result: waiting callers return now, even if the leader continues."""
+        self._result = result
+        self.landed = True
+        self._over.set()
+
+
+class Watch(Generic[T]):
+    """The last flight that landed while it was watched, or None."""
+
+    landed: Flight[T] | None = None
+
+
+class SingleFlight(Generic[T]):
+    """The flights of this process, by key.
+
+    Use:
+        async with flights.join(key) as flight:
+            if flight.landed:
+                return flight.result
+            async for event in run(...):  # this caller leads
+                ...
+            flight.land(generation)
+    """
+
+    def __init__(self) -> None:
+        self._flights: dict[str, Flight[T]] = {}
+        self._watches: dict[str, set[Watch[T]]] = {}
+        self.num_waiting = 0  # callers, over all flights
+
+    @property
+    def num_flying(self) -> int:
+        """Keys with a leader."""
+        return len(self._flights)
+
+    @contextmanager
+    def watch(self, key: str) -> Iterator[Watch[T]]:
+        """Keep what lands for `key` meanwhile: a lookup in the cache may just have missed it."""
+        watch: Watch[T] = Watch()
+        watches = self._watches.setdefault(key, set())
+        watches.add(watch)
+        try:
+            yield watch
+        finally:
+            watches.remove(watch)
+            if not watches:
+                del self._watches[key]
+
+    @asynccontextmanager
+    async def join(self, key: str) -> AsyncIterator[Flight[T]]:
+        """Lead the flight of `key` if it has no leader (`landed` is False), else wait for it.
+
+        If the leader is cancelled, runs out of time or leaves without landing, one of those that
+        wait leads a new flight.
+
+        Raises:
+            Exception: the leader's error, of any other kind.
+        """
+        # A flight is removed from the dict before its waiters wake. They find none, or a new one,
+        # so no wake-up is lost if one of them is cancelled at that moment.
+        if key in self._flights:
+            telemetry.metrics.add(names.FLIGHT_WAITS, where="here")
+        while (flight := self._flights.get(key)) is not None:
+            self.num_waiting += 1
+            try:
+                await flight._over.wait()
+            finally:
+                self.num_waiting -= 1
+            if flight.landed:
+                yield flight
+                return
+            if flight._error is not None:
+                # Reset the traceback: otherwise it grows with every waiter that raises it.
+                raise flight._error.with_traceback(flight._traceback)
+        flight = self._flights[key] = Flight()
+        try:
+            yield flight
+        except OWN_REASONS:
+            raise
+        except Exception as error:
+            flight._error, flight._traceback = error, error.__traceback__
+            raise
+        finally:
+            if flight.landed:
+                for watch in self._watches.get(key, ()):
+                    watch.landed = flight
+            del self._flights[key]
+            flight._over.set()
+
+
+class SharedSingleFlight:
+    """The flights of all processes that use one Redis.
+
+    Use:
+        async with shared.join(key) as lease:
+            if lease.answer is not None:
+                return lease.answer
+            generation = await run(...)
+            await lease.land(stored=await cache.put(...))
+    """
+
+    def __init__(self, cache: Cache, *, lease_s: float = 3.0) -> None:
+        """A lease that is not renewed expires after `lease_s` seconds."""
+        self._cache = cache
+        self._lease_s = lease_s
+
+    @asynccontextmanager
+    async def join(self, key: str) -> AsyncIterator[Lease]:
+        """Wait for another process's answer to `key`; without one, lead or run alone.
+
+        If the leader is cancelled, runs out of time or dies, one of those that wait leads. If it
+        fails otherwise, or its answer could not be stored, each of them runs alone.
+        """
+        lease = Lease(self._cache.redis, flight_key(key), self._lease_s)
+        try:
+            lease.answer = await self._wait(key, lease)
+            if lease.answer is not None or not lease.held:
+                yield lease
+                return
+            async with lease.renewed():
+                yield lease
+        except OWN_REASONS:
+            raise
+        except Exception:
+            await lease.release(handing_over=False)
+            raise
+        finally:
+            # Does nothing after `land`. A leader that leaves without landing hands over.
+            await lease.release(handing_over=True)
+
+    async def _wait(self, key: str, lease: Lease) -> Generation | None:
+        """The answer; None if the lease is held or there is no leader to wait for."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            # Reads after claiming: the previous leader may have stored its answer just before.
+            stored = await lease.claim(("GETRANGE", key, 0, self._cache.max_bytes))
+            hit = self._cache.read(key, stored)
+            if hit and not hit.stale:
+                return hit.generation
+            if lease.held or not lease.is_contended:
+                return None
+            if pause_s == FIRST_PAUSE_S:
+                telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * PAUSE_GROWTH, LONGEST_PAUSE_S)
+
+
+class Lease:
+    """One process's claim to lead the flight of a key; `answer` if another process has made it."""
+
+    def __init__(self, redis: RedisClient, key: str, lease_s: float) -> None:
+        self.answer: Generation | None = None
+        self.held = False
+        # Whether another process may lead: not if Redis failed, or the last leader shared nothing.
+        self.is_contended = True
+        self._redis = redis
+        self._key = key
+        self._lease_s = lease_s
+        self._lease_ms = max(1, round(lease_s * 1000))
+        self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
+        self._is_claiming = False  # a claim was sent: it may be granted without a reply
+
+    async def land(self, stored: bool) -> None:
+        """End the flight: the answer is made, and was stored for the others or not."""
+        await self.release(handing_over=stored)
+
+    def abandon(self) -> None:
+        """Leave the lease to expire, without a call to Redis."""
+        self.held = False
+
+    async def claim(self, read: tuple[str | int, ...]) -> object:
+        """Take the lease if it is free; returns the reply to the command `read`, sent after it."""
+        self._is_claiming = True
+        claimed, reply, holder = await self._redis.pipeline(
+            "flight",
+            ("SET", self._key, self._token, "NX", "PX", self._lease_ms),
+            read,
+            ("GETRANGE", self._key, 0, _TOKEN_CHARACTERS),
+        )
+        self._is_claiming = False
+        self.held = claimed is not None and claimed.value is True
+        self.is_contended = bool(claimed and holder and (self.held or _may_be_token(holder.value)))
+        return reply.value if reply else None
+
+    @asynccontextmanager
+    async def renewed(self) -> AsyncIterator[None]:
+        """Renew the lease while the context lasts."""
+        renewing = asyncio.create_task(self._renew())
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            # Wait for its end: a renewal must not be sent after the release.
+            await asyncio.wait([renewing])
+
+    async def release(self, *, handing_over: bool) -> None:
+        """Release a held lease: to the next that polls, or so that those that wait run alone.
+
+        Where Redis does not allow scripts, the lease expires by itself.
+        """
+        if self.held or self._is_claiming:
+            self.held = self._is_claiming = False
+            left = b"" if handing_over else _NO_ANSWER
+            command = ("EVAL", _RELEASE, 1, self._key, self._token, left, _NO_ANSWER_MS)
+            await self._redis.call("release", *command)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            holder, _ = await self._redis.pipeline(
+                "flight",
+                ("GETRANGE", self._key, 0, _TOKEN_CHARACTERS),
+                # If another process holds it by now, its lease lasts a little longer: harmless.
+                ("PEXPIRE", self._key, self._lease_ms),
+            )
+            if holder is not None and holder.value != self._token.encode():
+                return
+
+
+def _may_be_token(holder: object) -> bool:
+    """Whether the key holds a token or nothing; any other value might stay for ever."""
+    return isinstance(holder, bytes) and len(holder) in (0, _TOKEN_CHARACTERS)

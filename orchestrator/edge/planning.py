@@ -1,0 +1,224 @@
+"""Plans: a request that was checked, with its defaults, rewards and cache keys filled in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from orchestrator.cache import Keys, cache_keys
+from orchestrator.loop import (
+    LIKELIHOOD,
+    Composite,
+    LikelihoodScorer,
+    check_expansion,
+    expanded,
+    fingerprint_of,
+)
+from specrej.contracts import (
+    Algorithm,
+    Generation,
+    GenerationRequest,
+    Generator,
+    GeneratorDescription,
+    RewardDescription,
+    Scorer,
+    Selection,
+    WeightedReward,
+)
+from specrej.errors import NotFound, Unavailable, Violation
+from specrej.validation import check_request, raise_if_any
+
+T = TypeVar("T")
+
+_REWARDS_PATH = "selection.rewards"
+
+
+class Rewards(Protocol):
+    """A reward service, or all of them."""
+
+    def scorer(self, name: str) -> Scorer: ...
+
+    async def describe(self) -> Sequence[RewardDescription]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request that can be served, and what its answer depends on.
+
+    Its rewards are sorted by name, so that equal requests have equal answers to the last field;
+    `reward_order` has the index of each reward in the caller's order.
+    """
+
+    request: GenerationRequest
+    reward_order: tuple[int, ...]
+    candidate_tokens: int  # upper bound, for admission
+    tenant: str
+    keys: Keys
+    generator_fingerprint: str
+    reward_fingerprint: str
+    arrived: float  # time.perf_counter()
+    time_left_s: float | None  # to the deadline, at arrival
+    has_no_rewards: bool  # the likelihood replaces rewards that were never described
+    model: str
+
+    def left_s(self) -> float | None:
+        """Seconds to the deadline."""
+        if self.time_left_s is None:
+            return None
+        return self.time_left_s - (time.perf_counter() - self.arrived)
+
+    def fits(self, generation: Generation) -> bool:
+        """Whether the backends named in the cache key made the answer: a rollout may change them
+        while the request waits."""
+        planned = self.generator_fingerprint, self.reward_fingerprint
+        return planned == (generation.generator_fingerprint, generation.reward_fingerprint)
+
+
+class Planner:
+    """Checks requests against the backends' descriptions and fills in defaults."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        rewards: Rewards,
+        composites: Sequence[Composite] = (),
+        default_reward: str = "",
+    ) -> None:
+        """`composites` hide rewards of their names. `default_reward` is a reward or a composite;
+        empty: the reward service's first."""
+        self._composites = {composite.name: composite for composite in composites}
+        self._default_reward = default_reward
+        self._rewards = rewards
+        self._generator = _LastDescription(generator.describe)
+        self._served = _LastDescription(rewards.describe)
+
+    async def plan(
+        self,
+        request: GenerationRequest,
+        tenant: str,
+        violations: Sequence[Violation],
+        time_left_s: float | None,
+    ) -> Plan:
+        """The plan of a request that arrives now.
+
+        Raises:
+            InvalidRequest: `violations`, and all others.
+            NotFound: there is no such model or reward.
+            Unavailable: a backend that is needed was never described.
+        """
+        arrived = time.perf_counter()
+        generator = await self._generator.get()
+        checks = check_request(request, generator.context_tokens, generator.max_candidates)
+        raise_if_any([*violations, *checks])
+        if request.model not in ("", generator.model):
+            raise NotFound(f"no such model, there is: {generator.model}")
+        selection = request.selection
+        if selection.algorithm is Algorithm.BEST_OF_N:
+            selection = replace(selection, alpha=0.0)
+        has_no_rewards = False
+        try:
+            rewards, reward_fingerprint = await self._rewards_of(selection)
+        except Unavailable:
+            if not request.allow_degraded:
+                raise
+            has_no_rewards = True
+            rewards, reward_fingerprint = [WeightedReward(LIKELIHOOD)], ""
+        ordered = sorted(rewards, key=lambda reward: reward.name)
+        planned = replace(request, selection=replace(selection, rewards=tuple(ordered)))
+        keys = cache_keys(
+            planned,
+            tenant=tenant,
+            generator_fingerprint=generator.fingerprint,
+            reward_fingerprint=reward_fingerprint,
+        )
+        return Plan(
+            planned,
+            tuple(ordered.index(reward) for reward in rewards),
+            _candidate_tokens(request, generator),
+            tenant,
+            keys,
+            generator.fingerprint,
+            reward_fingerprint,
+            arrived,
+            time_left_s,
+            has_no_rewards,
+            generator.model,
+        )
+
+    def scorers(self, plan: Plan) -> list[Scorer]:
+        """One scorer per reward of the plan."""
+        names = (reward.name for reward in plan.request.selection.rewards)
+        return [LikelihoodScorer() if n == LIKELIHOOD else self._rewards.scorer(n) for n in names]
+
+    async def reward_names(self) -> tuple[str, ...]:
+        """Names that a request may use, the default first."""
+        available = self._names(reward.name for reward in await self._served.get())
+        return tuple(sorted(available, key=lambda name: name != self._default_reward))
+
+    async def _rewards_of(self, selection: Selection) -> tuple[list[WeightedReward], str]:
+        """The rewards of a request, composites expanded, and their fingerprint."""
+        named = selection.rewards
+        if not named:
+            default = self._default_reward or (await self._served.get())[0].name
+            named = (WeightedReward(default),)
+        raise_if_any(list(check_expansion(named, self._composites, _REWARDS_PATH)))
+        parts = expanded(named, self._composites)
+        served: dict[str, RewardDescription] = {}
+        if any(part.name != LIKELIHOOD for _, part in parts):
+            served = {reward.name: reward for reward in await self._served.get()}
+        for index, part in parts:
+            self._check_served(part.name, named[index].name, served)
+        raise_if_any(list(_check_batches(parts, selection.n, served)))
+        rewards = [part for _, part in parts]
+        own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
+        return rewards, fingerprint_of(rewards, own)
+
+    def _check_served(
+        self, name: str, requested: str, served: Mapping[str, RewardDescription]
+    ) -> None:
+        """Raises NotFound: reward `name`, perhaps of composite `requested`, does not exist."""
+        if name == LIKELIHOOD or name in served:
+            return
+        of_composite = f"reward {name} of composite {requested}"
+        what = of_composite if requested in self._composites else "such reward"
+        raise NotFound(f"no {what}, there are: {', '.join(self._names(served))}")
+
+    def _names(self, served: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys((*served, *self._composites, LIKELIHOOD)))
+
+
+class _LastDescription(Generic[T]):
+    """A backend's description; the last one while the backend is away."""
+
+    def __init__(self, describe: Callable[[], Awaitable[T]]) -> None:
+        self._describe = describe
+        self._last: T | None = None
+
+    async def get(self) -> T:
+        """Raises Unavailable: the backend was never described."""
+        try:
+            self._last = await self._describe()
+        except Unavailable:
+            # A stored answer needs no backend.
+            if self._last is None:
+                raise
+        return self._last
+
+
+def _candidate_tokens(request: GenerationRequest, generator: GeneratorDescription) -> int:
+    """Candidates times the tokens that each may grow to, at most the generator's slots."""
+    n = request.selection.n or generator.max_candidates
+    return max(1, min(n * request.sampling.max_tokens, generator.slots.capacity))
+
+
+def _check_batches(
+    parts: Sequence[tuple[int, WeightedReward]], n: int, served: Mapping[str, RewardDescription]
+) -> Iterator[Violation]:
+    """Every reward must accept all candidates in one batch."""
+    for index, reward in parts:
+        limit = served[reward.name].max_batch if reward.name in served else n
+        if n > limit:
+            description = f"{reward.name} takes at most {limit} candidates, n is {n}"
+            yield Violation(f"{_REWARDS_PATH}[{index}]", description)

@@ -1,0 +1,341 @@
+"""The orchestrator: plan, look in the cache, join a flight, wait for admission, run, store.
+
+It holds no model and does not depend on the wire: the servicer converts messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from orchestrator.background import BackgroundTasks
+from orchestrator.cache import (
+    Cache,
+    Flight,
+    Lease,
+    SharedSingleFlight,
+    SingleFlight,
+    is_shareable,
+    tenant_digest,
+)
+from orchestrator.edge.admission import Admission
+from orchestrator.edge.planning import Plan, Planner, Rewards
+from orchestrator.loop import Composite, run
+from orchestrator.observe import OpenRecord, RequestRecords, Shadows, instruments
+from specrej import telemetry
+from specrej.contracts import (
+    Admitted,
+    AnswerSource,
+    CacheControl,
+    Degradation,
+    Event,
+    Finished,
+    Generation,
+    GenerationRequest,
+    Generator,
+    GeometricSchedule,
+    RankedCandidate,
+    RequestRecord,
+    RoundCompleted,
+    Schedule,
+    ServiceDescription,
+)
+from specrej.errors import InvalidRequest, Violation
+from specrej.telemetry import names
+
+
+@dataclass(frozen=True, slots=True)
+class _Lead:
+    """A run that is needed, and where its answer goes: the cache, and requests that wait."""
+
+    stores: bool
+    flight: Flight[Generation] | None = None
+    lease: Lease | None = None
+
+
+class Orchestrator:
+    """Answers requests with the best of many candidates."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        rewards: Rewards,
+        cache: Cache,
+        admission: Admission,
+        *,
+        default_schedule: Schedule | None = None,
+        composites: Sequence[Composite] = (),
+        default_reward: str = "",
+        shared_flights: SharedSingleFlight | None = None,
+        refreshes: BackgroundTasks | None = None,
+        shadows: Shadows | None = None,
+        records: RequestRecords | None = None,
+        log_texts: bool = False,
+    ) -> None:
+        """Without `shared_flights`, equal requests are one generation in this process only.
+
+        `default_schedule` is for requests that name none; the servicer fills it in. `composites`
+        must be valid. `default_reward`: see `Planner`. `log_texts`: a request's log line has its
+        prompt and its answer.
+        """
+        self.default_schedule = default_schedule or GeometricSchedule()
+        self._planner = Planner(generator, rewards, composites, default_reward)
+        self._num_answers = self._num_degraded = self._num_hurried = 0
+        self._generator = generator
+        self._cache = cache
+        self._admission = admission
+        self._flights: SingleFlight[Generation] = SingleFlight()
+        self._shared_flights = shared_flights
+        self._refreshes = refreshes or BackgroundTasks("refreshing a stale answer")
+        self._shadows = shadows or Shadows(share=0.0)
+        self._records = records or RequestRecords()
+        self._log_texts = log_texts
+
+    async def aclose(self) -> None:
+        """Cancel background tasks and wait for their end."""
+        await self._refreshes.aclose()
+        await self._shadows.tasks.aclose()
+
+    async def describe(self) -> ServiceDescription:
+        """Models, rewards and load.
+
+        Raises:
+            SpecrejError: a backend is away.
+        """
+        return ServiceDescription(
+            generator=await self._generator.describe(),
+            rewards=await self._planner.reward_names(),
+            cache_available=await self._cache.redis.available(),
+            running=self._admission.running,
+            queued=self._admission.queued,
+            default_schedule=self.default_schedule,
+            num_answers=self._num_answers,
+            num_degraded=self._num_degraded,
+            num_hurried=self._num_hurried,
+        )
+
+    def record(self, request_id: str, *, tenant: str) -> RequestRecord:
+        """The record of one of the tenant's latest requests.
+
+        Raises:
+            NotFound: there is none.
+        """
+        return self._records.find(request_id, tenant)
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        tenant: str,
+        violations: Sequence[Violation] = (),
+        time_left_s: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Events of one request, the last one `Finished`. Close it with `contextlib.aclosing`.
+
+        `violations` are those of the message's conversion; `time_left_s`: to the deadline.
+
+        Raises:
+            SpecrejError: see `specrej.errors`.
+        """
+        request_id = uuid.uuid4().hex
+        instruments.note_request(request, request_id, with_texts=self._log_texts)
+        with telemetry.span(names.SPAN_PLAN):
+            plan = await self._planner.plan(request, tenant, violations, time_left_s)
+        selection = plan.request.selection
+        instruments.note_plan(plan.model, selection)
+        with self._records.recording(
+            request_id,
+            tenant,
+            selection,
+            request.sampling.max_tokens,
+            arrived=plan.arrived,
+            time_left_s=time_left_s,
+        ) as record:
+            async with aclosing(self._answer(plan, record)) as events:
+                async for event in events:
+                    record.add(event)
+                    instruments.note_event(event, with_texts=self._log_texts)
+                    yield _signed(event, request_id, plan.reward_order)
+
+    async def _answer(
+        self, plan: Plan, record: OpenRecord | None = None, *, is_refresh: bool = False
+    ) -> AsyncGenerator[Event, None]:
+        """Events of a plan: the answer of the cache or of an equal request, or those of a run."""
+        async with AsyncExitStack() as stack:
+            lead = await self._find_answer(plan, stack, is_refresh=is_refresh)
+            if isinstance(lead, Finished):
+                yield lead
+                return
+            queue_ms = await self._admit(plan, record, stack)
+            before_run_ms = _ms_since(plan.arrived)
+            scorers, salt = self._planner.scorers(plan), tenant_digest(plan.tenant)
+            watched = self._shadows.watch(plan.request, self._generator, scorers, salt)
+            on_round = watched.take if watched else None
+            events = run(
+                plan.request, self._generator, scorers, salt, plan.left_s(), on_round=on_round
+            )
+            async with aclosing(events):
+                try:
+                    async for event in events:
+                        if isinstance(event, RoundCompleted):
+                            instruments.count_round(event.trace)
+                        if isinstance(event, Finished):
+                            if watched:
+                                is_busy = self._admission.queued > 0
+                                self._shadows.follow(watched, event.generation, is_busy=is_busy)
+                            answer = _completed(event.generation, plan, queue_ms, before_run_ms)
+                            event = await self._finish(plan, answer, lead)
+                        yield event
+                except InvalidRequest as error:
+                    raise _with_public_paths(error) from error
+
+    async def _find_answer(
+        self, plan: Plan, stack: AsyncExitStack, *, is_refresh: bool
+    ) -> Finished | _Lead:
+        """The answer of the cache or of an equal request, or the lead if this request must run.
+
+        The stack holds the flights that this request leads. A refresh skips the cache.
+        """
+        control, key = plan.request.cache, plan.keys.answer
+        if plan.has_no_rewards or control is CacheControl.BYPASS:
+            return _Lead(stores=False)
+        if control is CacheControl.REFRESH:
+            return _Lead(stores=True)
+        # A request that allows degradation may get an answer where another one gets an error.
+        local_key = f"{key}:{plan.request.allow_degraded}"
+        flight = None
+        if not is_refresh:
+            with self._flights.watch(local_key) as watch:
+                if hit := await self._look_up(plan):
+                    return hit
+            flight = watch.landed
+        if flight is None:
+            joining = self._flights.join(local_key)
+            flight = await instruments.entered(stack, names.SPAN_FLIGHT, joining)
+        if flight.landed:
+            return Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
+        if not self._shared_flights:
+            return _Lead(stores=True, flight=flight)
+        leasing = self._shared_flights.join(key)
+        lease = await instruments.entered(stack, names.SPAN_SHARED_FLIGHT, leasing)
+        if lease.answer:
+            flight.land(lease.answer)
+            return Finished(lease.answer, AnswerSource.FLIGHT)
+        return _Lead(stores=True, flight=flight, lease=lease)
+
+    async def _look_up(self, plan: Plan) -> Finished | None:
+        """The stored answer; a stale one is refreshed in the background."""
+        with telemetry.span(names.SPAN_LOOKUP):
+            if plan.request.cache is CacheControl.USE_BETTER:
+                hit = await self._cache.get_better(plan.keys)
+            else:
+                hit = await self._cache.get(plan.keys.answer)
+        if hit and hit.stale:
+            self._refreshes.start(plan.keys.answer, partial(self._refresh, plan))
+        return Finished(hit.generation, AnswerSource.CACHE) if hit else None
+
+    async def _refresh(self, plan: Plan) -> None:
+        """Replace a stale answer, without a deadline and without degradation."""
+        strict = replace(plan.request, allow_degraded=False)
+        plan = replace(plan, request=strict, arrived=time.perf_counter(), time_left_s=None)
+        with telemetry.span(names.SPAN_REFRESH):
+            async with aclosing(self._answer(plan, is_refresh=True)) as events:
+                async for _ in events:
+                    pass
+
+    async def _admit(self, plan: Plan, record: OpenRecord | None, stack: AsyncExitStack) -> float:
+        """Wait for a permit, which the stack holds; returns the milliseconds waited."""
+        began = time.perf_counter()
+        if record:
+            record.queued()
+        permit = self._admission.enter(plan.tenant, plan.candidate_tokens, plan.left_s())
+        await instruments.admitted(stack, permit)
+        if record:
+            record.running()
+        return _ms_since(began)
+
+    async def _finish(self, plan: Plan, generation: Generation, lead: _Lead) -> Finished:
+        """Count a run's answer, store it, and give it to the requests that wait for it.
+
+        Storing takes at most half of the time left.
+        """
+        self._num_answers += 1
+        self._num_degraded += generation.degraded
+        self._num_hurried += generation.hurried
+        instruments.count_run(generation, plan.request.selection.algorithm)
+        if lead.stores:
+            left_s, lease = plan.left_s(), lead.lease
+            with telemetry.span(names.SPAN_STORE):
+                try:
+                    async with asyncio.timeout(None if left_s is None else left_s / 2):
+                        stored = plan.fits(generation)
+                        stored = stored and await self._cache.put(plan.keys, generation)
+                        if lease:
+                            await lease.land(stored)
+                except TimeoutError:
+                    if lease:
+                        lease.abandon()
+        if lead.flight and is_shareable(generation):
+            lead.flight.land(generation)
+        return Finished(generation)
+
+
+def _completed(
+    generation: Generation, plan: Plan, queue_ms: float, before_run_ms: float
+) -> Generation:
+    """A run's answer with times since the request's arrival, and what the plan adds."""
+    timings = generation.timings
+    added = (Degradation.REWARD,) if plan.has_no_rewards else ()
+    return replace(
+        generation,
+        degradations=(*generation.degradations, *added),
+        generator_fingerprint=generation.generator_fingerprint or plan.generator_fingerprint,
+        reward_fingerprint=generation.reward_fingerprint or plan.reward_fingerprint,
+        timings=replace(
+            timings,
+            total_ms=before_run_ms + timings.total_ms,
+            queue_ms=queue_ms,
+            first_round_ms=before_run_ms + timings.first_round_ms,
+        ),
+    )
+
+
+def _with_public_paths(error: InvalidRequest) -> InvalidRequest:
+    """The error with field paths of the public request instead of the generator's."""
+    violations = [
+        Violation(
+            "selection.n" if v.field in ("n", "open.n") else v.field.removeprefix("open."),
+            v.description,
+        )
+        for v in error.violations
+    ]
+    return InvalidRequest(violations, reason=error.reason, metadata=error.metadata)
+
+
+def _ms_since(then: float) -> float:
+    return (time.perf_counter() - then) * 1e3
+
+
+def _signed(event: Event, request_id: str, reward_order: Sequence[int]) -> Event:
+    """An event with the request's id, and raw scores in the order of the caller's rewards."""
+    match event:
+        case Admitted():
+            return replace(event, request_id=request_id)
+        case Finished(generation):
+            candidates = tuple(_in_order(ranked, reward_order) for ranked in generation.candidates)
+            generation = replace(generation, candidates=candidates, request_id=request_id)
+            return Finished(generation, event.source)
+        case _:
+            return event
+
+
+def _in_order(ranked: RankedCandidate, reward_order: Sequence[int]) -> RankedCandidate:
+    # After a fallback there is one value, the likelihood, whatever the rewards were.
+    if len(ranked.rewards) != len(reward_order):
+        return ranked
+    return replace(ranked, rewards=tuple(ranked.rewards[index] for index in reward_order))

@@ -1,0 +1,164 @@
+"""The deadline controller: makes cuts deeper or earlier if the answer would otherwise be late.
+
+It extrapolates from the speed so far. Standard library only; the clock is passed in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from orchestrator.loop.rejection import num_kept
+
+# Tokens of the first stride, before the speed is known.
+_FIRST_STRIDE_TOKENS = 16
+
+# A stride takes at most this part of the time left, so that a wrong estimate does no harm.
+_STRIDE_PART = 0.25
+
+# Reserved for what follows the last step: a part of all the time, and a minimum in seconds.
+_RESERVE_PART = 0.03
+_RESERVE_S = 0.05
+
+# The part of a step's time that does not depend on the number of rows (reading the weights), as
+# long as only one number of rows was measured.
+_FIXED_PART = 0.5
+
+# Candidates are assumed to end at the 95th percentile of an exponential distribution of lengths:
+# ln(20) times their mean length.
+_MOST_END = math.log(20)
+
+_ALPHA_STEP = 0.05
+
+
+@dataclass(slots=True)
+class DeadlineController:
+    """One request's speed and time left; without a deadline it changes nothing.
+
+    `next_token` returns the next decision token after a position.
+    """
+
+    next_token: Callable[[int], int]
+    max_tokens: int
+    time_left_s: float | None = None
+    clock: Callable[[], float] = time.perf_counter
+    hurried: bool = False  # whether it has changed anything
+    _deadline: float = field(init=False)
+    _reserve_s: float = field(init=False)
+    _steps: dict[int, float] = field(default_factory=dict)  # seconds per step, by rows
+    _latest_rows: int = 0
+    _score_s: float = 0.0  # per candidate
+    _num_ended: int = 0
+    _num_grown_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        left = math.inf if self.time_left_s is None else self.time_left_s
+        self._reserve_s = max(_RESERVE_S, _RESERVE_PART * left) if math.isfinite(left) else 0.0
+        self._deadline = self.clock() + left - self._reserve_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline, less the reserve."""
+        return self._deadline - self.clock()
+
+    @property
+    def patience_s(self) -> float | None:
+        """Longest wait for a stride in seconds; None: no limit."""
+        return self._patience_s(0.0)
+
+    @property
+    def score_patience_s(self) -> float | None:
+        """Longest wait for scores in seconds; half of the reserve is for those of the last step."""
+        return self._patience_s(self._reserve_s / 2)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time for one more step and its scores."""
+        return self.left_s < (self.step_s(1) + self._score_s if self._steps else 0.0)
+
+    def _patience_s(self, more_s: float) -> float | None:
+        return max(0.0, self.left_s + more_s) if self.time_left_s is not None else None
+
+    def note_stride(self, rows: int, num_tokens: int, num_ended: int, seconds: float) -> None:
+        """`rows` candidates grew by `num_tokens` each, and `num_ended` of them ended."""
+        if num_tokens > 0 and rows > 0:
+            self._steps[rows] = seconds / num_tokens
+            self._latest_rows = rows
+        self._num_ended += num_ended
+        self._num_grown_tokens += rows * num_tokens
+
+    def note_scoring(self, num_candidates: int, seconds: float) -> None:
+        """`num_candidates` were scored in `seconds`."""
+        self._score_s = seconds / max(1, num_candidates)
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of a step, on the line through the latest measurement and that of most rows."""
+        latest = self._steps[self._latest_rows]
+        most_rows = max(self._steps)
+        if most_rows > self._latest_rows:
+            slope = (self._steps[most_rows] - latest) / (most_rows - self._latest_rows)
+        else:
+            slope = (1 - _FIXED_PART) * latest / self._latest_rows
+        slope = min(max(0.0, slope), latest / self._latest_rows)
+        return latest + slope * (rows - self._latest_rows)
+
+    def stride_tokens(self, position: int, until: int, rows: int) -> int:
+        """Tokens to grow before the next look at the clock."""
+        wanted = until - position
+        if self.time_left_s is None:
+            return wanted
+        if not self._steps:
+            return min(wanted, _FIRST_STRIDE_TOKENS)
+        fitting = max(0.0, self.left_s) * _STRIDE_PART / max(self.step_s(rows), 1e-9)
+        return max(1, min(wanted, int(min(fitting, wanted))))
+
+    def must_cut(self, position: int, until: int, rows: int) -> bool:
+        """Whether the cut must come now: growing all rows to the decision token `until` leaves too
+        little time, even if only one row continues from there."""
+        if not self._can_help(position, rows):
+            return False
+        grown_s = (until - position) * self.step_s(rows) + rows * self._score_s
+        late = grown_s + self._finish_s(until, 1, 0.0) > self.left_s
+        self.hurried = self.hurried or late
+        return late
+
+    def alpha(self, position: int, num_ranked: int, alpha: float) -> float:
+        """The least alpha, from the request's on, with which the plan finishes in time.
+
+        The request's alpha if not even a single candidate would finish: with more candidates it is
+        likelier that one ends early.
+        """
+        if not self._can_help(position, num_ranked):
+            return alpha
+        deepest = 1 - 1 / num_ranked
+        tried = alpha
+        while not self._fits(position, num_kept(num_ranked, tried), tried) and tried < deepest:
+            tried = min(round(tried + _ALPHA_STEP, 6), deepest)
+        self.hurried = self.hurried or tried > alpha
+        return tried
+
+    def _can_help(self, position: int, num_candidates: int) -> bool:
+        """Whether rejecting candidates can bring one to its end in time."""
+        known = self.time_left_s is not None and bool(self._steps)
+        return known and num_candidates > 1 and self._fits(position, 1, 0.0)
+
+    def _fits(self, position: int, rows: int, alpha: float) -> bool:
+        return self._finish_s(position, rows, alpha) <= self.left_s
+
+    def _finish_s(self, position: int, rows: int, alpha: float) -> float:
+        """Seconds until all rows have ended, if every round rejects the fraction alpha."""
+        seconds, end = 0.0, self._end(position)
+        while position < end:
+            until = min(self.next_token(position), end)
+            seconds += (until - position) * self.step_s(rows) + rows * self._score_s
+            position, rows = until, num_kept(rows, alpha)
+        return seconds
+
+    def _end(self, position: int) -> int:
+        """The position at which candidates that have reached `position` will have ended."""
+        if not self._num_ended:
+            return self.max_tokens
+        mean_tokens = self._num_grown_tokens / self._num_ended
+        return min(self.max_tokens, position + math.ceil(_MOST_END * mean_tokens))

@@ -1,0 +1,63 @@
+"""The rejection policy of Speculative Rejection (arXiv 2410.20290, Algorithm 1).
+
+Pure functions of numbers: no model, no wire, no clock. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Decimal
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The outcome of one round: `ranking` best first, split into `kept` and `rejected` ids."""
+
+    ranking: tuple[int, ...]
+    kept: frozenset[int]
+    rejected: frozenset[int]
+
+
+def num_kept(num_ranked: int, alpha: float) -> int:
+    """max(1, round_half_even((1 - alpha) * num_ranked)), with alpha as it is written in decimal.
+
+    In binary, (1 - 0.9) * 15 falls just short of 1.5, which would change the rounding.
+    """
+    exact = (1 - Decimal(repr(alpha))) * num_ranked
+    return max(1, int(exact.to_integral_value(rounding=ROUND_HALF_EVEN)))
+
+
+def rank(scores: Mapping[int, float], vetoed: Collection[int] = ()) -> list[int]:
+    """Candidate ids by descending score, vetoed ones last; ties: the lower id first."""
+    return sorted(
+        scores, key=lambda candidate: (candidate in vetoed, -scores[candidate], candidate)
+    )
+
+
+def cut(
+    scores: Mapping[int, float],
+    live: Collection[int],
+    alpha: float,
+    *,
+    must_release: bool,
+    vetoed: Collection[int] = (),
+    has_answer: bool = False,
+) -> Cut:
+    """Reject the lowest fraction alpha of the ranked candidates, finished and live together.
+
+    At least one candidate is kept. With `must_release` (the slots are full) at least one *live*
+    candidate is rejected unless only one is live: a round that frees nothing could never end.
+
+    Vetoed candidates rank lowest and are rejected whatever alpha is. If all are vetoed, the best
+    live one is kept, so that there is an answer; none is kept with `has_answer`, which means that a
+    complete candidate without a veto exists, though it was ranked out.
+    """
+    ranking = rank(scores, vetoed)
+    kept = [number for number in ranking[: num_kept(len(ranking), alpha)] if number not in vetoed]
+    if not kept and not has_answer:
+        kept = ([number for number in ranking if number in live] or ranking)[:1]
+    live_kept = [candidate for candidate in kept if candidate in live]
+    if must_release and len(live) > 1 and len(live_kept) == len(live):
+        kept.remove(live_kept[-1])
+    return Cut(tuple(ranking), frozenset(kept), frozenset(ranking) - frozenset(kept))

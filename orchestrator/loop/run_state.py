@@ -1,0 +1,284 @@
+"""The state of one request's candidates: which live, their scores, and what they have cost.
+
+The run loop updates it after every round; it makes no decisions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from orchestrator.loop import rejection
+from orchestrator.loop.composition import LIKELIHOOD, Verdict
+from orchestrator.loop.scoring import RawScores, fingerprint_of, judged
+from specrej.contracts import (
+    Candidate,
+    CandidateTrace,
+    Degradation,
+    Fate,
+    FinishReason,
+    Generation,
+    RankedCandidate,
+    Round,
+    RoundTrace,
+    Timings,
+    Usage,
+    WeightedReward,
+)
+from specrej.errors import DeadlineExceeded, InternalError, Unavailable
+
+
+@dataclass(slots=True)
+class RunState:
+    """All candidates of one request, by id.
+
+    `ranked`: those still in the ranking, finished or live. A finished candidate that is ranked out
+    leaves the ranking but can still be the answer: it holds no slots.
+    `verdicts`: of all ranked and all finished candidates, as of the last decision token.
+    """
+
+    n: int
+    prompt_tokens: int
+    rewards: tuple[WeightedReward, ...]
+    keeps_tokens: bool  # whether the answers include token ids and logprobs
+    live: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)  # with their generator, while they grew
+    ranked: set[int] = field(default_factory=set)
+    latest: dict[int, Candidate] = field(default_factory=dict)
+    raw: dict[int, tuple[float, ...]] = field(default_factory=dict)  # one value per reward
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    rounds: list[RoundTrace] = field(default_factory=list)
+    degradations: list[Degradation] = field(default_factory=list)
+    hurried: bool = False
+    num_tokens: int = 0  # of every live candidate
+    num_started: int = 0  # live when the latest round began
+    repeated_tokens: int = 0
+    reward_tokens: int = 0
+    made_by: set[str] = field(default_factory=set)  # fingerprints of generators
+    judged_by: set[tuple[str, ...]] = field(default_factory=set)  # fingerprints of all rewards
+    open_ms: float = 0.0
+    first_round_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.live = set(range(self.n))
+
+    def take(self, ended: Round, *, may_degrade: bool) -> None:
+        """Add the tokens of a round.
+
+        Raises:
+            InternalError: a live candidate is missing; without it the loop might never end.
+            Unavailable: a generator was lost with its candidates, and `may_degrade` is not set.
+        """
+        self.num_started = len(self.live)
+        if ended.lost:
+            self._lose(ended.lost, may_degrade=may_degrade)
+        if missing := self.live - {candidate.id for candidate in ended.candidates}:
+            raise InternalError(f"the generator lost {len(missing)} candidates")
+        self.made_by |= ended.made_by
+        self.repeated_tokens += ended.repeated_tokens
+        self.num_tokens = max(self.num_tokens, ended.num_tokens)
+        self.latest.update((candidate.id, candidate) for candidate in ended.candidates)
+        self.live -= {c.id for c in ended.candidates if c.finish is not None}
+        if self.keeps_tokens:
+            for candidate in ended.candidates:
+                self.token_ids[candidate.id] += candidate.new_token_ids
+                self.logprobs[candidate.id] += candidate.new_logprobs
+
+    def _lose(self, lost: Collection[int], *, may_degrade: bool) -> None:
+        if not may_degrade:
+            raise Unavailable("a generator was lost, and with it some of the candidates")
+        if Degradation.CANDIDATES not in self.degradations:
+            self.degradations.append(Degradation.CANDIDATES)
+        self.lost |= set(lost)
+        self.live -= self.lost
+        self.ranked -= self.lost
+
+    def judge(self, candidates: Sequence[Candidate], scored: RawScores) -> None:
+        """Store the raw scores of these candidates and compute all verdicts anew.
+
+        A finished candidate keeps its raw scores; its verdict may change where it depends on those
+        of other candidates. After a fallback, the likelihood replaces all earlier raw scores.
+        """
+        if scored.is_fallback and Degradation.REWARD not in self.degradations:
+            self.degradations.append(Degradation.REWARD)
+            self.rewards = (WeightedReward(LIKELIHOOD),)
+            self.raw = {number: (known.mean_logprob,) for number, known in self.latest.items()}
+            self.judged_by.clear()
+        if scored.fingerprints:
+            self.judged_by.add(scored.fingerprints)
+        fresh = {c.id: values for c, values in zip(candidates, scored.values, strict=True)}
+        self.raw |= fresh
+        self.ranked |= fresh.keys()
+        counting = sorted({*self.ranked, *self.ended()})
+        self.verdicts = judged({number: self.raw[number] for number in counting}, self.rewards)
+        self.reward_tokens += scored.computed_tokens
+
+    def scores(self, numbers: Iterable[int]) -> dict[int, float]:
+        """Scores of those with a verdict, as of the last decision token."""
+        verdicts = self.verdicts
+        return {number: verdicts[number].score for number in numbers if number in verdicts}
+
+    @property
+    def vetoed(self) -> set[int]:
+        """Candidates that a reward vetoes, as of the last decision token."""
+        return {number for number, verdict in self.verdicts.items() if verdict.vetoed}
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is a complete answer that no reward vetoes."""
+        vetoed = self.vetoed
+        return any(n not in vetoed and not self._is_truncated(n) for n in self.ended())
+
+    def cut_short(self, *, may_degrade: bool) -> None:
+        """End all live candidates here, truncated: time ran out before any was complete.
+
+        Raises:
+            DeadlineExceeded: `may_degrade` is not set, or there is no text yet.
+        """
+        if not may_degrade or not self.latest:
+            raise DeadlineExceeded("no answer was complete before the deadline")
+        self.degradations.append(Degradation.DEADLINE)
+        for number in self.live:
+            self.latest[number] = replace(self.latest[number], finish=FinishReason.LENGTH)
+            # Scores of the last decision token; before the first one, the likelihood.
+            self.raw.setdefault(number, (self.latest[number].mean_logprob,) * len(self.rewards))
+        self.verdicts |= {
+            number: Verdict(self.latest[number].mean_logprob, vetoed=False)
+            for number in self.live - self.verdicts.keys()
+        }
+        self.ranked |= self.live
+        self.live = set()
+
+    def keep(self, kept: frozenset[int]) -> None:
+        """Remove all others from the ranking."""
+        self.ranked &= kept
+        self.live &= kept
+
+    def ended(self) -> list[int]:
+        """Ids of the finished candidates, ranked out or not."""
+        return [number for number, candidate in self.latest.items() if candidate.finish]
+
+    def answers(self) -> list[int]:
+        """Finished ids, best first: complete before truncated, vetoed last, each by score."""
+        vetoed = self.vetoed
+        by_score = rejection.rank(self.scores(self.ended()), vetoed)
+        return sorted(by_score, key=lambda n: (n in vetoed, self._is_truncated(n)))
+
+    def best_text(self) -> str:
+        """The text with the highest score so far, finished or live; vetoed only if all are."""
+        best = self._best()
+        return self.latest[best].text if best is not None else ""
+
+    def trace(
+        self, number: int, ended: Round, freed: int, times_s: Sequence[float], alpha: float
+    ) -> RoundTrace:
+        """The record of a round. `times_s`: its begin, and the ends of extend, score and prune."""
+        candidates, vetoed, best = ended.candidates, self.vetoed, self._best()
+        num_finished = sum(candidate.finish is not None for candidate in candidates)
+        extend_ms, score_ms, prune_ms = ((end - begin) * 1e3 for begin, end in pairwise(times_s))
+        fates = self._fates(candidates)
+        trace = RoundTrace(
+            number=number,
+            decision_token=ended.num_tokens,
+            ended_by=ended.ended_by,
+            num_started=self.num_started,
+            num_finished=num_finished,
+            num_rejected=self.num_started - num_finished - len(self.live) - len(ended.lost),
+            num_live=len(self.live),
+            best_score=self.verdicts[best].score if best is not None else 0.0,
+            scores=tuple(fate.score for fate in fates),
+            session_slots=ended.slots.session,
+            freed_slots=freed,
+            capacity_slots=ended.slots.capacity,
+            generated_tokens=ended.repeated_tokens + sum(len(c.new_token_ids) for c in candidates),
+            extend_ms=extend_ms,
+            score_ms=score_ms,
+            prune_ms=prune_ms,
+            num_vetoed=sum(c.finish is None and c.id in vetoed for c in candidates),
+            num_lost=len(ended.lost),
+            alpha=alpha,
+            candidates=fates,
+        )
+        self.rounds.append(trace)
+        return trace
+
+    def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:
+        """Scores and fates of a round's candidates after its cut, best first."""
+        finished = {candidate.id for candidate in candidates if candidate.finish}
+        vetoed, scores = self.vetoed, self.scores(candidate.id for candidate in candidates)
+
+        def fate(number: int) -> Fate:
+            if number in finished:
+                return Fate.FINISHED
+            if number in self.live:
+                return Fate.KEPT
+            return Fate.VETOED if number in vetoed else Fate.REJECTED
+
+        ranking = rejection.rank(scores)
+        return tuple(CandidateTrace(number, scores[number], fate(number)) for number in ranking)
+
+    def generation(self, num_candidates: int, total_ms: float) -> Generation:
+        """The answer."""
+        chosen = tuple(self._ranked(number) for number in self.answers()[:num_candidates])
+        return Generation(
+            candidates=chosen,
+            rounds=tuple(self.rounds),
+            usage=self._usage(chosen[0].num_tokens),
+            timings=Timings(
+                total_ms=total_ms,
+                open_ms=self.open_ms,
+                extend_ms=sum(trace.extend_ms for trace in self.rounds),
+                score_ms=sum(trace.score_ms for trace in self.rounds),
+                prune_ms=sum(trace.prune_ms for trace in self.rounds),
+                first_round_ms=self.first_round_ms,
+            ),
+            n=self.n,
+            # Several are joined: the request has moved to a backend of another version.
+            generator_fingerprint="+".join(sorted(self.made_by)),
+            reward_fingerprint="+".join(
+                sorted(fingerprint_of(self.rewards, judges) for judges in self.judged_by)
+            ),
+            degradations=tuple(self.degradations),
+            hurried=self.hurried,
+        )
+
+    def _is_truncated(self, number: int) -> bool:
+        return self.latest[number].finish is FinishReason.LENGTH
+
+    def _best(self) -> int | None:
+        ranking = rejection.rank(self.scores({*self.ranked, *self.ended()}), self.vetoed)
+        return ranking[0] if ranking else None
+
+    def _ranked(self, number: int) -> RankedCandidate:
+        candidate = self.latest[number]
+        assert candidate.finish
+        return RankedCandidate(
+            id=number,
+            text=candidate.text,
+            score=self.verdicts[number].score,
+            finish=candidate.finish,
+            num_tokens=candidate.num_tokens,
+            mean_logprob=candidate.mean_logprob,
+            token_ids=tuple(self.token_ids[number]),
+            logprobs=tuple(self.logprobs[number]),
+            rewards=self.raw[number],
+            vetoed=self.verdicts[number].vetoed,
+        )
+
+    def _usage(self, answer_tokens: int) -> Usage:
+        ended = [c.num_tokens for c in self.latest.values() if c.finish is not None]
+        rejected = [c.num_tokens for c in self.latest.values() if c.finish is None]
+        mean_ended = sum(ended) / len(ended)
+        estimate = sum(ended) + sum(max(tokens, mean_ended) for tokens in rejected)
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=sum(ended) + sum(rejected) + self.repeated_tokens,
+            answer_tokens=answer_tokens,
+            reward_tokens=self.reward_tokens,
+            freed_slots=sum(trace.freed_slots for trace in self.rounds),
+            best_of_n_tokens_estimate=round(estimate),
+        )

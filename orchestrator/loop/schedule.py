@@ -1,0 +1,31 @@
+"""Where rounds end: the next decision token after a token position. Pure; standard library only."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+from specrej.contracts import GeometricSchedule, MemorySchedule, Schedule, TokensSchedule
+
+
+def next_decision_token(schedule: Schedule, num_tokens: int, max_tokens: int) -> int:
+    """The first planned decision token beyond `num_tokens`, at most `max_tokens`."""
+    match schedule:
+        case GeometricSchedule(first, factor):
+            # The least floor(first * factor**i) beyond num_tokens: a small factor has equal ones.
+            exact = float(first)
+            while math.floor(exact) <= num_tokens and exact < max_tokens:
+                exact *= factor
+            return math.floor(min(exact, max_tokens))
+        case TokensSchedule(tokens):
+            index = bisect_right(tokens, num_tokens)
+            return min(tokens[index], max_tokens) if index < len(tokens) else max_tokens
+        case MemorySchedule():
+            return max_tokens
+
+
+def first_round_tokens(schedule: Schedule, max_tokens: int) -> int:
+    """Tokens that every candidate must be able to reach before the first cut."""
+    if isinstance(schedule, MemorySchedule):
+        return min(schedule.first, max_tokens)
+    return next_decision_token(schedule, 0, max_tokens)

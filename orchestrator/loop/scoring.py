@@ -1,0 +1,163 @@
+"""Raw scores of candidates: the likelihood, and all rewards of one request together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Self
+
+from orchestrator.loop.composition import Verdict, combine
+from specrej import fingerprint
+from specrej.contracts import Candidate, Prompt, Scorer, Scores, ScoringSession, WeightedReward
+from specrej.errors import InternalError, Overloaded, RewardInvalid, SessionExpired, Unavailable
+
+log = logging.getLogger(__name__)
+
+# Errors after which the likelihood may replace the rewards. TimeoutError: no scores in time.
+_REWARD_FAILED = (Unavailable, Overloaded, InternalError, SessionExpired, TimeoutError)
+
+
+class LikelihoodScorer:
+    """Scores a candidate by its mean log-likelihood (the paper's self-reward)."""
+
+    @asynccontextmanager
+    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+        yield self
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        return Scores(tuple(candidate.mean_logprob for candidate in candidates))
+
+
+@dataclass(frozen=True, slots=True)
+class RawScores:
+    """One tuple per candidate, with one value per reward, before normalisation and weights.
+
+    `fingerprints` are the rewards' own, "" where a reward sends none. With `is_fallback` the
+    values are likelihoods, one per candidate.
+    """
+
+    values: tuple[tuple[float, ...], ...]
+    computed_tokens: int = 0
+    fingerprints: tuple[str, ...] = ()
+    is_fallback: bool = False
+
+
+class RequestScorer:
+    """Scores the candidates of one prompt with all rewards of a request, concurrently.
+
+    Use as a context manager: the rewards' sessions are open while the context lasts. After a
+    failure, with `may_fall_back`, the likelihood replaces the rewards for the rest of the request,
+    because values of two kinds cannot be compared.
+    """
+
+    def __init__(
+        self, scorers: Sequence[Scorer], prompt: Prompt, *, may_fall_back: bool = False
+    ) -> None:
+        """`scorers`: at least one."""
+        self._scorers = scorers
+        self._prompt = prompt
+        self._may_fall_back = may_fall_back
+        self._exit = AsyncExitStack()
+        self._sessions: list[ScoringSession] = []  # empty after a fallback
+
+    async def __aenter__(self) -> Self:
+        try:
+            async with AsyncExitStack() as stack:
+                for scorer in self._scorers:
+                    session = await stack.enter_async_context(scorer.open(self._prompt))
+                    self._sessions.append(session)
+                self._exit = stack.pop_all()
+        except _REWARD_FAILED as error:
+            self._fall_back(error)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # The error is passed on: after one, sessions end without a final exchange.
+        await self._exit.__aexit__(kind, error, traceback)
+
+    async def score(
+        self, candidates: Sequence[Candidate], patience_s: float | None = None
+    ) -> RawScores:
+        """Raw scores of the candidates, after at most `patience_s` seconds (None: no limit).
+
+        Raises:
+            RewardInvalid: a score is missing or not finite, and there is no fallback.
+            TimeoutError: the rewards took longer, and there is no fallback.
+        """
+        if self._sessions:
+            try:
+                async with asyncio.timeout(patience_s):
+                    return await self._score_all(candidates)
+            except _REWARD_FAILED as error:
+                self._fall_back(error)
+        likelihoods = tuple((candidate.mean_logprob,) for candidate in candidates)
+        return RawScores(likelihoods, is_fallback=True)
+
+    async def _score_all(self, candidates: Sequence[Candidate]) -> RawScores:
+        # Not a TaskGroup: it wraps the error, which decides the status, in an ExceptionGroup.
+        tasks = [asyncio.ensure_future(checked(one, candidates)) for one in self._sessions]
+        try:
+            parts = await asyncio.gather(*tasks)
+        finally:
+            # If one fails, the others must end before their sessions close.
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        return RawScores(
+            tuple(zip(*(part.values for part in parts), strict=True)),
+            sum(part.computed_tokens for part in parts),
+            tuple(part.fingerprint for part in parts),
+        )
+
+    def _fall_back(self, error: Exception) -> None:
+        """Replace the rewards by the likelihood, or raise the error again."""
+        if not self._may_fall_back:
+            raise error
+        log.warning("a reward failed (%s): ranking by likelihood", type(error).__name__)
+        self._sessions = []
+
+
+async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> Scores:
+    """Scores of one reward.
+
+    Raises:
+        RewardInvalid: their number differs from the candidates', or one is not finite.
+    """
+    scores = await session.score(candidates)
+    if len(scores.values) != len(candidates):
+        raise RewardInvalid(f"{len(scores.values)} scores for {len(candidates)} candidates")
+    if not all(map(math.isfinite, scores.values)):
+        raise RewardInvalid("a score is not finite")
+    return scores
+
+
+def fingerprint_of(rewards: Sequence[WeightedReward], fingerprints: Sequence[str]) -> str:
+    """Fingerprint of weighted rewards together, independent of their order."""
+    pairs = zip(rewards, fingerprints, strict=True)
+    return fingerprint.of_values(
+        rewards={reward.name: [asdict(reward), own] for reward, own in pairs}
+    )
+
+
+def judged(
+    values: Mapping[int, Sequence[float]], rewards: Sequence[WeightedReward]
+) -> dict[int, Verdict]:
+    """`combine`, with finite scores only.
+
+    Raises:
+        RewardInvalid: a weighted sum of finite values is too large for a float.
+    """
+    verdicts = combine(values, rewards)
+    if not all(math.isfinite(verdict.score) for verdict in verdicts.values()):
+        raise RewardInvalid("a combined score is not finite")
+    return verdicts

@@ -1,0 +1,182 @@
+"""Records of the last requests: times, rounds and rewards, without texts; bounded in size."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from specrej.contracts import (
+    Admitted,
+    AnswerSource,
+    Event,
+    Finished,
+    Generation,
+    RecordedRound,
+    RequestRecord,
+    RoundCompleted,
+    RoundTrace,
+    Selection,
+)
+from specrej.errors import Cancelled, DeadlineExceeded, InternalError, NotFound, SpecrejError
+
+OK = "OK"
+
+# In candidates of a round, of about 100 bytes each; a round itself counts as some.
+_ROUND_SIZE = 8
+MAX_SIZE = 131_072  # of all records
+MAX_RECORD_SIZE = 16_384  # of one: its later rounds are recorded without their candidates
+
+
+class OpenRecord:
+    """The record of a request that runs; times are seconds of `clock`."""
+
+    def __init__(self, record: RequestRecord, arrived: float, clock: Callable[[], float]) -> None:
+        self.size = 0
+        self._record = record
+        self._arrived = arrived
+        self._clock = clock
+        self._rounds: list[RecordedRound] = []
+
+    def queued(self) -> None:
+        """The request begins to wait for its turn."""
+        self._record = replace(self._record, queued_at_ms=self._now_ms())
+
+    def running(self) -> None:
+        """The request begins to run."""
+        self._record = replace(self._record, running_at_ms=self._now_ms())
+
+    def add(self, event: Event) -> None:
+        """Record an event as it happens."""
+        match event:
+            case Admitted(n, prompt_tokens):
+                opened_at_ms = self._now_ms()
+                self._record = replace(
+                    self._record, n=n, prompt_tokens=prompt_tokens, opened_at_ms=opened_at_ms
+                )
+            case RoundCompleted(trace):
+                self._add_round(self._now_ms() - _duration_ms(trace), trace)
+            case Finished(generation, source):
+                self._add_answer(generation, source)
+
+    def end(self, outcome: str) -> None:
+        """Record OK or the reason of an error; only the first call counts."""
+        if not self._record.outcome:
+            self._record = replace(self._record, outcome=outcome, elapsed_ms=self._now_ms())
+
+    def read(self) -> RequestRecord:
+        """The record as of now."""
+        elapsed_ms = self._record.elapsed_ms if self._record.outcome else self._now_ms()
+        return replace(self._record, rounds=tuple(self._rounds), elapsed_ms=elapsed_ms)
+
+    def _add_answer(self, generation: Generation, source: AnswerSource) -> None:
+        if source is not AnswerSource.RUN and generation.rounds:
+            # The rounds of the run that made the answer, which followed each other.
+            first_ms = generation.timings.first_round_ms - _duration_ms(generation.rounds[0])
+            start_ms = max(0.0, first_ms)
+            for trace in generation.rounds:
+                self._add_round(start_ms, trace)
+                start_ms += _duration_ms(trace)
+        self._record = replace(
+            self._record,
+            n=generation.n,
+            prompt_tokens=generation.usage.prompt_tokens,
+            source=source,
+            answer_id=generation.best.id,
+            score=generation.best.score,
+            usage=generation.usage,
+            degradations=generation.degradations,
+            hurried=generation.hurried,
+        )
+        self.end(OK)
+
+    def _add_round(self, start_ms: float, trace: RoundTrace) -> None:
+        if self.size + len(trace.candidates) > MAX_RECORD_SIZE:
+            trace = replace(trace, scores=(), candidates=())
+        self.size += _ROUND_SIZE + len(trace.candidates)
+        self._rounds.append(RecordedRound(max(0.0, start_ms), trace))
+
+    def _now_ms(self) -> float:
+        return (self._clock() - self._arrived) * 1e3
+
+
+class RequestRecords:
+    """Records of the last `max_requests` requests, running ones included; 0 keeps none.
+
+    `clock` returns seconds.
+    """
+
+    def __init__(
+        self, max_requests: int = 256, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._max_requests = max_requests
+        self._clock = clock
+        # By tenant and id, the oldest first.
+        self._running: dict[tuple[str, str], OpenRecord] = {}
+        self._ended: dict[tuple[str, str], OpenRecord] = {}
+
+    def find(self, request_id: str, tenant: str) -> RequestRecord:
+        """Raises NotFound: no record, or another tenant's; the error does not differ."""
+        key = tenant, request_id
+        record = self._running.get(key) or self._ended.get(key)
+        if record is None:
+            raise NotFound("no record of such a request of this tenant")
+        return record.read()
+
+    @contextmanager
+    def recording(
+        self,
+        request_id: str,
+        tenant: str,
+        selection: Selection,
+        max_tokens: int,
+        *,
+        arrived: float,
+        time_left_s: float | None = None,
+    ) -> Iterator[OpenRecord]:
+        """The record of a request that arrived at `arrived` on the clock; leaving ends it.
+
+        `time_left_s` was left to its deadline then.
+        """
+        record = RequestRecord(request_id, time.time(), selection, max_tokens)
+        opened, key = OpenRecord(record, arrived, self._clock), (tenant, request_id)
+        self._running[key] = opened
+        self._trim()
+        try:
+            yield opened
+        except BaseException as error:
+            is_late = time_left_s is not None and self._clock() - arrived >= time_left_s
+            opened.end(_reason(error, is_late=is_late))
+            raise
+        finally:
+            opened.end(InternalError.reason)  # unless it has ended
+            if self._running.pop(key, None):
+                self._ended[key] = opened
+            self._trim()
+
+    def _trim(self) -> None:
+        """Drop what exceeds the limits: the oldest first, ended requests before running ones."""
+        while self._ended:
+            records = [*self._running.values(), *self._ended.values()]
+            size = sum(record.size for record in records)
+            if len(records) <= self._max_requests and size <= MAX_SIZE:
+                break
+            del self._ended[next(iter(self._ended))]
+        while len(self._running) > self._max_requests:
+            del self._running[next(iter(self._running))]
+
+
+def _reason(error: BaseException, *, is_late: bool) -> str:
+    if isinstance(error, SpecrejError):
+        return error.reason
+    # The server cancels a late call just as a client that hangs up does.
+    is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    if isinstance(error, TimeoutError) or (is_cancelled and is_late):
+        return DeadlineExceeded.reason
+    return Cancelled.reason if is_cancelled else InternalError.reason
+
+
+def _duration_ms(trace: RoundTrace) -> float:
+    return trace.extend_ms + trace.score_ms + trace.prune_ms

@@ -1,0 +1,334 @@
+"""The options of every kind of reward, declared once; imports no torch.
+
+A spec is one entry of the setting `rewards`. The reward that it loads reads its options from the
+spec, and they are part of the reward's fingerprint.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from specrej import fingerprint
+from specrej.credentials import Credentials
+
+if TYPE_CHECKING:
+    from reward_service.reward import Reward
+
+# The generator's own mean log-likelihood has this name in requests.
+_RESERVED = "likelihood"
+
+# Options that name files; what they hold is in the fingerprint, not where it is.
+_PATHS = ("directory", "head", "adapter", "reference")
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TimeoutSeconds = Annotated[float, Field(gt=0, le=3600)]
+LabelWeights = Annotated[tuple[Finite, ...], Field(min_length=1, max_length=256)]
+
+# How an unfinished text is scored: as if its turn ended here, or as a turn that goes on.
+Unfinished = Literal["closed", "open"]
+
+# What writes special tokens such as BOS: the chat template or the tokenizer. With "tokenizer", a
+# BOS that the template writes first is removed, so that there is one.
+SpecialTokens = Literal["template", "tokenizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a reward may use.
+
+    device: "cpu", "cuda" or "cuda:N"; threads: CPU threads of torch, 0 leaves torch's choice;
+    token_budget: most tokens per forward pass; kept_tokens: most tokens of keys and
+    values that a causal reward keeps for all sessions together.
+    """
+
+    device: str = "cpu"
+    threads: int = 0
+    token_budget: int = 2048
+    kept_tokens: int = 65_536
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Spec(_Options):
+    """One reward: its name in requests, its kind, and the kind's options."""
+
+    # "module:function" in this package, to call with the spec and the resources. A string, as most
+    # of these modules import torch.
+    loader: ClassVar[str]
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+
+    @field_validator("name")
+    @classmethod
+    def _is_not_reserved(cls, name: str) -> str:
+        if name == _RESERVED:
+            raise ValueError(f"{_RESERVED} is the generator's own reward, choose another name")
+        return name
+
+    def load(self, resources: Resources) -> Reward:
+        """The reward that this spec describes.
+
+        Raises:
+            FileNotFoundError: a file or directory that it names does not exist.
+            OSError, ValueError, RuntimeError: it is no such reward, or cannot be reached.
+        """
+        for option in _PATHS:
+            path: Path | None = getattr(self, option, None)
+            if path and not path.exists():
+                what = "model directory" if option == "directory" else option
+                raise FileNotFoundError(f"reward {self.name}: no {what} {path}")
+        module, _, function = self.loader.partition(":")
+        load = getattr(import_module(f"reward_service.{module}"), function)
+        reward: Reward = load(self, resources)
+        return reward
+
+
+class ToySpec(Spec):
+    """The share of vowels, for dry runs."""
+
+    loader = "toy:load_toy"
+    kind: Literal["toy"] = "toy"
+
+
+class RelevanceSpec(Spec):
+    """Cosine of all-MiniLM-L6-v2 embeddings of prompt and response."""
+
+    loader = "encoder:RelevanceReward"
+    kind: Literal["relevance"] = "relevance"
+    directory: Path
+
+
+class LocalSpec(Spec):
+    """A model in a local directory; code that comes with it runs only if trusted."""
+
+    directory: Path
+    trust_remote_code: bool = False
+
+    def fingerprint(self, resources: Resources, **digests: str) -> str:
+        """Of the weights and every option; `digests` are of other files than the directory's."""
+        options = self.model_dump(mode="json", exclude={"name", *_PATHS})
+        options["dtype"] = "float32" if resources.device == "cpu" else "auto"
+        return fingerprint.of_directory(self.directory, options | digests)
+
+
+class Transform(_Options):
+    """scale * f(logit) + offset, f being the identity or the logistic function."""
+
+    kind: Literal["identity", "sigmoid"] = "identity"
+    scale: Finite = 1.0
+    offset: Finite = 0.0
+
+    def __call__(self, logit: float) -> float:
+        if self.kind == "sigmoid":
+            # Without an overflow on either side.
+            logit = 0.5 * (1 + math.tanh(0.5 * logit))
+        return self.scale * logit + self.offset
+
+
+class CrossEncoderSpec(LocalSpec):
+    """An encoder that reads prompt and response as a pair."""
+
+    loader = "encoder:CrossEncoderReward"
+    kind: Literal["cross-encoder"] = "cross-encoder"
+    transform: Transform = Transform()
+
+
+class CausalSpec(LocalSpec):
+    """A decoder-only model, and how conversations are written for it.
+
+    format: plain text such as "{prompt} {response}" in place of the chat template; {prompt} is the
+    contents of all turns, separated by blank lines. special_tokens: "template" if left out, but
+    "tokenizer" with a format.
+    """
+
+    special_tokens: SpecialTokens | None = None
+    format: str = ""
+    unfinished: Unfinished = "closed"
+
+    @field_validator("format")
+    @classmethod
+    def _has_both_places(cls, plain: str) -> str:
+        if plain and (plain.count("{response}") != 1 or plain.count("{prompt}") != 1):
+            raise ValueError("must be empty, or have {prompt} and {response} once each")
+        if plain.find("{response}") < plain.find("{prompt}"):
+            raise ValueError("must have {prompt} before {response}")
+        return plain
+
+
+class ClassifierSpec(CausalSpec):
+    """A decoder-only sequence classifier, or a backbone with a head of its own.
+
+    head: a file that `specrej train-reward` wrote; adapter: a directory of LoRA weights;
+    label_weights: the weight of each label's logit in the score.
+    """
+
+    loader = "classifier:load_classifier"
+    kind: Literal["classifier"] = "classifier"
+    head: Path | None = None
+    adapter: Path | None = None
+    label_weights: LabelWeights = (1.0,)
+    transform: Transform = Transform()
+
+    @model_validator(mode="after")
+    def _a_head_has_one_label(self) -> ClassifierSpec:
+        if self.head and len(self.label_weights) > 1:
+            raise ValueError("a head of its own has one label: label_weights must be one number")
+        return self
+
+
+class VLLMClassifierSpec(CausalSpec):
+    """A decoder-only sequence classifier on vLLM; vllm_options: further engine arguments."""
+
+    loader = "vllm_classifier:load_vllm_classifier"
+    kind: Literal["vllm-classifier"] = "vllm-classifier"
+    label_weights: LabelWeights = (1.0,)
+    transform: Transform = Transform()
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
+
+
+class GatedSpec(CausalSpec):
+    """Several objectives and a gate.
+
+    gate_at: the text between prompt and response; its first token closes the prompt, such as
+    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n" for Llama 3.
+    """
+
+    loader = "gated:load_gated"
+    kind: Literal["gated"] = "gated"
+    gate_at: str = Field(min_length=1)
+
+
+class LikelihoodSpec(CausalSpec):
+    """A language model's log-likelihood of the response, less a reference model's if there is one.
+
+    beta: a factor; mean: per token, so that length is no disadvantage, else the sum.
+    """
+
+    loader = "likelihood:load_likelihood"
+    kind: Literal["likelihood"] = "likelihood"
+    unfinished: Unfinished = "open"
+    reference: Path | None = None
+    beta: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    mean: bool = True
+
+
+class ProcessSpec(CausalSpec):
+    """The steps of a response.
+
+    separator: what ends a step in a response; step_token: the one token that stands there for the
+    model; step_text: a text that holds it, for models trained on texts tokenized whole; good, bad:
+    the words to compare by their probabilities; without them the model is a token classifier, and
+    good_label is the index of its label that means good.
+    """
+
+    loader = "process:load_process"
+    kind: Literal["process"] = "process"
+    unfinished: Unfinished = "open"
+    separator: str = Field("\n\n", min_length=1)
+    step_token: str = Field("\n\n", min_length=1)
+    step_text: str = ""
+    good: str = ""
+    bad: str = ""
+    good_label: int = Field(1, ge=0)
+    aggregate: Literal["last", "min", "mean"] = "min"
+
+    @model_validator(mode="after")
+    def _has_both_words_or_none(self) -> ProcessSpec:
+        if bool(self.good) != bool(self.bad):
+            raise ValueError("good and bad must both be words, or both be empty")
+        return self
+
+
+class PairwiseSpec(LocalSpec):
+    """A language model that compares two responses.
+
+    template: the request for a comparison; first, second: the words that stand for {a} and {b} in
+    the model's answer; opponents: each response is compared with that many others that come after
+    it in its batch, and as many before it. The defaults are those of RLHFlow's pair preference
+    models (Dong et al. 2024, arXiv 2405.07863).
+    """
+
+    loader = "pairwise:PairwiseReward"
+    kind: Literal["pairwise"] = "pairwise"
+    special_tokens: SpecialTokens = "template"
+    template: str = "[CONTEXT] {context} [RESPONSE A] {a} [RESPONSE B] {b} \n"
+    first: str = Field("A", min_length=1)
+    second: str = Field("B", min_length=1)
+    opponents: int = Field(2, ge=1, le=64)
+
+    @field_validator("template")
+    @classmethod
+    def _has_its_places_in_order(cls, template: str) -> str:
+        if re.findall(r"\{(?:context|a|b)\}", template) != ["{context}", "{a}", "{b}"]:
+            raise ValueError("must have {context}, {a} and {b} once each, in this order")
+        return template
+
+
+class FunctionSpec(Spec):
+    """A Python function, by its dotted path such as "my_rewards:brevity"."""
+
+    loader = "function:FunctionReward"
+    kind: Literal["function"] = "function"
+    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+
+class HTTPSpec(Spec):
+    """A reward behind HTTP.
+
+    headers: sent with every request; version: part of the fingerprint, for changes of the server's
+    reward, which cannot be seen from here.
+    """
+
+    loader = "remote_http:HTTPReward"
+    kind: Literal["http"] = "http"
+    url: str = Field(pattern=r"^https?://\S+$")
+    timeout_s: TimeoutSeconds = 30.0
+    headers: dict[str, str] = Field(default_factory=dict, repr=False)
+    version: str = ""
+
+
+class GRPCSpec(Spec):
+    """A reward of another reward service; reward: its name there, empty for the default."""
+
+    loader = "remote_grpc:GRPCReward"
+    kind: Literal["grpc"] = "grpc"
+    address: str = Field(pattern=r"^\S+:\d{1,5}$")
+    reward: str = ""
+    timeout_s: TimeoutSeconds = 60.0
+    token_file: str = ""
+    tls: bool = False
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    allow_plaintext_token: bool = False
+
+    @property
+    def credentials(self) -> Credentials:
+        """For the channel to the other service."""
+        return cast(Credentials, self.model_dump(include=set(Credentials.__annotations__)))
+
+
+RewardSpec = Annotated[
+    ToySpec
+    | RelevanceSpec
+    | CrossEncoderSpec
+    | ClassifierSpec
+    | VLLMClassifierSpec
+    | GatedSpec
+    | LikelihoodSpec
+    | ProcessSpec
+    | PairwiseSpec
+    | FunctionSpec
+    | HTTPSpec
+    | GRPCSpec,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,238 @@
+"""What a caller sends: a prompt, how tokens are drawn, and how the answer is selected.
+
+Every field that callers set by name is declared once, with its type, default, help text and, if it
+does not depend on other values, its accepted range: `option`. The client, the command line,
+`specrej.wire` and `specrej.validation` read these declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple, TypedDict, TypeVar
+
+MAX_INT32 = 2**31 - 1
+MAX_SEED = 2**63 - 1
+MAX_RETURN_CANDIDATES = 64
+
+T = TypeVar("T")
+
+
+class Accepted(NamedTuple):
+    """The accepted values of a numeric option."""
+
+    text: str  # in errors: "must be TEXT"
+    contains: Callable[[float], bool]
+
+
+def option(default: T, help_text: str, accepted: Accepted | None = None) -> T:
+    """A dataclass field that callers set by its name."""
+    made: T = field(default=default, metadata={"help": help_text, "accepted": accepted})
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation or raw text, exactly one of the two."""
+
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+
+    @classmethod
+    def from_user(cls, content: str) -> Prompt:
+        """A conversation of one user turn."""
+        return cls(messages=(Message("user", content),))
+
+    @property
+    def turns(self) -> tuple[Message, ...]:
+        """The conversation; raw text is one user turn."""
+        return self.messages or (Message("user", self.text),)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; fields as in `specrej.v1.Sampling`."""
+
+    max_tokens: int = option(128, "Maximum number of new tokens per candidate.")
+    temperature: float = option(
+        1.0,
+        "Softmax temperature; 0 is greedy and needs n = 1.",
+        Accepted("0 or 0.01 .. 2", lambda value: value == 0 or 0.01 <= value <= 2),
+    )
+    top_k: int = option(
+        0,
+        "Draw from the k most probable tokens; 0: from all.",
+        Accepted("0 (all) or more", lambda value: 0 <= value <= MAX_INT32),
+    )
+    top_p: float = option(
+        1.0,
+        "Nucleus sampling: draw from the smallest set of tokens with this probability mass.",
+        Accepted("(0, 1]", lambda value: 0 < value <= 1),
+    )
+    stop: tuple[str, ...] = option((), "Text that ends a candidate; repeatable.")
+    seed: int = option(
+        0,
+        "Equal seeds give equal answers.",
+        Accepted("0 .. 2^63 - 1", lambda value: 0 <= value <= MAX_SEED),
+    )
+    ignore_eos: bool = option(False, "Continue past end-of-sequence tokens.")
+    min_tokens: int = option(0, "Number of tokens before which no candidate ends.")
+    logprobs: bool = option(
+        False, "Report token ids and log-probabilities of returned candidates (--json shows them)."
+    )
+
+
+class Algorithm(Enum):
+    """How the best candidate is found."""
+
+    SPECULATIVE_REJECTION = "speculative-rejection"
+    BEST_OF_N = "best-of-n"
+
+
+@dataclass(frozen=True, slots=True)
+class GeometricSchedule:
+    """Decision tokens at `first * factor**i`, rounded down."""
+
+    first: int = 16
+    factor: float = 2.0
+    kind: Literal["geometric"] = "geometric"
+
+    def __str__(self) -> str:
+        return f"geometric:{self.first},{self.factor:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSchedule:
+    """Decision tokens at `tokens`, in ascending order."""
+
+    tokens: tuple[int, ...]
+    kind: Literal["tokens"] = "tokens"
+
+    def __str__(self) -> str:
+        return f"tokens:{','.join(map(str, self.tokens))}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySchedule:
+    """No planned decision tokens. A session opens with room for `first` tokens per candidate."""
+
+    first: int = 16
+    kind: Literal["memory"] = "memory"
+
+    def __str__(self) -> str:
+        return "memory"
+
+
+# Where decision tokens lie. Full slots end a round early under every schedule. `str` is the text
+# that `specrej generate --schedule` accepts.
+Schedule = GeometricSchedule | TokensSchedule | MemorySchedule
+
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """Makes the values of different rewards comparable before they are weighted.
+
+    "none": values as they are. "fixed": (value - mean) / deviation. "batch": the same, with the
+    mean and standard deviation over all candidates that count at the decision token; 0 for all if
+    all values are equal.
+    """
+
+    kind: str = "none"  # "none", "fixed" or "batch"
+    mean: float = 0.0  # only with "fixed", as `deviation`
+    deviation: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedReward:
+    """One reward of a weighted sum; raw values below `veto_below` veto their candidate."""
+
+    name: str
+    weight: float = 1.0
+    normalization: Normalization = field(default_factory=Normalization)
+    veto_below: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How the returned candidate is found; fields as in `specrej.v1.Selection`."""
+
+    n: int = option(0, "Candidates; 0: as many as the free slots hold.")
+    alpha: float = option(
+        0.5,
+        "Fraction of the ranked candidates rejected at each decision token.",
+        Accepted("[0, 1)", lambda value: 0 <= value < 1),
+    )
+    schedule: Schedule = option(
+        GeometricSchedule(), "Decision tokens: memory, geometric:FIRST,FACTOR or tokens:T,T,..."
+    )
+    algorithm: Algorithm = option(Algorithm.SPECULATIVE_REJECTION, "How the best is found.")
+    rewards: tuple[WeightedReward, ...] = option(
+        (),
+        "A reward or composite, repeatable: a weighted sum. Candidates with a value below veto are "
+        "rejected; mean and deviation, or those of the batch, normalize the values.",
+    )
+    return_candidates: int = option(
+        1,
+        "Number of top candidates to return.",
+        Accepted(
+            f"1 .. {MAX_RETURN_CANDIDATES}", lambda value: 1 <= value <= MAX_RETURN_CANDIDATES
+        ),
+    )
+
+
+class CacheControl(Enum):
+    """What the cache may do for a request; as in `specrej.v1.CacheControl`."""
+
+    USE = "use"
+    BYPASS = "bypass"
+    REFRESH = "refresh"
+    USE_BETTER = "use-better"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to answer it."""
+
+    prompt: Prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    selection: Selection = field(default_factory=Selection)
+    model: str = option("", "The model's name; empty: the one that is served.")
+    cache: CacheControl = option(CacheControl.USE, "What the cache may do for the request.")
+    allow_degraded: bool = option(
+        False, "Accept a weaker answer where the request would otherwise fail."
+    )
+
+
+class Options(TypedDict, total=False):
+    """Every `option` of Selection, Sampling and GenerationRequest, as keyword arguments.
+
+    An option left out is absent on the wire, so that the server's default applies.
+    """
+
+    n: int
+    alpha: float
+    schedule: Schedule
+    algorithm: Algorithm
+    rewards: Mapping[str, float] | Sequence[WeightedReward]  # a mapping: name -> weight
+    return_candidates: int
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop: Sequence[str]
+    seed: int
+    ignore_eos: bool
+    min_tokens: int
+    logprobs: bool
+    model: str
+    cache: CacheControl
+    allow_degraded: bool

@@ -1,0 +1,219 @@
+"""What a caller receives: answers, events, descriptions and records of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from specrej.contracts.requests import Schedule, Selection
+from specrej.contracts.sessions import FinishReason, GeneratorDescription, RoundEnd
+
+
+class Degradation(Enum):
+    """How an answer is weaker than requested."""
+
+    REWARD = "reward"  # ranked by likelihood: a reward failed
+    GENERATOR = "generator"  # the best complete answer so far: the generator failed
+    DEADLINE = "deadline"  # the best truncated text: the deadline passed
+    CANDIDATES = "candidates"  # fewer candidates: one of several generators failed
+
+
+@dataclass(frozen=True, slots=True)
+class RankedCandidate:
+    """A finished or truncated candidate and its reward."""
+
+    id: int
+    text: str
+    score: float
+    finish: FinishReason
+    num_tokens: int
+    mean_logprob: float
+    token_ids: tuple[int, ...] = ()  # with their logprobs, if the sampling has `logprobs`
+    logprobs: tuple[float, ...] = ()
+    rewards: tuple[float, ...] = ()  # raw values, in the order of the request's rewards
+    vetoed: bool = False
+
+
+class Fate(Enum):
+    """The state of a candidate after a decision token."""
+
+    KEPT = "kept"  # it continues
+    REJECTED = "rejected"  # for its rank
+    VETOED = "vetoed"  # rejected: a reward is below its `veto_below`
+    FINISHED = "finished"  # it ended by itself in this round, whatever its rank
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTrace:
+    """One candidate at the end of a round."""
+
+    id: int
+    score: float
+    fate: Fate
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """One round in numbers; fields as in `specrej.v1.RoundTrace`."""
+
+    number: int
+    decision_token: int
+    ended_by: RoundEnd
+    num_started: int
+    num_finished: int
+    num_rejected: int
+    num_live: int
+    best_score: float
+    scores: tuple[float, ...]
+    session_slots: int
+    freed_slots: int
+    capacity_slots: int
+    generated_tokens: int
+    extend_ms: float
+    score_ms: float
+    prune_ms: float
+    num_vetoed: int = 0
+    num_lost: int = 0
+    alpha: float = 0.0
+    candidates: tuple[CandidateTrace, ...] = ()  # all that were scored, best first
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counted tokens, and one estimate."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    answer_tokens: int
+    reward_tokens: int
+    freed_slots: int
+    best_of_n_tokens_estimate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds on a monotonic clock; fields as in `specrej.v1.Timings`."""
+
+    total_ms: float = 0.0
+    queue_ms: float = 0.0
+    open_ms: float = 0.0
+    extend_ms: float = 0.0
+    score_ms: float = 0.0
+    prune_ms: float = 0.0
+    first_round_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An answer with its rounds and cost; `candidates[0]` is the answer.
+
+    `hurried`: deadline-adjusted; the deadline made cuts deeper or earlier than requested.
+    """
+
+    candidates: tuple[RankedCandidate, ...]
+    rounds: tuple[RoundTrace, ...]
+    usage: Usage
+    timings: Timings
+    n: int
+    request_id: str = ""
+    generator_fingerprint: str = ""
+    reward_fingerprint: str = ""
+    cached: bool = False
+    degradations: tuple[Degradation, ...] = ()
+    hurried: bool = False
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the answer is weaker than requested."""
+        return bool(self.degradations)
+
+    @property
+    def best(self) -> RankedCandidate:
+        return self.candidates[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Event: the session is open."""
+
+    n: int
+    prompt_tokens: int
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCompleted:
+    """Event: a round has ended. `best_text` is the best so far, complete or not."""
+
+    trace: RoundTrace
+    survivors: tuple[int, ...]
+    best_text: str
+
+
+class AnswerSource(Enum):
+    """Where an answer came from."""
+
+    RUN = "run"  # generated for this request
+    CACHE = "cache"
+    FLIGHT = "flight"  # generated for an equal, concurrent request
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Event: the answer, the last event. `source` is not sent."""
+
+    generation: Generation
+    source: AnswerSource = AnswerSource.RUN
+
+
+Event = Admitted | RoundCompleted | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceDescription:
+    """The whole service: generator, rewards (the first is the default), load and defaults.
+
+    `num_*` count the answers generated since the process started.
+    """
+
+    generator: GeneratorDescription
+    rewards: tuple[str, ...]
+    cache_available: bool
+    running: int
+    queued: int
+    default_schedule: Schedule
+    num_answers: int = 0
+    num_degraded: int = 0
+    num_hurried: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRound:
+    """A round and its start in milliseconds since the request arrived."""
+
+    start_ms: float
+    trace: RoundTrace
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """The record of a request, without its texts; fields as in `specrej.v1.RequestRecord`."""
+
+    request_id: str
+    started_unix_s: float
+    selection: Selection
+    max_tokens: int
+    outcome: str = ""
+    elapsed_ms: float = 0.0
+    queued_at_ms: float | None = None
+    running_at_ms: float | None = None
+    opened_at_ms: float | None = None
+    n: int = 0
+    prompt_tokens: int = 0
+    rounds: tuple[RecordedRound, ...] = ()
+    source: AnswerSource | None = None
+    answer_id: int = 0
+    score: float = 0.0
+    usage: Usage | None = None
+    degradations: tuple[Degradation, ...] = ()
+    hurried: bool = False

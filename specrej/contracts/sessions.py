@@ -1,0 +1,206 @@
+"""The seams between the orchestrator and its backends: sessions, candidates, slots and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from specrej.contracts.requests import Prompt, Sampling
+
+
+class FinishReason(Enum):
+    """Why a candidate stopped growing by itself."""
+
+    STOP = "stop"  # end-of-sequence token or stop text: a complete answer
+    LENGTH = "length"  # max_tokens: a truncated answer
+
+
+class RoundEnd(Enum):
+    """Why a round ended."""
+
+    DECISION_TOKEN = "decision_token"
+    SLOTS_FULL = "slots_full"
+    ALL_FINISHED = "all_finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One candidate at a decision token.
+
+    `text` is decoded whole; `logprob` is the sum over its `num_tokens` tokens of their
+    log-probability under the model at temperature 1, nothing cut off. `finish` is None while live.
+    `new_logprobs` are those of `new_token_ids`, if the sampling has `logprobs`.
+    """
+
+    id: int
+    text: str
+    num_tokens: int
+    logprob: float
+    finish: FinishReason | None = None
+    new_token_ids: tuple[int, ...] = ()
+    new_logprobs: tuple[float, ...] = ()
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob / self.num_tokens if self.num_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGauge:
+    """Slots at one moment: all, holding tokens of any session, holding this session's tokens.
+
+    `cached` slots hold prompt prefixes that no session uses now; they are given up when needed.
+    """
+
+    capacity: int
+    owned: int
+    session: int
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A prefix batch: every candidate that is live, or finished in this round, by ascending id.
+
+    `num_tokens` is the token position reached by the live candidates. After the loss of a
+    generator, `repeated_tokens` tokens were generated a second time and the candidates `lost` no
+    longer exist. `made_by` holds the fingerprints of the generators, if known.
+    """
+
+    candidates: tuple[Candidate, ...]
+    ended_by: RoundEnd
+    num_tokens: int
+    slots: SlotGauge
+    repeated_tokens: int = 0
+    lost: tuple[int, ...] = ()
+    made_by: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The slots freed by a prune, and the gauge after it."""
+
+    freed_slots: int
+    slots: SlotGauge
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorDescription:
+    """A generator's model and limits; `slots.session` is 0."""
+
+    model: str
+    fingerprint: str
+    context_tokens: int
+    max_candidates: int
+    vocabulary: int
+    slot_bytes: int
+    device: str
+    slots: SlotGauge
+    sessions: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One score per candidate, in the order of the batch, and the tokens the reward model computed.
+
+    `fingerprint`: the reward's, or empty.
+    """
+
+    values: tuple[float, ...]
+    computed_tokens: int = 0
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardDescription:
+    """One reward: its name, a digest of weights and settings, and what it measures.
+
+    `max_batch` is the most candidates it takes at once.
+    """
+
+    name: str
+    fingerprint: str
+    description: str
+    max_batch: int = 1024
+
+
+class Session(Protocol):
+    """One prompt, its candidates, and the KV slots they hold."""
+
+    @property
+    def n(self) -> int:
+        """Candidates at the start, with consecutive ids."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the rendered prompt."""
+
+    async def extend(self, until_tokens: int) -> Round:
+        """Grow all live candidates to `until_tokens` new tokens.
+
+        Ends earlier when the session's share of slots is full, or no candidate is live.
+        """
+
+    async def prune(self, keep: Collection[int]) -> Pruned:
+        """Free the slots of every live candidate not in `keep`, before returning."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What a generator opens: `n` candidates of a prompt; n = 0: as many as fit.
+
+    Ids are consecutive from `first_candidate_id`. A candidate's tokens depend on its id and not on
+    its session, so several sessions can generate what one would have. Sessions with equal salts
+    may share the KV of equal leading prompt tokens, others never do.
+    """
+
+    prompt: Prompt
+    n: int
+    sampling: Sampling
+    first_round_tokens: int  # that every candidate must be able to reach before the first cut
+    cache_salt: str = ""
+    first_candidate_id: int = 0
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens of a candidate in the first round."""
+        return min(self.first_round_tokens, self.sampling.max_tokens)
+
+
+class Generator(Protocol):
+    """Makes tokens and owns slots."""
+
+    def open(self, spec: SessionSpec) -> AbstractAsyncContextManager[Session]:
+        """A session; leaving the context frees its slots.
+
+        Waits until prompt and `n * first_round_tokens` fit a share of the slots.
+
+        Raises:
+            InvalidRequest: it can never fit.
+            Overloaded: the queue of waiting sessions is full.
+        """
+
+    async def describe(self) -> GeneratorDescription:
+        """The model, its limits and its slots."""
+
+
+class ScoringSession(Protocol):
+    """One reward, bound to one prompt, from the first prefix batch to the last."""
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        """Finite scores, higher is better; the state of candidates not in the batch is dropped."""
+
+
+class Scorer(Protocol):
+    """Judges prefixes and answers."""
+
+    def open(self, prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]:
+        """A scoring session; leaving the context frees its state.
+
+        Raises:
+            NotFound: unknown reward.
+        """

@@ -1,0 +1,187 @@
+"""Compiled kernels on torch's own threads, and the jobs they read.
+
+A job is a record of 8-byte fields in memory that stays where it is. Its first field, `shares`, is
+the counter by which threads take shares of the work; the others are addresses, strides and sizes.
+numba compiles the kernels and stores the code on disk: only the first start on a machine compiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numpy.typing import NDArray
+
+from specrej.inference.cpu_tiles import CACHE_LINE, call, pointer
+
+Words = NDArray[np.int64]
+
+OPTIONS: dict[str, Any] = {
+    "fastmath": True,
+    "error_model": "numpy",
+    "nogil": True,
+    # Only kernels call these functions; wrappers for Python and C would take time to compile.
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+# Of a large function with one caller, which would else be optimised twice.
+INLINED = {**OPTIONS, "inline": "always"}
+
+# Multiplications below which a second thread costs more than it saves.
+_WORTH_SHARING = 100_000
+
+
+def layout(names: str, reals: str = "") -> np.dtype[np.void]:
+    """A record of int64 fields `names`, then float64 fields `reals`, all separated by spaces."""
+    return np.dtype(
+        [(n, np.int64) for n in names.split()] + [(n, np.float64) for n in reals.split()]
+    )
+
+
+def words(kind: np.dtype[np.void], size: int | None = None, /, **values: Any) -> Words:
+    """A record with these values, as int64; others, and what `size` is more than its, are 0."""
+    assert kind.names is not None
+    assert values.keys() <= set(kind.names)
+    record = np.array([tuple(values.get(name, 0) for name in kind.names)], kind)
+    result = record.view(np.int64)
+    return result if size is None else np.pad(result, (0, size - len(result)))
+
+
+@numba.njit(**OPTIONS)
+def vector(address: int, size: int) -> Any:
+    """The float32 at an address."""
+    return numba.carray(pointer(address), size, np.float32)
+
+
+@numba.njit(**OPTIONS)
+def aligned(floats: Any) -> Any:
+    """The first address in an array at which a cache line begins."""
+    return np.int64(floats.ctypes.data) + CACHE_LINE - 1 & -CACHE_LINE
+
+
+@numba.njit(**OPTIONS)
+def matrix(address: int, rows: int, columns: int) -> Any:
+    """As `vector`."""
+    return numba.carray(pointer(address), (rows, columns), np.float32)
+
+
+def cache_folder(folder: Path, sources: Path) -> Path:
+    """Where compiled code is stored: a folder per content of the kernels' sources.
+
+    numba compares the date of a kernel's own file only, and would reuse code whose callees changed.
+    """
+    texts = [path.read_bytes() for path in sorted(sources.glob("cpu_*.py"))]
+    return folder / f"kernels-{hashlib.sha256(b''.join(texts)).hexdigest()[:12]}"
+
+
+def _create_cache() -> Path | None:
+    """The folder of compiled code; None where it is not writable and numba chooses another one."""
+    here = Path(__file__).parent
+    folder = Path(numba.config.CACHE_DIR or here / "__pycache__")
+    if not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        return None
+    folder = cache_folder(folder, here)
+    folder.mkdir(parents=True, exist_ok=True)
+    numba.config.CACHE_DIR = str(folder)
+    return folder
+
+
+_CACHE = _create_cache()
+
+
+@contextmanager
+def _one_process_compiles() -> Iterator[None]:
+    """Of processes that start together, one compiles and the others load its code."""
+    if not _CACHE:
+        yield
+        return
+    with (_CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
+
+
+def _open_mp() -> Any:
+    """The library of torch's threads; None where torch is built without libgomp."""
+    path = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+    if not path.exists():
+        return None
+    library = ctypes.CDLL(str(path))
+    address, count = ctypes.c_void_p, ctypes.c_uint
+    library.GOMP_parallel.argtypes = (address, address, count, count)
+    library.GOMP_parallel.restype = None
+    return library
+
+
+_OPEN_MP = _open_mp()
+
+# Whether compiled jobs run on all threads; where they would run on one, torch is faster.
+ON_ALL_THREADS = _OPEN_MP is not None
+
+# Waits until all threads of a parallel call have called it; returns at once outside of one.
+_BARRIER = (ON_ALL_THREADS and ctypes.cast(_OPEN_MP.GOMP_barrier, ctypes.c_void_p).value) or 0
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Kernel:
+    """Compiled code that takes the address of its job."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        signature = types.void(types.int64)
+        try:
+            with _one_process_compiles():
+                self._compiled = numba.cfunc(signature, cache=True, **OPTIONS)(function)
+        except (RuntimeError, OSError):  # no folder is writable, or not by this user
+            self._compiled = numba.cfunc(signature, **OPTIONS)(function)
+        self.address: int = self._compiled.address
+        self._function = _FUNCTION(self.address)
+
+    def run(self, job: Words, work: int) -> None:
+        """Run a job whose counter is 0, on all threads if `work` (multiplications) is worth it."""
+        threads = torch.get_num_threads()
+        if not ON_ALL_THREADS or threads == 1 or work < _WORTH_SHARING:
+            self._function(job.ctypes.data)
+        else:
+            _OPEN_MP.GOMP_parallel(self.address, job.ctypes.data, threads, 0)
+
+
+_PROGRAM = layout("shares steps num_steps barrier")
+
+
+def _in_turn(address: Any) -> None:
+    """Jobs one after the other; no thread begins one before all have ended the last."""
+    job = numba.carray(pointer(address), 1, _PROGRAM)[0]
+    steps = numba.carray(pointer(job.steps), (job.num_steps, 2), np.int64)
+    for number in range(job.num_steps):
+        call(steps[number, 0], steps[number, 1])
+        if job.barrier:
+            call(job.barrier, 0)
+
+
+_in_turn_kernel = Kernel(_in_turn)
+
+
+class Program:
+    """Jobs that run one after the other in one call."""
+
+    def __init__(self, kernels: Sequence[Kernel], job_words: int) -> None:
+        """`job_words`: int64 of the longest job."""
+        self.words = np.zeros((len(kernels), job_words), np.int64)
+        jobs = self.words.ctypes.data + self.words.strides[0] * np.arange(len(kernels))
+        self._steps = np.stack([np.array([kernel.address for kernel in kernels]), jobs], axis=1)
+        self._job = words(_PROGRAM, steps=self._steps.ctypes.data, num_steps=len(kernels))
+        self._job[-1] = _BARRIER
+
+    def run(self, work: int) -> None:
+        """Run the jobs, whose counters are 0, on all threads if `work` is worth it."""
+        _in_turn_kernel.run(self._job, work)

@@ -1,0 +1,115 @@
+"""A decoder-only network of transformers behind one forward pass over segments of rows.
+
+The model code is transformers' own; only its attention function and its KV store are ours. It is
+independent of sessions, of sampling and of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from specrej.inference import attention
+from specrej.inference.attention import Decoder, Segment
+from specrej.inference.kv import KVShape
+
+AttentionInterface.register(attention.NAME, attention.attend)
+
+
+class SegmentedModel:
+    """Weights on a device, and what must be known of them to store keys and values.
+
+    One forward pass at a time: compiled layers have one set of jobs.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes over `model`: its attention becomes ours.
+
+        Raises:
+            ValueError: its layers do not all keep plain keys and values, or see what comes later.
+        """
+        if not all(getattr(module, "is_causal", True) for module in model.modules()):
+            raise ValueError("must be decoder-only, its tokens see those after them")
+        model.set_attn_implementation(attention.NAME)
+        self._model = model.eval().requires_grad_(False)
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ()) - {
+            "full_attention",
+            "sliding_attention",
+        }
+        if kinds:
+            raise ValueError(f"layers of kind {', '.join(sorted(kinds))} are not supported")
+        heads = config.num_attention_heads
+        self.num_heads: int = heads
+        self.hidden_size: int = config.hidden_size
+        self.shape = KVShape(
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._decoder: Callable[[Sequence[Segment]], Decoder | None] | None = None
+        self._speed_up()
+        self.context_tokens: int = config.max_position_embeddings
+
+    @property
+    def products(self) -> list[nn.Module]:
+        """The modules of one step's matrix products, with their `in_features`, `out_features`."""
+        return [module for module in self._model.modules() if hasattr(module, "in_features")]
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take, each counted once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*self._model.parameters(), *self._model.buffers())
+        }
+        return sum(storages.values())
+
+    def _run(
+        self,
+        network: Callable[..., Any],
+        token_ids: list[int],
+        positions: list[int],
+        segments: list[Segment],
+        **options: Any,
+    ) -> Any:
+        """What `network`, the model or a part of it, makes of the segments' rows as one sequence.
+
+        Writes each row's keys and values into its segment; the caller advances the suffixes.
+        """
+        device = self.shape.device
+        return network(
+            input_ids=torch.tensor([token_ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=False,
+            segments=segments,
+            decoder=self._decoder(segments) if self._decoder else None,
+            **options,
+        )
+
+    def _speed_up(self) -> None:
+        """Replace what is slow with few rows, where there is something faster for the device."""
+        if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
+            # Here, as other devices do without the compiler behind it.
+            from specrej.inference import cpu_jobs, cpu_layer, cpu_layout, linear, norm
+
+            if not cpu_jobs.ON_ALL_THREADS:
+                return
+            if cpu_layout.supports(self.shape, self.num_heads):
+                self._decoder = partial(cpu_layout.CPUAttention, self.shape, self.num_heads)
+                cpu_layer.replace(self._model, self.shape)
+            linear.pack(self._model)
+            norm.replace(self._model)
+            head = self._model.get_output_embeddings()
+            if isinstance(head, linear.PackedLinear):
+                head.keeps_results = True
+            # What is left of the weights would keep the file that all of them came from in memory.
+            for parameter in self._model.parameters():
+                parameter.data = parameter.data.clone()

@@ -1,0 +1,218 @@
+"""The interceptor of every server: admits callers, sets deadlines, opens spans, maps errors.
+
+Handlers raise `SpecrejError`s and never catch; this is the only place where they become statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from sys import intern
+from typing import Any, TypeAlias
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from specrej import telemetry
+from specrej.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    SpecrejError,
+    Violation,
+)
+from specrej.security import OURS, Access, Caller, set_caller
+from specrej.status import to_status
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# Quoted: the class is generic only for type checkers.
+RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Handler = Callable[[Any, Context], Awaitable[Any]]
+
+
+# The deadline of the call in this context, by time.monotonic().
+_deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
+
+
+def time_left_s() -> float | None:
+    """Seconds until the deadline of the current call, the client's or the server's default."""
+    deadline = _deadline.get()
+    return None if deadline is None else deadline - time.monotonic()
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Runs each handler in a span, within its deadline, and maps its exception to a status.
+
+    Calls that `access` does not admit are refused here, before any handler, for every method.
+    `default_deadline_s` bounds calls without a deadline; None leaves them unbounded.
+    """
+
+    def __init__(
+        self, default_deadline_s: float | None = None, access: Access | None = None
+    ) -> None:
+        self._default_deadline_s = default_deadline_s
+        self._access = access or Access()
+        self._num_running = 0
+        self.idle = asyncio.Event()  # set while no call of specrej.v1 runs
+        self.idle.set()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(details)
+        try:
+            caller = self._access.admit(details.method, details.invocation_metadata or ())
+        except Exception as error:
+            # Unauthenticated callers cannot choose span names.
+            return self._refuse(details.method if handler else "unknown", error)
+        if handler is None:
+            return None
+        if details.method.startswith(OURS):
+            return _wrapped(handler, lambda behavior: self._guard(details.method, behavior, caller))
+        return _wrapped(handler, lambda behavior: _with_status(details.method, behavior))
+
+    def _refuse(self, method: str, error: Exception) -> RpcHandler:
+        """A handler for any method that fails before it reads a message."""
+
+        async def refuse(request: Any, context: Context) -> None:
+            raise error
+
+        return grpc.stream_stream_rpc_method_handler(self._guard(method, refuse, Caller()))
+
+    def _guard(self, method: str, behavior: Handler, caller: Caller) -> Handler:
+        name = method.lstrip("/")
+
+        async def guarded(request: Any, context: Context) -> Any:
+            metadata = context.invocation_metadata() or ()
+            with self._counted(), telemetry.served(name, metadata) as call:
+                try:
+                    set_caller(caller)
+                    left_s = self._deadline_s(context)
+                    _deadline.set(None if left_s is None else time.monotonic() + left_s)
+                    async with asyncio.timeout(left_s):
+                        return await behavior(request, context)
+                except Exception as error:
+                    await _abort(context, method, error, call)
+                except asyncio.CancelledError as error:
+                    call.code = _code_of_cancellation(context).name
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():
+                        raise
+                    # The task was not cancelled: without a status the client would wait for ever.
+                    await _abort(context, method, error, call)
+
+        return guarded
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self.idle.set()
+
+    def _deadline_s(self, context: Context) -> float | None:
+        remaining = context.time_remaining()
+        # grpc reports "no deadline" as None or as one many years ahead.
+        return self._default_deadline_s if remaining is None or remaining > 1e7 else remaining
+
+
+# grpc cancels late calls; a client's own cancellation at its deadline arrives slightly earlier.
+_LATE_S = 0.05
+
+
+def _code_of_cancellation(context: Context) -> grpc.StatusCode:
+    left_s = context.time_remaining()
+    late = left_s is not None and left_s < _LATE_S
+    return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+
+
+async def _abort(context: Context, method: str, error: BaseException, call: telemetry.Call) -> None:
+    code, text, trailers = to_status(_presentable(method, error))
+    call.code = code.name
+    await context.abort(code, text, trailers)
+
+
+def _presentable(method: str, error: BaseException) -> SpecrejError:
+    """The error for the caller: a SpecrejError as it is; anything else is logged and opaque."""
+    if isinstance(error, SpecrejError):
+        return error
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded("deadline exceeded")
+    if isinstance(error, asyncio.CancelledError):
+        return Cancelled("cancelled by the server")
+    request_id = uuid.uuid4().hex
+    log.error("bug in %s (error %s)", method, request_id, exc_info=error)
+    return InternalError(f"internal error {request_id}", metadata={"error_id": request_id})
+
+
+def _kind(handler: RpcHandler) -> str:
+    """The name of the handler's attribute with its behaviour, interned.
+
+    CPython caches the last 4,096 attribute names, and equal strings that differ by identity count
+    separately.
+    """
+    requests = "stream" if handler.request_streaming else "unary"
+    return intern(f"{requests}_{'stream' if handler.response_streaming else 'unary'}")
+
+
+def _wrapped(handler: Any, wrap: Callable[[Handler], Handler]) -> Any:
+    """The handler with its behaviour wrapped and its decoding moved inside the wrapper.
+
+    For a message that cannot be decoded, grpc itself would return UNKNOWN with a class name.
+    """
+    kind = _kind(handler)
+    behavior, decode = getattr(handler, kind), _decoder(handler)
+    if handler.request_streaming:  # decoding errors are raised by reads
+        return handler._replace(**{kind: wrap(behavior)}, request_deserializer=decode)
+
+    def decoding(data: bytes, context: Context) -> Any:
+        return behavior(decode(data), context)
+
+    return handler._replace(**{kind: wrap(decoding)}, request_deserializer=None)
+
+
+def _with_status(method: str, behavior: Handler) -> Handler:
+    """A handler of health or reflection: without deadline and span, with our statuses."""
+
+    async def with_status(request: Any, context: Context) -> Any:
+        try:
+            answer = behavior(request, context)
+            if not inspect.isasyncgen(answer):
+                return await answer
+            async for message in answer:
+                await context.write(message)
+        except grpc.aio.AbortError:
+            raise  # it carries its status
+        except Exception as error:
+            await context.abort(*to_status(_presentable(method, error)))
+
+    return with_status
+
+
+def _decoder(handler: RpcHandler) -> Callable[[bytes], Any]:
+    """The handler's deserializer; a malformed message raises InvalidRequest."""
+    parse = handler.request_deserializer
+    assert parse, "generated handlers have a deserializer"
+
+    def decode(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            raise InvalidRequest([Violation("request", "must be a valid message")]) from None
+
+    return decode

@@ -1,0 +1,72 @@
+"""Values read from files that may change while a service runs. Standard library only."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_State = tuple[tuple[int, int, int] | None, ...]
+
+
+class ReloadingFile(Generic[T]):
+    """The value that `read` returns for the files at `paths`, read again when one has changed.
+
+    If a changed file cannot be read, the last good value stays in use and one warning is logged
+    (errors of `read` must not quote the files). There is no background watch: `get` compares file
+    states, which takes microseconds. Thread-safe.
+
+    Raises:
+        OSError, ValueError: the first read failed.
+    """
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
+        self._paths = tuple(paths)
+        self._read = read
+        self._lock = threading.Lock()
+        self._seen = _state(self._paths)
+        self._value = read()
+
+    def get(self) -> T:
+        """The value; the same object until a file changes."""
+        with self._lock:
+            state = _state(self._paths)
+            if state != self._seen:
+                self._read_again(state)
+            return self._value
+
+    def _read_again(self, state: _State) -> None:
+        problem: Exception | None = None
+        try:
+            value = self._read()
+        except (OSError, ValueError) as error:
+            problem = error
+        if _state(self._paths) != state:
+            return  # replaced while being read: the next call reads again
+        self._seen = state
+        names = ", ".join(str(path) for path in self._paths)
+        if problem is None:
+            self._value = value
+            log.info("%s changed and is in use", names)
+        else:
+            log.warning("%s changed and cannot be used, keeping the last: %s", names, problem)
+
+
+def _state(paths: Sequence[Path]) -> _State:
+    """Modification time, size and inode of each file; None for a missing one."""
+    return tuple(_state_of(path) for path in paths)
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    # The inode differs for a replaced file of equal size and time.
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,80 @@
+"""Arguments, rounds and the result line of all benchmarks; cases of generators."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from benchmarks.generators import Case, geometric
+from benchmarks.harness import interleave, parse_arguments, prompt_ids, report
+
+
+def test_defaults_decide_the_types_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "bench --n 1 2 --toys --alpha 0.3 --out-file a/b"
+    monkeypatch.setattr("sys.argv", given.split())
+    arguments = parse_arguments(
+        None,
+        n=([16], ""),
+        toys=(False, ""),
+        alpha=(0.5, ""),
+        out_file=(Path(), ""),
+        rounds=(3, ""),
+    )
+    assert vars(arguments) == {
+        "n": [1, 2],
+        "toys": True,
+        "alpha": 0.3,
+        "out_file": Path("a/b"),
+        "rounds": 3,
+    }
+
+
+def test_runs_take_turns_and_the_first_round_is_dropped() -> None:
+    order: list[str] = []
+    numbers = count()
+
+    def run(name: str) -> int:
+        order.append(name)
+        return next(numbers)
+
+    results = interleave({"a": lambda: run("a"), "b": lambda: run("b")}, rounds=2)
+    assert order == ["a", "b"] * 3
+    assert results == {"a": [2, 4], "b": [3, 5]}
+
+
+def test_last_line_is_one_json_object_with_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    report("speeds", ("engine", "tokens/s"), [("ours", 7)], {"ours": 7}, notes=["a note"])
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert result["ours"] == 7
+    assert result["cores"] >= 1
+    assert lines[-2] == "a note"
+    assert any("ours" in line and "7" in line for line in lines[:-2])
+
+
+def test_no_two_prompts_begin_alike() -> None:
+    """A prefix cache would save one engine the prompt, and only that one."""
+    assert len({prompt_ids(40, number)[0] for number in range(500)}) == 500
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "expected"),
+    [(8, (8,)), (16, (16,)), (17, (16, 17)), (64, (16, 32, 64)), (100, (16, 32, 64, 100))],
+)
+def test_decision_tokens_double_up_to_the_end(new_tokens: int, expected: tuple[int, ...]) -> None:
+    assert geometric(new_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "num_tokens"),
+    [
+        (Case("whole", 16, (64,)), 16 * 64),
+        (Case("rounds", 16, (16, 32, 64)), 16 * 16 + 8 * 16 + 4 * 32),
+        (Case("rounds", 1, (16, 32)), 32),
+    ],
+)
+def test_tokens_of_rejected_candidates_count_up_to_their_cut(case: Case, num_tokens: int) -> None:
+    assert case.num_tokens == num_tokens

@@ -1,0 +1,206 @@
+"""Settings, network policies, autoscaling and secrets of every overlay agree with the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specrej.telemetry import names
+from tests.certificates import Authority
+from tests.deploy.busy import METRICS
+from tests.deploy.expressions import of_dashboards, selected
+from tests.deploy.manifests import (
+    DEPLOY,
+    ROOT,
+    SERVICES,
+    Manifests,
+    accepted,
+    rendered,
+)
+from tests.deploy.policies import NAMESPACE, Peer, edges
+from tests.endpoints import prometheus_name
+
+# Settings
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the files of secrets, with real certificates; return their directory."""
+    tmp_path = tmp_path_factory.mktemp("secrets")
+    pair = Authority(tmp_path, "ca").issue()
+    (tmp_path / "ca.pem").rename(tmp_path / "ca.crt")
+    pair.cert.rename(tmp_path / "tls.crt")
+    pair.key.rename(tmp_path / "tls.key")
+    (tmp_path / "password").write_text("secret")
+    line = {"tenant": "acme", "sha256": "0" * 64, "roles": ["generate"]}
+    (tmp_path / "tokens.jsonl").write_text(json.dumps(line))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_settings_are_accepted(
+    manifests: Manifests, name: str, mounted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a variable without a setting, a value that stops the service, and a path that
+    does not exist in the container."""
+    mounts = [item["mountPath"] for item in manifests.container(name)["volumeMounts"]]
+    for key, value in manifests.variables(name).items():
+        assert value[:1] != "/" or any(value.startswith(f"{mount}/") for mount in mounts), key
+    variables = {
+        key: re.sub("^/(tls|tokens|redis)/", f"{mounted}/", value)
+        for key, value in manifests.variables(name).items()
+    }
+    settings = accepted(name, variables, monkeypatch)
+    assert settings.host == "0.0.0.0"
+    assert settings.log_format == "json"
+
+
+def test_production_requires_credentials() -> None:
+    """Guards against an open port in production."""
+    manifests = rendered("production")
+    for name in SERVICES:
+        values = manifests.settings(name)
+        assert "ALLOW_ANONYMOUS" not in values
+        assert values["REFLECTION"] == "false"
+        assert values["TLS_CERT"] and values["TLS_KEY"]
+        assert values.get("TOKENS_FILE") or values.get("TLS_CLIENT_CA")
+    assert manifests.settings("orchestrator")["REDIS_URL"].startswith("rediss://")
+    assert "redis" not in manifests.workloads
+
+
+def test_addresses_are_services_and_threads_are_cpus(manifests: Manifests) -> None:
+    """Guards against the address of a Service that does not exist, and one thread per core of the
+    node in a container limited to four."""
+    values, services = manifests.settings("orchestrator"), manifests.named("Service")
+    for name in ("generator", "reward"):
+        for address in values[f"{name.upper()}_ADDRESS"].split(","):
+            host, _, port = address.partition(":")
+            assert int(port) in [item["port"] for item in services[host]["spec"]["ports"]]
+        limit = manifests.container(name)["resources"]["limits"]["cpu"]
+        assert manifests.settings(name)["THREADS"] == limit
+    assert "redis" in services or not values["REDIS_URL"].startswith("redis://")
+
+
+# Network policies
+
+
+def _peers(manifests: Manifests) -> Iterator[Peer]:
+    for name in manifests.workloads:
+        yield Peer(name, NAMESPACE, tuple(manifests.pod_labels(name).items()))
+    yield Peer("neighbour", NAMESPACE)
+    yield Peer("client", "somewhere", (("specrej.io/client", "true"),))
+    yield Peer("unlabelled", "somewhere")
+    yield Peer("monitoring", "monitoring")
+    yield Peer("dns", "kube-system", (("k8s-app", "kube-dns"),))
+    yield Peer("node-dns", "kube-system", (("k8s-app", "node-local-dns"),))
+    yield Peer("node-dns address", "", address="169.254.20.10")
+    yield Peer("metadata address", "", address="169.254.169.254")
+    yield Peer("outside", "", address="10.1.2.3")
+
+
+def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> None:
+    redis = "redis" if "redis" in manifests.workloads else "outside"
+    expected = {
+        ("client", "orchestrator", ("TCP", 50050)),
+        ("orchestrator", "generator", ("TCP", 50051)),
+        ("orchestrator", "reward", ("TCP", 50052)),
+        ("orchestrator", redis, ("TCP", 6379)),
+        *(("monitoring", name, ("TCP", 9464)) for name in SERVICES),
+        *((name, "monitoring", ("TCP", 4317)) for name in SERVICES),
+        *(
+            (name, dns, (protocol, 53))
+            for name in SERVICES
+            for dns in ("dns", "node-dns", "node-dns address")
+            for protocol in ("UDP", "TCP")
+        ),
+    }
+    numbers = (50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
+    ports = [(protocol, number) for protocol in ("UDP", "TCP") for number in numbers]
+    assert edges(manifests.of("NetworkPolicy"), _peers(manifests), ports) == expected
+
+
+def test_without_policies_all_edges_are_allowed(manifests: Manifests) -> None:
+    """Guards against an evaluation that denies edges without a policy."""
+    port = ("TCP", 50051)
+    assert ("unlabelled", "generator", port) in edges((), _peers(manifests), [port])
+
+
+def test_collector_is_in_the_allowed_namespace(manifests: Manifests) -> None:
+    for name in SERVICES:
+        if endpoint := manifests.settings(name).get("OTLP_ENDPOINT"):
+            assert endpoint.endswith(".monitoring.svc:4317")
+
+
+# Autoscaling
+
+
+def test_each_workload_has_one_autoscaler() -> None:
+    """Guards against two autoscalers of one workload, and manifests that reset its replicas."""
+    manifests = rendered("production")
+    scalers = manifests.of("HorizontalPodAutoscaler", "ScaledObject")
+    targets = [item["spec"]["scaleTargetRef"] for item in scalers]
+    assert sorted(item["name"] for item in targets) == sorted(SERVICES)
+    for target in targets:
+        workload = manifests.workloads[target["name"]]
+        assert (target["kind"], target["apiVersion"]) == (workload["kind"], workload["apiVersion"])
+        assert "replicas" not in workload["spec"]
+
+
+def test_autoscalers_query_existing_series() -> None:
+    """Guards against a trigger that never fires. Dashboards are compared with a real run."""
+    declared = {prometheus_name(metric): set(metric.labels) for metric in METRICS}
+    shown = {
+        (series.name, matcher)
+        for expression in of_dashboards()
+        for series in selected(expression.text)
+        for matcher in series.matchers
+    }
+    triggers = (
+        trigger["metadata"]["query"]
+        for scaler in rendered("production").of("ScaledObject")
+        for trigger in scaler["spec"]["triggers"]
+    )
+    queried = [series for query in triggers for series in selected(query)]
+    for series in queried:
+        assert {name for name, _, _ in series.matchers} <= declared[series.name]
+        assert {(series.name, matcher) for matcher in series.matchers} <= shown
+    scaling = (names.REQUESTS_QUEUED, names.SESSIONS, names.SLOTS, names.REWARD_QUEUED)
+    assert {series.name for series in queried} == {prometheus_name(metric) for metric in scaling}
+
+
+# Secrets
+
+
+def _secrets(manifests: Manifests) -> set[str]:
+    volumes = (volume for name in manifests.workloads for volume in manifests.pod(name)["volumes"])
+    return {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
+
+
+def test_secrets_are_documented_and_not_included(manifests: Manifests) -> None:
+    """Guards against a password in the repository, and a secret that docs/deploy.md lacks."""
+    assert manifests.of("Secret") == []
+    assert not any("secretGenerator" in path.read_text() for path in DEPLOY.rglob("*ustomization*"))
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert {name for name in _secrets(manifests) if f" {name} " not in page} == set()
+    assert _secrets(rendered("production")) == {
+        "orchestrator-tls", "generator-tls", "reward-tls", "orchestrator-tokens", "redis"
+    }  # fmt: skip
+    assert _secrets(rendered("cpu-embedded")) == set()
+
+
+@pytest.mark.parametrize("name", ["generator", "reward"])
+def test_documented_certificates_have_the_verified_names(name: str) -> None:
+    """Guards against documented certificates that orchestrators reject.
+
+    They verify the host name of their settings, whichever of its addresses they call.
+    """
+    values = rendered("production").settings("orchestrator")
+    assert values["BACKEND_TLS_CA"]
+    hosts = {a.partition(":")[0] for a in values[f"{name.upper()}_ADDRESS"].split(",")}
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (row,) = re.findall(rf"^\| {name}-tls \|(.*)\|$", page, re.MULTILINE)
+    assert hosts | {"localhost"} <= set(re.findall(r"`([\w.-]+)`", row))

@@ -1,0 +1,120 @@
+"""Correlations, expected maxima and intervals; results as Markdown, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.studies import statistics
+from experiments.studies.statistics import Estimate, expected_first, kendall, pearson
+from experiments.studies.tables import Cell, Table, shown, to_csv, to_json, to_markdown
+from experiments.trajectories import FloatArray
+
+values = st.lists(st.integers(min_value=-20, max_value=20).map(float), min_size=2, max_size=8).map(
+    np.array
+)
+
+
+def test_correlations() -> None:
+    """Kendall's pairs: 3 in order, 2 in opposite order, 1 tied in x: (3 - 2) / sqrt(5 * 6)."""
+    x, y = np.random.default_rng(1).standard_normal((2, 50))
+    assert pearson(x, y + x) == pytest.approx(np.corrcoef(x, y + x)[0, 1])
+    assert (kendall(x, x), kendall(x, -x)) == pytest.approx((1, -1))
+    tied, other = np.array([1.0, 1.0, 2.0, 3.0]), np.array([1.0, 2.0, 4.0, 1.5])
+    assert kendall(tied, other) == pytest.approx(1 / math.sqrt(30))
+    for constant, values in ((np.ones(4), np.arange(4.0)), (np.ones(1), np.zeros(1))):
+        assert math.isnan(pearson(constant, values))
+        assert math.isnan(kendall(constant, values))
+
+
+@given(values, st.integers(min_value=1, max_value=8))
+def test_expected_first_equals_the_mean_over_subsets(x: FloatArray, n: int) -> None:
+    """In the given order, which need not be by value; sorted, it is the expected maximum."""
+    n = min(n, len(x))
+    counted = [x[min(subset)] for subset in itertools.combinations(range(len(x)), n)]
+    assert expected_first(x, n) == pytest.approx(sum(counted) / len(counted))
+    maxima = [max(subset) for subset in itertools.combinations(x.tolist(), n)]
+    assert expected_first(np.sort(x)[::-1], n) == pytest.approx(sum(maxima) / len(maxima))
+    for impossible in (0, len(x) + 1):
+        with pytest.raises(ValueError, match="no subsets"):
+            expected_first(x, impossible)
+
+
+def test_interval_covers_the_mean_as_often_as_stated() -> None:
+    """Of 200 samples with mean 0. 95 % of 200 is 190, +- 3 at one sigma; few prompts cover less."""
+    samples = np.random.default_rng(2).standard_normal((200, 30))
+    covered = [statistics.mean(sample) for sample in samples]
+    assert 176 <= sum(estimate.low <= 0 <= estimate.high for estimate in covered) <= 199
+    few = statistics.mean(np.ones(3))  # too few for an interval
+    assert few.value == 1
+    assert math.isnan(few.low)
+    assert math.isnan(statistics.mean(np.full(5, np.nan)).value)
+    infinite = statistics.mean(np.array([1.0, 1.0, math.inf, math.inf]))
+    assert (infinite.value, infinite.high) == (math.inf, math.inf)
+
+
+def test_quotient_draws_both_sides_together() -> None:
+    """A constant ratio on every prompt has an interval without width."""
+    below = np.array([1.0, 10.0, 100.0, 1000.0])
+    ratio = statistics.quotient(2 * below, below)
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
+
+
+ROWS = (("a|b", Estimate(1.5, 1.0, 2.0)), ("c", Estimate(2.0)), ("d", math.nan))
+TABLE = Table("t", "A caption", ("what", "how | much"), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (1234, "1,234"),
+        (0.12345, "0.123"),
+        (12345.6, "12,346"),
+        (1.2e7, "1.2e+07"),
+        (-0.0, "0"),
+        (math.nan, ""),
+        (math.inf, "beyond"),
+        ("x", "x"),
+        (Estimate(1.5, 1.0, 2.0), "1.5 (1 to 2)"),
+        (Estimate(1.5), "1.5"),
+    ],
+)
+def test_cells_as_text(cell: Cell, text: str) -> None:
+    assert shown(cell) == text
+
+
+def test_markdown_escapes_bars() -> None:
+    lines = to_markdown(TABLE).splitlines()
+    assert lines[0] == "**A caption**"
+    assert [line.replace("\\|", "").count("|") for line in lines[2:]] == [3] * 5
+
+
+def test_csv_has_all_digits_and_the_interval() -> None:
+    rows = list(csv.reader(io.StringIO(to_csv(TABLE))))
+    assert rows[0] == ["what", "how | much", "how | much, low", "how | much, high"]
+    assert rows[1:] == [["a|b", "1.5", "1.0", "2.0"], ["c", "2.0", "", ""], ["d", "", "", ""]]
+
+
+def test_columns_without_values_are_left_out() -> None:
+    """Other columns keep their gaps, and a table without rows keeps its headings."""
+    rows = (("a", math.nan, Estimate(math.nan), 1.0), ("b", math.nan, Estimate(math.nan), math.nan))
+    table = Table("name", "A caption", ("what", "x", "y", "z"), rows)
+    assert to_csv(table).splitlines() == ["what,z", "a,1.0", "b,"]
+    assert "| what | z |" in to_markdown(table)
+    empty = replace(table, rows=())
+    assert empty.without_empty_columns() == empty
+
+
+def test_json_has_no_nan() -> None:
+    value = to_json({"a": Estimate(math.inf, math.nan, 1.0), "b": np.array([1.5, math.nan])})
+    assert value == {"a": {"value": "beyond", "low": None, "high": 1.0}, "b": [1.5, None]}
+    json.dumps(value, allow_nan=False)

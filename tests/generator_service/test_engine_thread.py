@@ -1,0 +1,168 @@
+"""The engine's thread: it continues after bugs, and completes every command when it ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+
+import pytest
+
+from generator_service.commands import OpenCommand, PrefixBatch
+from generator_service.engine import Engine
+from generator_service.engine_thread import EngineThread
+from generator_service.steps import Step
+from specrej.errors import InternalError, Unavailable
+from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BOUND_S = 60.0
+COMMAND = OpenCommand(PROMPT, 2, ENDLESS, 8)
+# Two candidates of it fill an engine of LARGE_SLOTS.
+LARGE = OpenCommand(PROMPT, 2, replace(ENDLESS, max_tokens=4000), 4000)
+LARGE_SLOTS = 17 + 2 * 4000
+
+
+@pytest.fixture
+def thread() -> Iterator[EngineThread]:
+    """Afterwards the thread still works, and no slot is owned."""
+    thread = EngineThread(Engine(MODEL, 5000))
+    thread.start()
+    yield thread
+    run_to_the_end(thread)
+    thread.stop()
+    thread.engine.check_integrity()
+    assert thread.engine.ledger.owned == 0
+
+
+def opened(thread: EngineThread, command: OpenCommand = COMMAND) -> int:
+    session_id, future = thread.open(command)
+    assert future.result(BOUND_S).n == command.n
+    return session_id
+
+
+def run_to_the_end(thread: EngineThread) -> None:
+    session_id = opened(thread)
+    assert thread.extend(session_id, 24).result(BOUND_S).num_tokens == 24
+    assert thread.close(session_id).result(BOUND_S) == 17
+
+
+def test_a_bug_between_steps_does_not_end_the_thread(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against callers that wait for ever, also when closing a session fails."""
+    session_id = opened(thread)
+    monkeypatch.setattr(thread.engine, "_make_room", lambda session: 1 // 0)
+    monkeypatch.setattr(thread.engine.prompts, "release", lambda node: 1 // 0)
+    with pytest.raises(InternalError):
+        thread.extend(session_id, 24).result(BOUND_S)
+    monkeypatch.undo()
+
+
+def test_a_bug_in_a_command_fails_that_command(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread.engine, "prune", lambda session_id, keep: 1 // 0)
+    with pytest.raises(InternalError):
+        thread.prune(1, []).result(BOUND_S)
+
+
+def test_a_wrong_ledger_does_not_end_the_service(
+    thread: EngineThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against a check that fails before every command: the ledger is replaced, too."""
+    caplog.set_level(logging.CRITICAL, "generator_service.engine_thread")
+    thread.close(opened(thread)).result(BOUND_S)
+    thread.engine.ledger.held += 1
+    thread.close(0).result(BOUND_S)  # after this command, the thread checks the ledger
+
+
+def test_a_cancelled_command_does_not_end_the_thread(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelling a future races with its result."""
+
+    class CancelledBetween(Future[PrefixBatch]):
+        def set_result(self, result: PrefixBatch) -> None:
+            self.cancel()
+            super().set_result(result)
+
+    for _ in range(50):
+        session_id, future = thread.open(replace(COMMAND, prompt_ids=PROMPT[:2], n=1))
+        future.cancel()
+        thread.extend(session_id, 1).cancel()
+        thread.close(session_id).cancel()
+    session_id = opened(thread)
+    monkeypatch.setattr("generator_service.engine_thread.Future", CancelledBetween)
+    growing = thread.extend(session_id, 8)
+    monkeypatch.undo()
+    with pytest.raises(CancelledError):
+        growing.result(BOUND_S)
+    assert thread.extend(session_id, 16).result(BOUND_S).num_tokens == 16
+    thread.close(session_id).result(BOUND_S)
+
+
+def test_stopping_fails_open_waiting_and_later_sessions() -> None:
+    thread = EngineThread(Engine(MODEL, LARGE_SLOTS))
+    thread.start()
+    session_id = opened(thread, LARGE)
+    _, waiting = thread.open(LARGE)
+    growing = thread.extend(session_id, 4000)
+    thread.stop()
+    later = (thread.open(COMMAND)[1], thread.extend(session_id, 8))
+    for future in (growing, waiting, *later):
+        with pytest.raises(Unavailable):
+            future.result(BOUND_S)
+    assert thread.close(session_id).result(BOUND_S) == 0
+    assert thread.heartbeat_s() == 0
+    assert thread.engine.ledger.owned == 0
+
+
+def test_when_the_thread_ends_by_itself_all_commands_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against callers that wait for ever: growing, waiting and late ones."""
+    at_work, sent = threading.Event(), threading.Event()
+
+    def leave(step: Step) -> None:
+        if step.rows:
+            at_work.set()
+            assert sent.wait(BOUND_S)
+            raise SystemExit
+
+    thread = EngineThread(Engine(MODEL, LARGE_SLOTS, on_step=leave))
+    assert thread.heartbeat_s() == math.inf  # it has not started
+    thread.start()
+    session_id, waiting = opened(thread, LARGE), thread.open(LARGE)[1]
+    growing = thread.extend(session_id, 4000)
+    assert at_work.wait(BOUND_S)
+    assert 0 < thread.heartbeat_s() < math.inf
+    unread = thread.prune(session_id, [])
+    sent.set()
+    with pytest.raises(Unavailable):
+        growing.result(BOUND_S)
+    later = (thread.open(LARGE)[1], thread.extend(session_id, 8), thread.prune(session_id, []))
+    for future in (waiting, unread, *later):
+        with pytest.raises(Unavailable):
+            future.result(BOUND_S)
+    assert thread.close(session_id).result(BOUND_S) == 0
+    assert thread.heartbeat_s() == math.inf
+    engine = thread.engine
+    assert (engine.ledger.owned, len(engine.sessions), len(engine.queue)) == (0, 0, 0)
+    assert "the engine's thread ends" in caplog.text
+
+
+def test_a_step_that_hangs_does_not_delay_the_stop() -> None:
+    """Guards against a service that its platform has to kill."""
+    thread, hanging = EngineThread(Engine(MODEL, 5000)), threading.Event()
+
+    def hang() -> None:
+        hanging.wait()
+
+    thread.start()
+    thread._commands.put(hang)
+    thread.stop(timeout_s=0.01)
+    assert thread._thread.is_alive()
+    hanging.set()

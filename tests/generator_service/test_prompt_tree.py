@@ -1,0 +1,342 @@
+"""Which prompts share which nodes, checked against the prompts themselves and the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from generator_service import prompt_tree
+from generator_service.prompt_tree import MIN_SHARED_TOKENS, PromptTree, RadixNode
+from specrej.inference.slots import SlotLedger
+
+LEAST = MIN_SHARED_TOKENS
+
+
+class Cells:
+    """A store of the tokens for which its cells were computed."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.tokens: list[int | None] = [None] * num_tokens
+
+    def split(self, at: int) -> tuple[Cells, Cells]:
+        front, rest = Cells(0), Cells(0)
+        front.tokens, rest.tokens, self.tokens = self.tokens[:at], self.tokens[at:], []
+        return front, rest
+
+
+Leaf = RadixNode[Cells]
+Tree = PromptTree[Cells]
+
+
+def tree_of(capacity: int = 10_000, budget: int = 10_000) -> tuple[Tree, SlotLedger]:
+    ledger = SlotLedger(capacity)
+    return PromptTree(ledger, Cells, budget), ledger
+
+
+def run(start: int, count: int) -> list[int]:
+    """`count` tokens, other ones for every start."""
+    return [1000 * start + at for at in range(count)]
+
+
+def prompt_of(leaf: Leaf) -> list[int]:
+    return [token for node in leaf.path() for token in node.tokens]
+
+
+def computed_of(leaf: Leaf) -> int:
+    return sum(node.computed for node in leaf.path())
+
+
+def compute(leaf: Leaf, count: int = 10_000) -> None:
+    """The next `count` tokens of a prompt, as the engine reads them: from the front."""
+    for node in leaf.path():
+        end = min(len(node.tokens), node.computed + count)
+        node.store.tokens[node.computed : end] = node.tokens[node.computed : end]
+        count -= end - node.computed
+        node.computed = end
+
+
+def check_stores(tree: Tree) -> None:
+    """A node's computed cells are those of its own tokens."""
+    for node in tree.nodes():
+        assert len(node.store.tokens) == len(node.tokens)
+        assert (*node.store.tokens[: node.computed],) == node.tokens[: node.computed]
+
+
+def cache(tree: Tree, prompt: Sequence[int], salt: str = "") -> None:
+    """Open and close a session with this prompt."""
+    leaf = tree.acquire(salt, prompt)
+    compute(leaf)
+    tree.release(leaf)
+
+
+def cached_tokens(tree: Tree, ledger: SlotLedger, prompt: Sequence[int]) -> int:
+    """How many of a prompt's tokens are cached."""
+    before = ledger.cached
+    leaf = tree.acquire("", prompt)
+    num_cached = before - ledger.cached
+    tree.release(leaf)
+    return num_cached
+
+
+@pytest.mark.parametrize(("common", "shared"), [(LEAST - 1, 0), (LEAST, LEAST)])
+def test_leading_tokens_are_shared_from_a_least_length_on(common: int, shared: int) -> None:
+    """Shorter shared nodes cost more than they save."""
+    tree, ledger = tree_of()
+    for other in (2, 3):
+        tree.acquire("", run(1, common) + run(other, 10))
+    assert ledger.held == 2 * (common + 10) - shared
+
+
+def test_a_short_node_in_the_middle_of_a_path_is_shared() -> None:
+    """Guards against a split shortly before a turn's end that separates equal prompts."""
+    tree, ledger = tree_of()
+    next_turn = run(1, 100) + run(2, 100)
+    leaves = [tree.acquire("", p) for p in (run(1, 100), next_turn, run(1, 90) + run(3, 10))]
+    assert ledger.held == 210
+    assert tree.missing("", next_turn) == 0
+    assert tree.missing("", next_turn + run(4, 5)) == 5
+    assert tree.acquire("", next_turn) is leaves[1]
+
+
+def test_the_least_recently_used_prompt_is_evicted_first() -> None:
+    """Another use makes a prompt the newest; the budget is exact."""
+    tree, ledger = tree_of(budget=300)
+    for number in (1, 2, 3):
+        cache(tree, run(number, 100))
+    assert ledger.cached == 300
+    cache(tree, run(1, 100))
+    cache(tree, run(4, 100))
+    assert ledger.cached == 300
+    assert [cached_tokens(tree, ledger, run(number, 100)) for number in (1, 3, 4)] == [100] * 3
+    cache(tree, run(5, 1))
+    assert ledger.cached == 201
+    assert cached_tokens(tree, ledger, run(1, 100)) == 0
+    tree.check_integrity()
+
+
+def test_a_prompt_does_not_evict_its_own_cached_front() -> None:
+    """The slots of its rest come from other prompts."""
+    tree, ledger = tree_of(capacity=300)
+    cache(tree, run(2, 100))
+    cache(tree, run(1, 100))
+    leaf = tree.acquire("", run(1, 80) + run(3, 200))
+    assert computed_of(leaf) == 80
+    assert (ledger.held, ledger.cached) == (280, 20)
+    check_stores(tree)
+    tree.check_integrity()
+
+
+def test_a_failing_split_leaves_the_tree_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out when the shared part gets a store of its own."""
+    tree, ledger = tree_of()
+    used = tree.acquire("", run(1, 100))
+    compute(used)
+
+    def exhausted(cells: Cells, at: int) -> tuple[Cells, Cells]:
+        raise MemoryError
+
+    monkeypatch.setattr(Cells, "split", exhausted)
+    with pytest.raises(MemoryError):
+        tree.acquire("", run(1, 80))
+    assert (ledger.held, ledger.cached, computed_of(used)) == (100, 0, 100)
+    assert (used.users, prompt_of(used)) == (1, run(1, 100))
+    tree.check_integrity()
+
+
+@pytest.mark.parametrize("field", ["held", "cached"])
+def test_check_integrity_detects_a_wrong_ledger(field: str) -> None:
+    tree, ledger = tree_of()
+    tree.acquire("", run(1, 10))
+    setattr(ledger, field, getattr(ledger, field) + 1)
+    with pytest.raises(AssertionError):
+        tree.check_integrity()
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """A session, and how much of its prompt was computed so far."""
+
+    salt: str
+    prompt: tuple[int, ...]
+    leaf: Leaf
+    computed: int
+
+
+PROMPTS = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=14).map(tuple)
+SALTS = st.sampled_from(["", "other"])
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Random sessions over prompts of two tokens, so that most prompts share a beginning."""
+
+    LEAST = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(prompt_tree, "MIN_SHARED_TOKENS", self.LEAST)
+        self.is_exhausted = False
+        self.ledger = SlotLedger(100)
+        self.budget = 0
+        self.tree: Tree = PromptTree(self.ledger, self.allocate, self.budget)
+        self.sessions: list[Session] = []
+        self.shares: list[int] = []
+        self.next_share = 1
+
+    @initialize(budget=st.sampled_from([40, 15, 100, 0]))
+    def begin(self, budget: int) -> None:
+        self.budget = budget
+        self.tree = PromptTree(self.ledger, self.allocate, budget)
+
+    def allocate(self, num_tokens: int) -> Cells:
+        if self.is_exhausted:
+            raise MemoryError
+        return Cells(num_tokens)
+
+    @rule(salt=SALTS, prompt=PROMPTS)
+    def acquire(self, salt: str, prompt: tuple[int, ...]) -> None:
+        self.attempt(salt, prompt)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), cut=st.integers(0, 6), rest=st.just(()) | PROMPTS, salt=SALTS)
+    def acquire_alike(
+        self, data: st.DataObject, cut: int, rest: tuple[int, ...], salt: str
+    ) -> None:
+        """An equal prompt, a part of it, or a prompt that begins with one of them."""
+        open_prompt = self.one_of_them(data).prompt
+        self.attempt(salt, open_prompt[: max(1, len(open_prompt) - cut)] + rest)
+
+    @rule(salt=SALTS, prompt=PROMPTS)
+    def acquire_without_memory(self, salt: str, prompt: tuple[int, ...]) -> None:
+        """Fails unless all nodes exist; the invariants check that no user of a node is left."""
+        held = self.ledger.held
+        self.is_exhausted = True
+        try:
+            self.attempt(salt, prompt)
+        except MemoryError:
+            assert self.ledger.held == held
+        finally:
+            self.is_exhausted = False
+
+    def one_of_them(self, data: st.DataObject) -> Session:
+        return self.sessions[data.draw(st.integers(0, len(self.sessions) - 1))]
+
+    def attempt(self, salt: str, prompt: tuple[int, ...]) -> bool:
+        """Acquire as the engine does: only if the missing slots are free."""
+        held, missing = self.ledger.held, self.tree.missing(salt, prompt)
+        if missing > self.ledger.unshared:
+            return False
+        leaf = self.tree.acquire(salt, prompt)
+        assert self.ledger.held - held == missing
+        self.sessions.append(Session(salt, prompt, leaf, computed_of(leaf)))
+        return True
+
+    @rule(salt=SALTS, prompt=PROMPTS)
+    def come_and_go(self, salt: str, prompt: tuple[int, ...]) -> None:
+        """A session that ends; its prompt stays cached."""
+        if self.attempt(salt, prompt):
+            session = self.sessions.pop()
+            compute(session.leaf)
+            self.tree.release(session.leaf)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        session = self.one_of_them(data)
+        self.sessions.remove(session)
+        self.tree.release(session.leaf)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), count=st.integers(1, 14))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        compute(self.one_of_them(data).leaf, count)
+
+    @precondition(lambda self: len(self.shares) < 3)
+    @rule(count=st.integers(1, 30))
+    def share(self, count: int) -> None:
+        """Candidates' slots, which cached prompts make room for."""
+        if self.ledger.can_admit(count):
+            self.ledger.admit(self.next_share, count, count, 0)
+            self.tree.make_room()
+            self.shares.append(self.next_share)
+            self.next_share += 1
+
+    @precondition(lambda self: self.shares)
+    @rule(data=st.data())
+    def unshare(self, data: st.DataObject) -> None:
+        share = data.draw(st.sampled_from(self.shares))
+        self.shares.remove(share)
+        self.ledger.close(share)
+
+    @rule(count=st.integers(0, 30))
+    def make_room(self, count: int) -> None:
+        self.tree.make_room(count)
+        assert self.ledger.cached <= max(0, self.ledger.unshared - count)
+
+    @invariant()
+    def ledger_is_consistent(self) -> None:
+        self.tree.check_integrity()
+        self.ledger.check_integrity()
+        assert self.ledger.cached <= self.budget
+
+    @invariant()
+    def paths_spell_their_prompts(self) -> None:
+        users: dict[Leaf, int] = {}
+        for session in self.sessions:
+            assert (*prompt_of(session.leaf),) == session.prompt
+            for node in session.leaf.path():
+                assert node.salt == session.salt
+                users[node] = users.get(node, 0) + 1
+        for node in self.tree.nodes():
+            assert node.users == users.pop(node, 0)
+            assert node.tokens
+        assert not users
+
+    @invariant()
+    def nothing_computed_is_lost(self) -> None:
+        check_stores(self.tree)
+        for session in self.sessions:
+            computed, session.computed = session.computed, computed_of(session.leaf)
+            assert session.computed >= computed
+            front = [node.is_computed for node in session.leaf.path()]
+            assert front == sorted(front, reverse=True)
+
+    @invariant()
+    def common_beginnings_are_shared(self) -> None:
+        """Equal prompts share all nodes, others all but fewer than `LEAST` tokens."""
+        for session in self.sessions:
+            for other in self.sessions:
+                if session.salt == other.salt and session.prompt != other.prompt:
+                    common = common_length(session.prompt, other.prompt)
+                    both = {*session.leaf.path()} & {*other.leaf.path()}
+                    shared = sum(len(node.tokens) for node in both)
+                    assert common - self.LEAST < shared <= common or common < self.LEAST
+                elif session.salt == other.salt:
+                    assert session.leaf is other.leaf
+
+    @invariant()
+    def idle_nodes_are_computed(self) -> None:
+        assert all(node.users or node.is_computed for node in self.tree.nodes())
+
+    def teardown(self) -> None:
+        for session in self.sessions:
+            self.tree.release(session.leaf)
+        assert self.ledger.held == 0
+        self.tree.check_integrity()
+        self.tree.make_room(self.ledger.capacity)
+        assert self.ledger.owned == self.ledger.cached == 0
+        self.patch.undo()
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

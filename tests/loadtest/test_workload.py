@@ -1,0 +1,113 @@
+"""The sequence of requests, their arrivals, prompts, and shapes of load."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from loadtest.arrivals import poisson, send_open_loop
+from loadtest.curves import ramp, spike
+from loadtest.options import add_options, counts
+from loadtest.prompts import OWN_PROMPTS, read_prompts
+from loadtest.workload import LoadRequest, n_of_step, requests
+from specrej.contracts import Algorithm, CacheControl
+
+
+def first(count: int, *arguments: str, worker: int = 0) -> list[LoadRequest]:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    parsed = parser.parse_args(arguments)
+    return list(itertools.islice(requests(parsed, worker, time.perf_counter()), count))
+
+
+def test_prompts_take_turns_with_new_seeds() -> None:
+    """Guards against requests that the cache or single flight can answer."""
+    sent = first(len(read_prompts()))
+    assert {request.prompt for request in sent} == set(read_prompts())
+    assert len({request.options["seed"] for request in sent}) == len(sent)
+    assert {request.options["cache"] for request in sent} == {CacheControl.BYPASS}
+
+
+def test_workers_use_different_seeds() -> None:
+    seeds = [{r.options["seed"] for r in first(50, worker=worker)} for worker in (0, 1)]
+    assert not seeds[0] & seeds[1]
+
+
+def test_both_algorithms_get_the_same_prompt_and_seed() -> None:
+    one, other = first(2, "--algorithm", "both")
+    assert [r.options["algorithm"] for r in (one, other)] == list(Algorithm)
+    assert (one.prompt, one.options["seed"]) == (other.prompt, other.options["seed"])
+
+
+def test_requests_repeat_with_the_cache_on(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("# a comment\n\nWhy?\n  How?  \n", "utf-8")
+    one, other, again = first(3, "--cache", "on", "--prompts", str(path))
+    assert {one.prompt, other.prompt} == {"Why?", "How?"}
+    assert (again.prompt, again.options) == (one.prompt, one.options)
+    assert one.options["cache"] is CacheControl.USE
+
+
+def test_own_prompts_differ_and_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    prompts = read_prompts(OWN_PROMPTS)
+    assert len(set(prompts)) == len(prompts) >= 20
+    (tmp_path / "empty").write_text("# nothing\n", "utf-8")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        read_prompts(tmp_path / "empty")
+
+
+def test_steps_use_each_n_in_order() -> None:
+    assert [n_of_step((1, 4, 16), at_s, 10) for at_s in (0, 9.9, 10, 25, 99)] == [1, 1, 4, 16, 16]
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "-3", "4;5", "1.5"])
+def test_invalid_counts_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        counts(text)
+
+
+def test_shapes_of_users() -> None:
+    assert [ramp(at_s, 60, 8) for at_s in (0, 30, 59.9, 60)] == [1, 5, 8, 8]
+    assert [spike(at_s, 60, 40) for at_s in (0, 19.9, 20, 39.9, 40)] == [4, 4, 40, 40, 4]
+    assert spike(0, 60, 5) == 1
+
+
+def test_gaps_are_exponential() -> None:
+    """Mean and deviation of 20,000 seeded gaps are 1 / rate, within 3 %."""
+    times = list(itertools.islice(poisson(4.0, 1), 20_000))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert statistics.fmean(gaps) == pytest.approx(0.25, rel=0.03)
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.03)
+
+
+def test_equal_seeds_give_equal_arrivals() -> None:
+    """Both algorithms of a comparison get the same arrivals."""
+    one, same, other = (list(itertools.islice(poisson(1.0, seed), 5)) for seed in ("a", "a", "b"))
+    assert one == same != other
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0])
+def test_rate_must_be_positive(rate: float) -> None:
+    with pytest.raises(ValueError, match="rate"):
+        next(poisson(rate, 1))
+
+
+async def test_open_loop_sends_before_earlier_requests_are_answered() -> None:
+    all_sent = asyncio.Event()
+
+    async def send(index: int, due: float) -> tuple[int, float]:
+        if index == 2:
+            all_sent.set()
+        await all_sent.wait()
+        return index, due
+
+    async with asyncio.timeout(60):
+        results = await send_open_loop(send, [0.0, 0.01, 0.02])
+    assert [index for index, _ in results] == [0, 1, 2]
+    assert results[2][1] - results[0][1] == pytest.approx(0.02)

@@ -1,0 +1,214 @@
+"""Generator and rewards over the wire: the same events and errors as local ones."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from generator_service.toy import ToyGenerator
+from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
+from orchestrator.loop.scoring import fingerprint_of
+from reward_service.toy import ToyReward
+from reward_service.worker import Worker
+from specrej.channel import open_channel
+from specrej.contracts import (
+    Algorithm,
+    Candidate,
+    Event,
+    Finished,
+    GenerationRequest,
+    MemorySchedule,
+    RoundCompleted,
+    RoundEnd,
+    Sampling,
+    SessionSpec,
+    TokensSchedule,
+    WeightedReward,
+)
+from specrej.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    OutOfOrder,
+    Overloaded,
+    RewardInvalid,
+    SessionExpired,
+    SlotsExceeded,
+    SpecrejError,
+    Unavailable,
+    Violation,
+)
+from tests.faults.rogue import grpc_rogue
+from tests.orchestrator.runs import PROMPT, events_of, request
+from tests.orchestrator.services import (
+    BOUND_S,
+    HeldGenerator,
+    LongTexts,
+    Whole,
+    channel_to,
+    generator_backend,
+    reward_backend,
+    timeless,
+    whole,
+)
+from tests.reward_service.fakes import FixedReward
+
+
+async def remote_events_of(generation_request: GenerationRequest, service: Whole) -> list[Event]:
+    scorer = service.remote_rewards.scorer("toy")
+    async with asyncio.timeout(BOUND_S):
+        return await events_of(generation_request, service.remote_generator, scorer)
+
+
+@asynccontextmanager
+async def remote_generator(generator: Any) -> AsyncIterator[RemoteGenerator]:
+    async with generator_backend(generator) as backend, channel_to(backend) as channel:
+        yield RemoteGenerator(channel)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "end_every", "generation_request"),
+    [
+        (100_000, 40, request()),
+        (100_000, 12, request(schedule=TokensSchedule((3, 9, 10)), alpha=0.75)),
+        (300, 10**9, request(schedule=MemorySchedule())),
+        (100_000, 40, request(algorithm=Algorithm.BEST_OF_N)),
+        (100_000, 5, request(n=0)),
+        (100_000, 10**9, request(n=1, max_tokens=1)),
+        (100_000, 4, replace(request(), sampling=Sampling(60, min_tokens=20, logprobs=True))),
+    ],
+)
+async def test_remote_backends_give_the_same_events_as_local_ones(
+    capacity: int, end_every: int, generation_request: GenerationRequest
+) -> None:
+    """Guards against fields that are lost, rounded or reordered on the wire."""
+    worker = await Worker.start(ToyReward)
+    toy = ToyGenerator(capacity, end_every=end_every)
+    local = await events_of(generation_request, toy, worker)
+    worker.close()
+    async with whole(HeldGenerator(capacity, end_every=end_every)) as service:
+        remote = await remote_events_of(generation_request, service)
+    assert isinstance(remote[-1], Finished) and isinstance(local[-1], Finished)
+    # Only remote backends have fingerprints.
+    with_fingerprints = replace(
+        local[-1].generation,
+        generator_fingerprint=f"toy-{end_every}",
+        reward_fingerprint=fingerprint_of([WeightedReward("")], [ToyReward().fingerprint]),
+    )
+    local[-1] = Finished(with_fingerprints)
+    assert [timeless(event) for event in remote] == [timeless(event) for event in local]
+    if generation_request.selection.schedule.kind == "memory":
+        ends = [event.trace.ended_by for event in remote if isinstance(event, RoundCompleted)]
+        assert RoundEnd.SLOTS_FULL in ends, "the case did not occur"
+
+
+async def test_every_field_of_a_description_arrives(service: Whole) -> None:
+    """Guards against limits that are read as 0 because one side omits their field."""
+    assert await service.remote_generator.describe() == await service.generator.describe()
+    names = [reward.name for reward in await service.remote_rewards.describe()]
+    assert names == ["toy", "other"]
+
+
+async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
+    """Guards against the limit of 4 MiB: 1,024 candidates of 6 KiB each, in both directions."""
+    generator = LongTexts(4096)
+    async with (
+        remote_generator(generator) as remote,
+        reward_backend(ToyReward()) as rewards,
+        channel_to(rewards) as channel,
+        remote.open(SessionSpec(PROMPT, 1024, Sampling(), 8)) as session,
+        RemoteRewards(channel).scorer("toy").open(PROMPT) as scoring,
+    ):
+        ended = await session.extend(8)
+        assert sum(len(candidate.text.encode()) for candidate in ended.candidates) > 6 << 20
+        assert ended == replace(await generator.extend(8), made_by=frozenset({"toy-40"}))
+        scores = await scoring.score(ended.candidates)
+        assert (await session.prune(range(1024))).freed_slots == 1024
+    assert len(scores.values) == 1024
+
+
+async def test_slots_are_free_once_a_session_is_closed(service: Whole) -> None:
+    """Guards against an answer that arrives before its slots are free: checked without a wait."""
+    async with service.remote_generator.open(SessionSpec(PROMPT, 4, Sampling(), 8)) as session:
+        await session.extend(8)
+        assert service.generator.toy.ledger.owned > 0
+    assert service.generator.is_idle
+    await remote_events_of(request(), service)
+    assert service.generator.is_idle
+
+
+async def error_of_open(error: SpecrejError) -> SpecrejError:
+    """The error that a client gets from a generator that raises `error` for every session."""
+
+    class Refusing(HeldGenerator):
+        def open(self, *_: Any) -> Any:
+            raise error
+
+    async with remote_generator(Refusing()) as generator:
+        with pytest.raises(SpecrejError) as raised:
+            await AsyncExitStack().enter_async_context(
+                generator.open(SessionSpec(PROMPT, 4, Sampling(), 8))
+            )
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SlotsExceeded(
+            [Violation("n", "needs 9 slots"), Violation("sampling.max_tokens", "too many")],
+            needed=9,
+            capacity=8,
+            max_candidates=3,
+        ),
+        Overloaded("64 wait already", retry_after_s=2.5, metadata={"waiting": "64"}),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_errors_of_a_generator_arrive_with_all_their_fields(error: SpecrejError) -> None:
+    received = await error_of_open(error)
+    assert type(received) is type(error)
+    assert (received.message, received.reason) == (error.message, error.reason)
+    assert (received.retry_after_s, received.metadata) == (error.retry_after_s, error.metadata)
+    assert getattr(received, "violations", ()) == getattr(error, "violations", ())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Cancelled("here"), DeadlineExceeded("here"), SessionExpired("lease"), OutOfOrder("not now")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_errors_that_concern_only_the_backend_are_unavailable(error: SpecrejError) -> None:
+    """Guards against CANCELLED for a caller that did not cancel, or FAILED_PRECONDITION for one
+    without a session: a client retries neither."""
+    assert type(await error_of_open(error)) is Unavailable
+
+
+@pytest.mark.parametrize("fault", ["wrong_ids", "no_scores", "stale"])
+async def test_the_answer_to_another_command_is_an_internal_error(fault: str) -> None:
+    """Guards against candidates ranked by the scores of another batch."""
+    batch = [Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0)]
+    async with (
+        grpc_rogue(fault) as port,
+        open_channel(f"127.0.0.1:{port}", retries=False) as channel,
+        RemoteRewards(channel).scorer("toy").open(PROMPT) as session,
+    ):
+        with pytest.raises(InternalError, match="another command"):
+            await session.score(batch)
+
+
+@pytest.mark.parametrize("values", [[0.5] * 11, [math.nan] * 12])
+async def test_invalid_scores_keep_their_reason_on_the_wire(
+    service: Whole, values: list[float]
+) -> None:
+    async with reward_backend(FixedReward(values)) as backend, channel_to(backend) as channel:
+        with pytest.raises(RewardInvalid) as raised:
+            scorer = RemoteRewards(channel).scorer("fixed")
+            await events_of(request(), service.remote_generator, scorer)
+    assert raised.value.reason == "REWARD_INVALID"

@@ -1,0 +1,98 @@
+"""Remote backends that refuse connections, send nothing, or end in the middle of a session."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+
+import pytest
+
+from generator_service.toy import ToyGenerator
+from orchestrator.backends import remote
+from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
+from orchestrator.edge.planning import _LastDescription
+from orchestrator.loop.scoring import LikelihoodScorer
+from specrej.channel import open_channel
+from specrej.contracts import Sampling, SessionSpec
+from specrej.errors import SpecrejError, Unavailable
+from tests.orchestrator.runs import PROMPT, answer, request
+from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, dead_port, whole
+from tests.serving import turns, until
+
+
+async def test_a_refused_connection_is_unavailable() -> None:
+    """Guards against a wait for the connection, and against grpc's own text, which has the
+    backend's address."""
+    with dead_port() as port:
+        async with open_channel(f"127.0.0.1:{port}", retries=False) as channel:
+            generator, rewards = RemoteGenerator(channel), RemoteRewards(channel)
+            enter = AsyncExitStack().enter_async_context
+            calls = (
+                generator.describe,
+                rewards.describe,
+                lambda: enter(generator.open(SessionSpec(PROMPT, 4, Sampling(), 8))),
+                lambda: enter(rewards.scorer("toy").open(PROMPT)),
+            )
+            for call in calls:
+                with pytest.raises(Unavailable) as raised:
+                    await asyncio.wait_for(call(), BOUND_S)
+                assert raised.value.message == "a backend cannot be reached"
+
+
+async def test_a_backend_that_sends_nothing_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against DEADLINE_EXCEEDED for a caller with time left; the planner uses the last
+    description instead. A stopped process accepts connections and sends nothing."""
+    monkeypatch.setattr(remote, "_DESCRIBE_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with open_channel(address, retries=False) as channel:
+            for describe in (RemoteGenerator(channel).describe, RemoteRewards(channel).describe):
+                with pytest.raises(Unavailable):
+                    await describe()
+            last = _LastDescription(RemoteGenerator(channel).describe)
+            last._last = description = await ToyGenerator().describe()
+            assert await last.get() is description
+
+
+@pytest.mark.parametrize("num_turns", range(0, 24, 2))
+async def test_a_generator_that_ends_between_two_commands_is_unavailable(num_turns: int) -> None:
+    """Guards against INTERNAL, which grpc reports for a stream that breaks inside a write.
+
+    The end reaches the client some turns of the event loop later, anywhere in the commands that
+    follow. Without the case in `_CommandStream` about one run in seven raised InternalError.
+    """
+    outcomes = [await _error_after(num_turns) for _ in range(4)]
+    assert outcomes == [Unavailable] * 4
+
+
+async def _error_after(num_turns: int) -> type[SpecrejError] | None:
+    async with whole(HeldGenerator(end_every=10**9)) as service:
+        try:
+            async with service.remote_generator.open(
+                SessionSpec(PROMPT, 4, Sampling(), 8)
+            ) as session:
+                killing = asyncio.create_task(service.generator_server.kill())
+                await turns(num_turns)
+                for until_tokens in range(1, 100):
+                    await session.extend(until_tokens)
+        except SpecrejError as error:
+            return type(error)
+        finally:
+            await killing
+    return None
+
+
+async def test_a_generator_that_ends_while_it_closes_a_session_costs_no_answer(
+    service: Whole,
+) -> None:
+    """Guards against an error in place of a complete answer."""
+    service.shut("close")
+    answering = asyncio.create_task(
+        answer(request(12), service.remote_generator, LikelihoodScorer())
+    )
+    await until(lambda: service.num_held("close") == 1)
+    await service.generator_server.kill()
+    assert (await answering).candidates

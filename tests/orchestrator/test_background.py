@@ -1,0 +1,77 @@
+"""Background tasks: one per key, bounded, cancelled when closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+
+import pytest
+
+from orchestrator.background import BackgroundTasks
+from specrej.errors import Unavailable
+from tests.orchestrator.held_runs import HeldRuns
+from tests.serving import until
+
+
+async def test_one_task_per_key_and_a_limit() -> None:
+    """Guards against a refresh per hit of a popular answer, and against too many at once."""
+    tasks, runs = BackgroundTasks("testing", limit=3), HeldRuns[None]()
+    for _ in range(5):
+        for key in "abcdef":
+            tasks.start(key, runs.run)
+    await until(lambda: runs.running == 3)
+    assert tasks.num_running == 3
+    runs.end(None)
+    await until(lambda: not tasks.num_running)
+    assert len(runs.steps) == 3
+
+
+@pytest.mark.parametrize("error", [Unavailable("down"), TimeoutError(), ValueError("a bug")])
+async def test_a_failure_is_logged_and_frees_the_key(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against "Task exception was never retrieved", and a key that is never run again."""
+    caplog.set_level(logging.INFO, "orchestrator.background")
+    tasks, runs = BackgroundTasks("testing"), HeldRuns[None]()
+    for failures in (1, 2):
+        tasks.start("a", runs.run)
+        await until(lambda: runs.running == 1)
+        runs.end(error)
+        await until(lambda: not tasks.num_running)
+        assert caplog.text.count("testing failed") == failures
+
+
+async def test_a_task_has_a_deadline() -> None:
+    """Guards against a hanging backend that occupies a place for ever."""
+    tasks, runs = BackgroundTasks("testing", deadline_s=0.01), HeldRuns[None]()
+    tasks.start("a", runs.run)
+    await until(lambda: not tasks.num_running)
+    assert (len(runs.steps), runs.running) == (1, 0)
+
+
+async def test_closing_cancels_all_tasks_and_starts_no_more() -> None:
+    """Guards against tasks that outlive the service."""
+    tasks, runs = BackgroundTasks("testing"), HeldRuns[None]()
+    for key in "abc":
+        tasks.start(key, runs.run)
+    await until(lambda: runs.running == 3)
+    async with asyncio.timeout(5):
+        await tasks.aclose()
+    assert (runs.running, tasks.num_running) == (0, 0)
+    tasks.start("a", runs.run)
+    assert tasks.num_running == 0
+    await tasks.aclose()
+
+
+async def test_a_task_does_not_inherit_the_requests_context() -> None:
+    """Guards against a request's deadline, span or tenant in the background."""
+    owner = contextvars.ContextVar("owner", default="none")
+    owner.set("the request")
+    owners: list[str] = []
+
+    async def record() -> None:
+        owners.append(owner.get())
+
+    BackgroundTasks("testing").start("a", record)
+    await until(lambda: owners == ["none"])

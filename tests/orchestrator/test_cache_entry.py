@@ -1,0 +1,123 @@
+"""Stored values: what is written is read again, and anything else is rejected."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.cache.answers import CacheEntry, pack, unpack
+from orchestrator.cache.keys import FORMAT_VERSION
+from specrej.contracts import Generation
+from tests.orchestrator.caching import MAX_BYTES, generation
+
+SMALL, LARGE = replace(generation("short"), rounds=()), generation("x" * 5000)
+
+
+def packed(generation: Generation, max_bytes: int = MAX_BYTES) -> bytes:
+    return pack(CacheEntry(FORMAT_VERSION, "k", "", 1, 0.0, generation), max_bytes)
+
+
+def unpacked(value: object, max_bytes: int = MAX_BYTES) -> Generation:
+    return unpack("k", value, max_bytes).generation
+
+
+_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(text=st.text(), score=_FLOATS, logprobs=st.lists(_FLOATS, max_size=5))
+def test_any_finite_answer_survives_packing(text: str, score: float, logprobs: list[float]) -> None:
+    """Guards against rounded numbers, altered texts or lost tokens."""
+    answer = generation(text, score)
+    ids = tuple(range(len(logprobs)))
+    best = replace(answer.best, token_ids=ids, logprobs=tuple(logprobs))
+    answer = replace(answer, candidates=(best,))
+    assert unpacked(packed(answer)) == answer
+
+
+def test_only_large_answers_are_compressed() -> None:
+    assert b"short" in packed(SMALL) and len(packed(LARGE)) < 2500
+
+
+@pytest.mark.parametrize("answer", [SMALL, LARGE], ids=["small", "large"])
+def test_a_value_of_another_length_is_rejected(answer: Generation) -> None:
+    """Guards against half an answer, and bytes after it: every other length is rejected."""
+    value = packed(answer)
+    for wrong in (value + b"\0", *(value[:length] for length in range(len(value)))):
+        with pytest.raises(ValueError):
+            unpacked(wrong)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), answer=st.sampled_from([SMALL, LARGE]))
+def test_a_flipped_byte_is_detected(data: st.DataObject, answer: Generation) -> None:
+    """Guards against corrupt text in an answer: the value is rejected, or reads the same."""
+    value = bytearray(packed(answer))
+    index = data.draw(st.integers(0, len(value) - 1))
+    value[index] ^= data.draw(st.integers(1, 255))
+    with suppress(ValueError):
+        assert unpacked(bytes(value)) == answer
+
+
+def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
+    """A value whose JSON is changed."""
+    entry = json.loads(zlib.decompress(packed(generation())))
+    change(entry)
+    return zlib.compress(json.dumps(entry).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: e.update(key="other"),
+        lambda e: e.update(version=str(FORMAT_VERSION)),
+        lambda e: e.update(version=FORMAT_VERSION - 1),
+        lambda e: e.update(index=None),
+        lambda e: e.update(stored_at=float("nan")),
+        lambda e: e.update(more=1),
+        lambda e: e.pop("generation"),
+        lambda e: e["generation"].update(candidates=[]),
+        lambda e: e["generation"].pop("usage"),
+        lambda e: e["generation"]["candidates"][0].update(score=float("nan")),
+        lambda e: e["generation"]["candidates"][0].update(score=None),
+        lambda e: e["generation"]["candidates"][0].update(finish="other"),
+        lambda e: e["generation"]["candidates"][0].update(token_ids=["7"]),
+        lambda e: e["generation"]["candidates"][0].update(logprobs=[float("-inf")]),
+        lambda e: e["generation"]["candidates"][0].update(vetoed=1),
+    ],
+)
+def test_a_wrong_value_is_rejected(change: Callable[[dict[str, Any]], object]) -> None:
+    """Guards against foreign keys, other versions, missing answers and infinite numbers."""
+    assert unpacked(_altered(lambda e: None)) == generation()
+    with pytest.raises(ValueError):
+        unpacked(_altered(change))
+
+
+def test_decompression_is_bounded() -> None:
+    """Guards against a megabyte that inflates to a gigabyte in memory."""
+    bomb = zlib.compress(b"\0" * (64 << 20))
+    assert len(bomb) < MAX_BYTES
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="too large"):
+            unpacked(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_size_limit_is_the_same_for_reading_and_writing() -> None:
+    """Guards against a value of the permitted size that can be written but never read."""
+    answer = generation("x" * 3000)
+    size = len(zlib.decompress(packed(answer)))
+    assert unpacked(packed(answer, size), size) == answer
+    with pytest.raises(ValueError):
+        packed(answer, size - 1)

@@ -1,0 +1,207 @@
+"""Cache keys: equal requests have one key, different requests have different keys."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.cache import Keys, cache_keys, tenant_digest
+from orchestrator.cache.keys import FORMAT_VERSION, flight_key
+from specrej.contracts import (
+    Algorithm,
+    CacheControl,
+    GenerationRequest,
+    GeometricSchedule,
+    MemorySchedule,
+    Message,
+    Normalization,
+    Prompt,
+    Sampling,
+    Selection,
+    TokensSchedule,
+    WeightedReward,
+)
+
+
+def request(text: str = "hello", **parts: Any) -> GenerationRequest:
+    return GenerationRequest(Prompt.from_user(text), **parts)
+
+
+def keys_of(
+    request: GenerationRequest, tenant: str = "t", generator: str = "g", reward: str = "w"
+) -> Keys:
+    return cache_keys(
+        request, tenant=tenant, generator_fingerprint=generator, reward_fingerprint=reward
+    )
+
+
+def key_of(request: GenerationRequest, **maker: str) -> str:
+    return keys_of(request, **maker).answer
+
+
+_BASE = request()
+_OTHER_SAMPLING = [
+    request(sampling=replace(Sampling(), **changed))
+    for changed in (
+        {"max_tokens": 129},
+        {"temperature": 0.7},
+        {"top_k": 1},
+        {"top_p": 0.9},
+        {"stop": ("x",)},
+        {"stop": ("x", "y")},
+        {"stop": ("x,y",)},
+        {"seed": 1},
+        {"seed": 2**53},
+        {"seed": 2**53 + 1},
+        {"ignore_eos": True},
+        {"min_tokens": 1},
+        {"logprobs": True},
+    )
+]
+_OTHER_REWARDS = [
+    request(selection=Selection(rewards=rewards))
+    for rewards in (
+        (WeightedReward("a"),),
+        (WeightedReward("a", 0.5),),
+        (WeightedReward("a", 0.5), WeightedReward("b")),
+        (WeightedReward("a"), WeightedReward("b", 0.5)),
+        (WeightedReward("a", veto_below=-1.0), WeightedReward("b")),
+        (WeightedReward("a"), WeightedReward("b", veto_below=-1.0)),
+        (WeightedReward("a", normalization=Normalization("batch")),),
+        (WeightedReward("a", normalization=Normalization("fixed")),),
+        (WeightedReward("a", normalization=Normalization("fixed", 1.0)),),
+        (WeightedReward("a", normalization=Normalization("fixed", 0.0, 2.0)),),
+        (WeightedReward("a", veto_below=0.0),),
+        (WeightedReward("a", veto_below=-1.0),),
+    )
+]
+_OTHER_SEARCHES = [
+    request(selection=replace(Selection(), **changed))
+    for changed in (
+        {"n": 4},
+        {"alpha": 0.25},
+        {"algorithm": Algorithm.BEST_OF_N},
+        {"return_candidates": 2},
+        {"schedule": MemorySchedule()},
+        {"schedule": TokensSchedule((16, 32))},
+        {"schedule": TokensSchedule((16, 33))},
+        {"schedule": GeometricSchedule(first=8)},
+        {"schedule": GeometricSchedule(factor=3.0)},
+    )
+]
+_OTHER_PROMPTS = [
+    request("caf\u00e9"),
+    request("cafe\u0301"),  # the model gets another text than with one code point
+    request("\ud800"),  # UTF-8 cannot encode it
+    request("\ud801"),
+    replace(_BASE, prompt=Prompt(text="hello")),
+    replace(_BASE, prompt=Prompt(messages=(Message("system", "hello"), Message("user", "hello")))),
+]
+_OTHERS = [*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS, *_OTHER_SEARCHES]
+_OTHER_MAKERS: list[dict[str, str]] = [
+    *({"tenant": tenant} for tenant in ("u", "U", "u ", "u\0", "\ud800", "\ud801")),
+    *({"generator": "h"}, {"reward": "x"}),
+]
+
+
+def test_every_field_that_matters_changes_the_key() -> None:
+    """Guards against an answer to another request, of another tenant or by another model."""
+    keys = [key_of(other) for other in (_BASE, *_OTHERS)]
+    keys += [key_of(_BASE, **maker) for maker in _OTHER_MAKERS]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_examples_cover_every_field() -> None:
+    """Guards against a new field of the contract that no example above changes."""
+    changed = {
+        field.name
+        for part, others in (
+            (Sampling(), [other.sampling for other in _OTHERS]),
+            (Selection(), [other.selection for other in _OTHERS]),
+        )
+        for field in fields(part)
+        if any(getattr(part, field.name) != getattr(other, field.name) for other in others)
+    }
+    assert changed == {field.name for part in (Sampling, Selection) for field in fields(part)}
+
+
+_ONE, _TWO = WeightedReward("a", 0.3), WeightedReward("b", 0.7)
+_BATCH = WeightedReward("a", normalization=Normalization("batch"))
+_VETO = WeightedReward("b", veto_below=-1.0)
+_BEST_OF_N = Selection(algorithm=Algorithm.BEST_OF_N)
+
+
+def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
+    return request(selection=Selection(rewards=rewards))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (_BASE, request(sampling=Sampling(max_tokens=128, temperature=1.0, top_p=1.0, seed=0))),
+        (_BASE, request(sampling=Sampling(temperature=1, top_p=1))),
+        (_BASE, request(selection=Selection(schedule=GeometricSchedule(first=16, factor=2)))),
+        (_BASE, replace(_BASE, cache=CacheControl.REFRESH)),
+        (_BASE, replace(_BASE, model="served")),
+        (_BASE, replace(_BASE, allow_degraded=True)),
+        (_rewarded(_ONE, _TWO), _rewarded(_TWO, _ONE)),
+        (
+            _rewarded(
+                replace(_BATCH, normalization=Normalization("batch", mean=3.0)),
+                replace(_VETO, normalization=Normalization("none", deviation=3.0), veto_below=-1),
+            ),
+            _rewarded(_VETO, _BATCH),
+        ),
+        (
+            request(selection=_BEST_OF_N),
+            request(selection=replace(_BEST_OF_N, alpha=0.9, schedule=TokensSchedule((4,)))),
+        ),
+    ],
+)
+def test_equal_requests_have_one_key(first: GenerationRequest, second: GenerationRequest) -> None:
+    """Guards against misses over 1 and 1.0, explicit defaults, order, or fields without effect."""
+    assert key_of(first) == key_of(second)
+
+
+@given(tenant=st.text(), prompt=st.text(min_size=1), fingerprint=st.text(max_size=20))
+def test_keys_have_one_shape_and_no_text(tenant: str, prompt: str, fingerprint: str) -> None:
+    """Guards against readable prompts or tenants, and keys that a tenant's name could forge."""
+    keys = keys_of(request(prompt), tenant, generator=fingerprint)
+    shape = rf"v{FORMAT_VERSION}:[0-9a-f]{{32}}:[^:]*:w:a1:[0-9a-f]{{64}}"
+    assert re.fullmatch(f"specrej:{shape}", keys.answer)
+    assert re.fullmatch(f"specrej:flight:{shape}", flight_key(keys.answer))
+    assert re.fullmatch(f"specrej:comparable:{shape}", keys.index)
+    assert keys.answer.isascii() and " " not in keys.answer
+    # `specrej cache purge` finds a tenant's keys by its digest.
+    for key in (keys.answer, keys.index):
+        assert f":{tenant_digest(tenant)}:" in key
+
+
+# The index of comparable requests.
+
+
+def test_requests_that_differ_in_the_search_alone_share_an_index() -> None:
+    """Guards against a better answer that is never served, over a field of the search."""
+    seeded = request(sampling=Sampling(seed=9))
+    assert {keys_of(other).index for other in (_BASE, seeded, *_OTHER_SEARCHES)} == {
+        keys_of(_BASE).index
+    }
+
+
+def test_any_other_difference_is_another_index() -> None:
+    """Guards against an answer to another prompt, by another reward or of another tenant."""
+    others = [*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS]
+    others = [other for other in others if not other.sampling.seed]
+    indexes = [keys_of(_BASE, **maker).index for maker in _OTHER_MAKERS]
+    indexes += [index for other in (_BASE, *others) if (index := keys_of(other).index)]
+    assert len(set(indexes)) == len(indexes) > 20
+
+
+def test_batch_normalised_scores_have_no_index() -> None:
+    """Guards against comparing scores that are comparable within one request only."""
+    assert keys_of(_rewarded(WeightedReward("b"), _BATCH)).index == ""

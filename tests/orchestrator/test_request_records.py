@@ -1,0 +1,260 @@
+"""Records of requests: bounded, without texts, and readable by their own tenant only."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from orchestrator.observe.request_records import (
+    MAX_RECORD_SIZE,
+    MAX_SIZE,
+    OpenRecord,
+    RequestRecords,
+)
+from specrej import contracts as c
+from specrej import errors, wire
+from specrej.v1 import common_pb2
+from specrej.v1 import orchestrator_pb2 as pb
+from tests.orchestrator.caching import Clock, generation
+from tests.orchestrator.calls import answer, events, small_request
+from tests.orchestrator.services import BOUND_S, Whole
+from tests.serving import failure_of, until
+
+TRACE = replace(generation().rounds[0], extend_ms=30.0, score_ms=8.0, prune_ms=2.0)
+FINISHED = c.Finished(generation())
+
+
+class Records(RequestRecords):
+    """Records of one tenant's requests, on a clock that the test advances."""
+
+    def __init__(self, max_requests: int = 4) -> None:
+        self.clock = Clock()
+        super().__init__(max_requests, clock=self.clock)
+
+    def open(self, request_id: str = "r", **options: Any) -> AbstractContextManager[OpenRecord]:
+        arrived = self.clock.now_s
+        return self.recording(request_id, "t", c.Selection(n=4), 64, arrived=arrived, **options)
+
+    def write(self, request_id: str, *events: c.Event) -> None:
+        """Record a request from its arrival to its end."""
+        with self.open(request_id) as record:
+            for event in events:
+                record.add(event)
+
+    def read(self, request_id: str = "r") -> c.RequestRecord:
+        return self.find(request_id, "t")
+
+    def ids(self) -> list[str]:
+        """The ids "0" to "9" and "r" that have a record."""
+        ids = []
+        for request_id in (*"0123456789", "r"):
+            with suppress(errors.NotFound):
+                ids.append(self.read(request_id).request_id)
+        return ids
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records()
+
+
+def test_times_are_since_arrival(records: Records) -> None:
+    """Guards against rounds placed at their end, or on another clock than the rest."""
+    clock = records.clock
+    with records.open() as record:
+        clock.now_s = 100.1
+        record.queued()
+        clock.now_s = 100.25
+        record.running()
+        clock.now_s = 100.5
+        record.add(c.Admitted(4, 9))
+        clock.now_s = 101.0
+        record.add(c.RoundCompleted(TRACE, (), "text"))
+        running = records.read()
+        clock.now_s = 102.0
+        record.add(FINISHED)
+        clock.now_s = 200.0
+    ended = records.read()
+    times_ms = [running.queued_at_ms, running.running_at_ms, running.opened_at_ms]
+    assert times_ms == pytest.approx([100, 250, 500])
+    assert running.rounds[0].start_ms == pytest.approx(960)
+    assert (running.outcome, running.n, running.source) == ("", 4, None)
+    assert running.elapsed_ms == pytest.approx(1000) and ended.elapsed_ms == pytest.approx(2000)
+    assert (ended.outcome, ended.source, ended.answer_id) == ("OK", c.AnswerSource.RUN, 3)
+
+
+@pytest.mark.parametrize(("first_round_ms", "starts_ms"), [(50.0, [10, 50]), (20.0, [0, 40])])
+def test_a_cached_answer_has_the_rounds_of_its_run(
+    records: Records, first_round_ms: float, starts_ms: list[float]
+) -> None:
+    """Guards against missing rounds, and rounds that begin before the request."""
+    rounds, timings = (TRACE, replace(TRACE, number=2)), c.Timings(first_round_ms=first_round_ms)
+    cached = replace(generation(), rounds=rounds, timings=timings)
+    records.write("r", c.Finished(cached, c.AnswerSource.CACHE))
+    record = records.read()
+    assert [recorded.start_ms for recorded in record.rounds] == starts_ms
+    assert record.source is c.AnswerSource.CACHE and record.queued_at_ms is None
+
+
+@pytest.mark.parametrize(
+    ("error", "passed_s", "events", "outcome"),
+    [
+        (errors.Overloaded("full"), 0, (), "OVERLOADED"),
+        (errors.RewardInvalid("nan"), 0, (), "REWARD_INVALID"),
+        (GeneratorExit(), 0, (), "CANCELLED"),
+        (TimeoutError(), 0, (), "DEADLINE_EXCEEDED"),
+        (ZeroDivisionError("prompt"), 0, (), "INTERNAL"),
+        # The server cancels a late call just as a client that hangs up does.
+        (asyncio.CancelledError(), 1, (), "CANCELLED"),
+        (asyncio.CancelledError(), 5, (), "DEADLINE_EXCEEDED"),
+        # A stream is closed once it has sent its answer.
+        (GeneratorExit(), 0, (FINISHED,), "OK"),
+    ],
+)
+def test_the_outcome_is_ok_or_the_reason_of_the_error(
+    records: Records, error: BaseException, passed_s: float, events: tuple[c.Event], outcome: str
+) -> None:
+    """Guards against errors under another name than the caller's status has."""
+    with pytest.raises(type(error)), records.open(time_left_s=5.0) as record:
+        records.clock.now_s += passed_s
+        for event in events:
+            record.add(event)
+        raise error
+    assert records.read().outcome == outcome
+
+
+def test_the_oldest_records_are_dropped_and_running_ones_last(records: Records) -> None:
+    """Guards against a running request without a record, because others came and went."""
+    with records.open():
+        for request_id in "012345":
+            records.write(request_id, FINISHED)
+        assert records.ids() == ["3", "4", "5", "r"]
+    records.write("6")
+    assert records.ids() == ["4", "5", "6", "r"]
+
+
+@pytest.mark.parametrize(("max_requests", "kept"), [(4, ["6", "7", "8", "9"]), (0, [])])
+def test_records_of_running_requests_are_bounded_too(max_requests: int, kept: list[str]) -> None:
+    """Guards against records that grow with the queue, or that are switched off."""
+    records = Records(max_requests)
+    with ExitStack() as running:
+        for request_id in "0123456789":
+            running.enter_context(records.open(request_id)).add(FINISHED)
+        assert records.ids() == kept
+    assert records.ids() == kept
+
+
+def test_the_size_is_bounded_for_any_n() -> None:
+    """Guards against 256 records of a million candidates each."""
+    records = Records(1000)
+    candidates = tuple(c.CandidateTrace(n, 0.5, c.Fate.KEPT) for n in range(1024))
+    ended = c.RoundCompleted(replace(TRACE, candidates=candidates), (), "")
+    for number in range(100):
+        records.write(f"r{number}", *[ended] * 40)
+    kept = [opened.read() for opened in records._ended.values()]
+    num_candidates = [sum(len(r.trace.candidates) for r in record.rounds) for record in kept]
+    assert max(num_candidates) <= MAX_RECORD_SIZE
+    assert sum(num_candidates) <= MAX_SIZE
+    assert kept[-1].request_id == "r99" and len(kept[-1].rounds) == 40
+
+
+# Over the public port
+
+
+async def record_of(service: Whole, request_id: str, tenant: str = "") -> c.RequestRecord:
+    metadata = (("specrej-tenant", tenant),) if tenant else ()
+    reply = await service.stub.GetRecord(
+        pb.GetRecordRequest(request_id=request_id), metadata=metadata, timeout=BOUND_S
+    )
+    return wire.from_message(reply.record, c.RequestRecord)
+
+
+async def test_a_record_has_the_totals_of_the_answer_and_no_texts(service: Whole) -> None:
+    """Guards against other rounds or totals, and prompts, answers or stop texts in a record."""
+    prompt = common_pb2.Prompt(text="secret prompt")
+    reply = await answer(service, small_request(prompt=prompt, sampling={"stop": ["stop-text"]}))
+    record, final = await record_of(service, reply.request_id), wire.generation_from_message(reply)
+    assert tuple(recorded.trace for recorded in record.rounds) == final.rounds
+    assert (record.usage, record.answer_id, record.n) == (final.usage, final.best.id, final.n)
+    times = [record.queued_at_ms, record.running_at_ms, record.opened_at_ms]
+    times += [record.rounds[0].start_ms, record.elapsed_ms]
+    assert None not in times and times == sorted(times)  # type: ignore[type-var]
+    assert not any(text in repr(record) for text in ("secret", "stop-text", reply.text))
+
+
+async def test_candidates_have_their_fates(service: Whole) -> None:
+    """Guards against fates before the cut, or of other candidates than the scores'."""
+    stream = await events(service, small_request(selection={"n": 12, "return_candidates": 12}))
+    ended = {ranked.candidate_id for ranked in stream[-1].finished.candidates}
+    for event in stream[1:-1]:
+        trace = wire.from_message(event.round_completed.round, c.RoundTrace)
+        assert tuple(candidate.score for candidate in trace.candidates) == trace.scores
+        assert ids_of(trace, c.Fate.KEPT) == set(event.round_completed.survivors)
+        assert len(ids_of(trace, c.Fate.REJECTED)) == trace.num_rejected
+        assert ids_of(trace, c.Fate.FINISHED) <= ended
+
+
+async def test_vetoed_candidates_have_a_fate_of_their_own(service: Whole) -> None:
+    """Guards against a veto recorded as a low rank."""
+    veto = pb.WeightedReward(name="toy", veto_below=0.5)
+    reply = await answer(
+        service, small_request(selection={"n": 12, "alpha": 0.0, "rewards": [veto]})
+    )
+    first = wire.from_message(reply.rounds[0], c.RoundTrace)
+    vetoed = ids_of(first, c.Fate.VETOED)
+    assert vetoed and len(vetoed) == first.num_rejected
+    assert all(candidate.score < 0.5 for candidate in first.candidates if candidate.id in vetoed)
+
+
+def ids_of(trace: c.RoundTrace, fate: c.Fate) -> set[int]:
+    return {candidate.id for candidate in trace.candidates if candidate.fate is fate}
+
+
+async def test_a_running_request_has_a_record(service: Whole) -> None:
+    """Guards against records that appear only at the end."""
+    gates = service.generator.gates
+    gates["prune"].shut()
+    call = service.stub.GenerateStream(pb.GenerateStreamRequest(request=small_request()))
+    request_id = (await call.read()).admitted.request_id
+    await until(lambda: gates["prune"].held == 1)
+    before = await record_of(service, request_id)
+    gates["extend"].shut()
+    gates["prune"].open()
+    await call.read()
+    after = await record_of(service, request_id)
+    assert (before.outcome, before.n, len(before.rounds)) == ("", 12, 0)
+    assert (after.outcome, len(after.rounds)) == ("", 1)
+    call.cancel()
+    gates["extend"].open()
+    await until(lambda: service.is_idle)
+    assert (await record_of(service, request_id)).outcome == "CANCELLED"
+
+
+async def test_a_record_has_the_source_of_the_answer(cached_service: Whole) -> None:
+    """Guards against a cached answer recorded as a run."""
+    service, gate = cached_service, cached_service.generator.gates["open"]
+    gate.shut()
+    both = [asyncio.create_task(answer(service, small_request())) for _ in range(2)]
+    await until(lambda: gate.held == 1)
+    await until(lambda: len(service.orchestrator._records._running) == 2)
+    gate.open()
+    replies = [*await asyncio.gather(*both), await answer(service, small_request())]
+    records = [await record_of(service, reply.request_id) for reply in replies]
+    sources = {record.source for record in records}
+    assert sources == {c.AnswerSource.RUN, c.AnswerSource.FLIGHT, c.AnswerSource.CACHE}
+    assert len({len(record.rounds) for record in records}) == 1
+
+
+async def test_other_tenants_get_not_found(service: Whole) -> None:
+    """Guards against one tenant reading another's requests."""
+    reply = await answer(service, small_request(), tenant="a")
+    assert (await record_of(service, reply.request_id, "a")).outcome == "OK"
+    foreign = await failure_of(record_of(service, reply.request_id, "b"))
+    unknown = await failure_of(record_of(service, "unknown", "b"))
+    assert foreign.code() is unknown.code() is grpc.StatusCode.NOT_FOUND
+    assert foreign.details() == unknown.details()

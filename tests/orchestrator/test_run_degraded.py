@@ -1,0 +1,247 @@
+"""The run loop on toys: deadlines, and backends that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+from generator_service.toy import ToyGenerator, ToySession
+from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
+from specrej.contracts import (
+    Algorithm,
+    Candidate,
+    Degradation,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    Round,
+    Sampling,
+    Scores,
+    ScoringSession,
+    SessionSpec,
+)
+from specrej.errors import DeadlineExceeded, RewardInvalid, Unavailable
+from tests.orchestrator.caching import Clock
+from tests.orchestrator.runs import PROMPT, FixedScorer, answer, request
+
+NEVER = 10**9
+
+
+class FaultyGenerator(ToyGenerator):
+    """A toy with its own clock, advanced by `token_s` per token.
+
+    Beyond so many tokens it breaks, hangs, or has the fingerprint "new" instead of "old".
+    """
+
+    def __init__(
+        self,
+        token_s: float = 0.0,
+        breaks_at: int = NEVER,
+        hangs_at: int = NEVER,
+        changes_at: int = NEVER,
+    ) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.token_s = token_s
+        self.breaks_at, self.hangs_at, self.changes_at = breaks_at, hangs_at, changes_at
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
+        async with super().open(spec) as session:
+            extend, num_tokens = session.extend, 0
+
+            async def faulty(until_tokens: int) -> Round:
+                nonlocal num_tokens
+                if until_tokens > self.breaks_at:
+                    raise Unavailable("gone")
+                if until_tokens > self.hangs_at:
+                    await asyncio.Event().wait()
+                ended = await extend(until_tokens)
+                self.clock.now_s += (ended.num_tokens - num_tokens) * self.token_s
+                num_tokens = ended.num_tokens
+                version = "new" if until_tokens > self.changes_at else "old"
+                return replace(ended, made_by=frozenset({version}))
+
+            session.extend = faulty  # type: ignore[method-assign]
+            yield session
+
+
+class FaultyScorer(FixedScorer):
+    """Fails at its `batch`-th batch (0: when opened): raises `error`, or without one waits until
+    it is cancelled."""
+
+    def __init__(self, batch: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.num_waited = self.num_cancelled = 0
+        self._left = batch
+        self._error = error
+
+    @asynccontextmanager
+    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+        await self._fail_at_zero()
+        yield self
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        self._left -= 1
+        await self._fail_at_zero()
+        return await super().score(candidates)
+
+    async def _fail_at_zero(self) -> None:
+        if self._left:
+            return
+        if self._error:
+            raise self._error
+        self.num_waited += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_cancelled += 1
+
+
+def lenient(**selection: object) -> GenerationRequest:
+    return replace(request(**selection), allow_degraded=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+# Long steps: the real time of a step must never reach what is left on the generator's clock.
+@pytest.mark.parametrize("time_left_s", [400.0, 500.0, 2000.0])
+async def test_a_short_deadline_still_gives_a_complete_answer(
+    algorithm: Algorithm, time_left_s: float
+) -> None:
+    """The answer is in time, and flagged if the deadline changed it."""
+    ten_percent = request(alpha=0.1, algorithm=algorithm)
+    planned = await answer(ten_percent, FaultyGenerator(10.0), FixedScorer())
+    generator = FaultyGenerator(10.0)
+    clock, began_s = generator.clock, generator.clock()
+    generation = await answer(
+        ten_percent, generator, FixedScorer(), time_left_s=time_left_s, clock=clock
+    )
+    assert clock() - began_s <= time_left_s
+    assert generation.best.finish is FinishReason.STOP
+    assert not generation.degraded
+    assert generation.hurried == (time_left_s < 2000)
+    if not generation.hurried:
+        assert generation.candidates == planned.candidates
+        assert generation.usage == planned.usage
+        assert len(generation.rounds) == len(planned.rounds)
+    assert generator.ledger.owned == 0
+
+
+@pytest.mark.parametrize("allow_degraded", [True, False])
+async def test_a_deadline_before_any_answer_is_complete(allow_degraded: bool) -> None:
+    """With `allow_degraded` the best text so far is the answer."""
+    generator = FaultyGenerator(100.0)
+    clock, began_s = generator.clock, generator.clock()
+    long = replace(
+        request(),
+        allow_degraded=allow_degraded,
+        sampling=Sampling(max_tokens=60, min_tokens=60),
+    )
+    running = answer(long, generator, FixedScorer(), time_left_s=2000.0, clock=clock)
+    if allow_degraded:
+        generation = await running
+        assert generation.degradations == (Degradation.DEADLINE,)
+        assert generation.best.finish is FinishReason.LENGTH
+        assert 0 < generation.best.num_tokens <= 20
+    else:
+        with pytest.raises(DeadlineExceeded):
+            await running
+    assert clock() - began_s <= 2000
+    assert generator.ledger.owned == 0
+
+
+async def test_a_hanging_generator_does_not_outlast_the_deadline() -> None:
+    """The clock stands still, so that only the limit of one wait counts."""
+    generator = FaultyGenerator(hangs_at=16)
+    async with asyncio.timeout(30):
+        generation = await answer(
+            lenient(), generator, FixedScorer(), time_left_s=2.0, clock=generator.clock
+        )
+    assert generation.candidates
+    assert generation.hurried or generation.degradations == (Degradation.DEADLINE,)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> None:
+    """The clock stands still, so that only the limit of one wait counts."""
+    options: dict[str, Any] = {"time_left_s": 1.0, "clock": lambda: 0.0}
+    async with asyncio.timeout(30):
+        generation = await answer(
+            lenient(alpha=0.0), ToyGenerator(), FaultyScorer(batch), **options
+        )
+        with pytest.raises(TimeoutError):
+            await answer(request(), ToyGenerator(), FaultyScorer(batch), **options)
+    assert generation.degradations == (Degradation.REWARD,)
+    assert generation.best.finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+@pytest.mark.parametrize("error", [Unavailable("gone"), RewardInvalid("not finite")])
+async def test_the_likelihood_replaces_a_failing_reward(batch: int, error: Exception) -> None:
+    """The answer is flagged, and no ranking has values of two kinds."""
+    with pytest.raises(type(error)):
+        await answer(request(), ToyGenerator(), FaultyScorer(batch, error))
+    generation = await answer(lenient(), ToyGenerator(), FaultyScorer(batch, error))
+    assert generation.degradations == (Degradation.REWARD,)
+    assert all(c.rewards == (c.score,) for c in generation.candidates)
+    assert all(c.score == pytest.approx(c.mean_logprob) for c in generation.candidates)
+    if batch < 2:
+        plain = await answer(request(), ToyGenerator(), LikelihoodScorer())
+        assert generation.candidates == plain.candidates
+
+
+async def test_a_failing_reward_cancels_the_others() -> None:
+    """Guards against sessions that stay open at a backend after the request."""
+    hanging, failing = FaultyScorer(1), FaultyScorer(1, Unavailable("gone"))
+    async with RequestScorer([hanging, failing], PROMPT) as session:
+        with pytest.raises(Unavailable):
+            await session.score([Candidate(0, "one", 1, -1.0)])
+        assert hanging.num_waited == 1, "the case did not occur"
+        assert hanging.num_cancelled == 1
+
+
+async def test_the_best_complete_answer_replaces_a_lost_generator() -> None:
+    complete = await answer(lenient(alpha=0.0), FaultyGenerator(), FixedScorer())
+    lengths = sorted(c.num_tokens for c in complete.candidates)
+    half = lengths[len(lengths) // 2]
+    generation = await answer(lenient(alpha=0.0), FaultyGenerator(breaks_at=half), FixedScorer())
+    assert generation.degradations == (Degradation.GENERATOR,)
+    assert generation.best in [c for c in complete.candidates if c.finish is FinishReason.STOP]
+    with pytest.raises(Unavailable):
+        await answer(request(alpha=0.0), FaultyGenerator(breaks_at=half), FixedScorer())
+    with pytest.raises(Unavailable):  # no candidate is complete
+        await answer(lenient(alpha=0.0), FaultyGenerator(breaks_at=1), FixedScorer())
+
+
+async def test_an_answer_has_the_fingerprints_of_all_versions() -> None:
+    """Guards against the fingerprint of one version on an answer made by two."""
+
+    class ChangingScorer(FixedScorer):
+        """Sends the next of its fingerprints with each batch."""
+
+        def __init__(self, *fingerprints: str) -> None:
+            super().__init__()
+            self._fingerprints = cycle(fingerprints)
+
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            return replace(await super().score(candidates), fingerprint=next(self._fingerprints))
+
+    in_strides = request(algorithm=Algorithm.BEST_OF_N)
+    assert (await answer(request(), ToyGenerator(), FixedScorer())).generator_fingerprint == ""
+    changing = FaultyGenerator(changes_at=16)
+    timed = await answer(in_strides, changing, FixedScorer(), time_left_s=60.0)
+    assert len(timed.rounds) == 1
+    generation = await answer(request(), changing, ChangingScorer("old", "new"))
+    assert timed.generator_fingerprint == generation.generator_fingerprint == "new+old"
+    fingerprints = {
+        (await answer(request(), ToyGenerator(), ChangingScorer(name))).reward_fingerprint
+        for name in ("old", "new")
+    }
+    assert generation.reward_fingerprint == "+".join(sorted(fingerprints))
+    assert len(fingerprints) == 2

@@ -1,0 +1,147 @@
+"""The run loop on toys: weighted rewards, normalisation and vetoes."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from generator_service.toy import ToyGenerator
+from orchestrator.loop.scoring import LikelihoodScorer
+from specrej.contracts import (
+    Algorithm,
+    Candidate,
+    Generation,
+    GeometricSchedule,
+    MemorySchedule,
+    Normalization,
+    RoundEnd,
+    Scorer,
+    TokensSchedule,
+    WeightedReward,
+)
+from tests.orchestrator.runs import FixedScorer, LetterScorer, answer, request
+
+
+async def test_a_score_is_the_weighted_sum_of_raw_scores() -> None:
+    plain = await answer(request(alpha=0.0), ToyGenerator(), LikelihoodScorer())
+    rewards = (WeightedReward("likelihood", 2.0), WeightedReward("length", -0.5))
+    scorers: list[Scorer] = [LikelihoodScorer(), FixedScorer()]
+    weighted = await answer(request(alpha=0.0, rewards=rewards), ToyGenerator(), scorers)
+    likelihoods = {c.id: c.score for c in plain.candidates}
+    assert {c.id for c in weighted.candidates} == set(likelihoods)
+    for candidate in weighted.candidates:
+        assert candidate.rewards == (likelihoods[candidate.id], len(candidate.text))
+        expected = 2 * likelihoods[candidate.id] - 0.5 * len(candidate.text)
+        assert candidate.score == pytest.approx(expected)
+
+
+async def test_batch_normalisation_covers_all_candidates_that_count() -> None:
+    """Guards against scores of finished candidates that stay normalised over an earlier batch.
+
+    All candidates finish after the only cut, so the scores can be computed here."""
+    rewards = (
+        WeightedReward("a", 1.0, Normalization("batch")),
+        WeightedReward("e", -0.5, Normalization("batch")),
+    )
+    generation = await answer(
+        request(16, schedule=TokensSchedule((8,)), rewards=rewards),
+        ToyGenerator(end_every=20),
+        [LetterScorer("a"), LetterScorer("e")],
+    )
+    first, last = generation.rounds
+    assert last.num_rejected == 0
+    assert first.num_finished + first.num_live > 8, "no finished candidate was ranked out"
+    columns = [[c.rewards[index] for c in generation.candidates] for index in (0, 1)]
+    for candidate in generation.candidates:
+        one, two = (
+            (value - statistics.fmean(column)) / statistics.pstdev(column)
+            for value, column in zip(candidate.rewards, columns, strict=True)
+        )
+        assert candidate.score == pytest.approx(one - 0.5 * two)
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+async def test_vetoed_candidates_rank_behind_all_others(algorithm: Algorithm) -> None:
+
+    async def answer_with(veto_below: float | None) -> Generation:
+        reward = WeightedReward("length", -1.0, veto_below=veto_below)
+        vetoing = request(algorithm=algorithm, rewards=(reward,), alpha=0.25)
+        return await answer(vetoing, ToyGenerator(), FixedScorer())
+
+    shortest = (await answer_with(None)).best
+    threshold = shortest.rewards[0] + 1
+    generation = await answer_with(threshold)
+    assert generation.best.id != shortest.id
+    assert not generation.best.vetoed
+    for candidate in generation.candidates:
+        assert candidate.vetoed == (candidate.rewards[0] < threshold)
+    order = [candidate.vetoed for candidate in generation.candidates]
+    assert order == sorted(order)
+    best_score = max(candidate.score for candidate in generation.candidates if not candidate.vetoed)
+    assert generation.rounds[-1].best_score == best_score
+
+
+async def test_vetoed_prefixes_are_rejected_at_the_decision_token() -> None:
+    """Guards against vetoes that have no effect before the end: alpha is 0."""
+    reward = WeightedReward("a", veto_below=0.06)
+    vetoing = request(alpha=0.0, schedule=TokensSchedule((10,)), rewards=(reward,))
+    generation = await answer(vetoing, ToyGenerator(end_every=10**9), LetterScorer("a"))
+    first = generation.rounds[0]
+    assert 0 < first.num_vetoed < first.num_started, "the case did not occur"
+    assert first.num_rejected == first.num_vetoed
+    assert first.freed_slots == 10 * first.num_vetoed
+
+
+async def test_all_vetoed_keeps_the_best_one() -> None:
+    """Never empty: the best vetoed candidate continues alone, and is flagged."""
+    reward = WeightedReward("length", veto_below=1e9)
+    vetoing = request(schedule=GeometricSchedule(first=4), rewards=(reward,))
+    generation = await answer(vetoing, ToyGenerator(end_every=10**9), FixedScorer())
+    assert [trace.num_live for trace in generation.rounds[:-1]] == [1] * len(generation.rounds[:-1])
+    assert generation.rounds[0].num_vetoed == generation.rounds[0].num_started
+    assert [candidate.vetoed for candidate in generation.candidates] == [True]
+
+
+async def test_a_vetoed_finished_candidate_does_not_end_the_request() -> None:
+    """Short candidates are vetoed, complete or not."""
+    scorer = FixedScorer(lambda c: float(c.num_tokens > 4))
+    reward = WeightedReward("length", veto_below=1.0)
+    vetoing = request(32, schedule=TokensSchedule((4, 8)), rewards=(reward,))
+    generation = await answer(vetoing, ToyGenerator(end_every=30), scorer)
+    first = generation.rounds[0]
+    assert first.num_finished, "the case did not occur"
+    assert first.num_live == 1
+    assert [candidate.vetoed for candidate in generation.candidates] == (
+        [False] + [True] * first.num_finished
+    )
+
+
+async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:
+    """The answer was ranked out, but no reward vetoes it."""
+
+    def value(candidate: Candidate) -> float:
+        """Low for early answers, high for early prefixes; longer ones are vetoed."""
+        if candidate.num_tokens > 8:
+            return 0.0
+        return 1.0 if candidate.finish else 10.0
+
+    reward = WeightedReward("r", veto_below=0.5)
+    vetoing = request(16, schedule=TokensSchedule((8, 12)), rewards=(reward,))
+    generation = await answer(vetoing, ToyGenerator(end_every=16), FixedScorer(value))
+    first, second = generation.rounds
+    assert first.num_finished and first.num_live, "the case did not occur"
+    assert second.num_live == 0
+    assert second.num_vetoed == second.num_rejected > 0
+    assert generation.best.rewards == (1.0,) and not generation.best.vetoed
+
+
+async def test_vetoes_release_full_slots() -> None:
+    """Progress: guards against an endless series of empty rounds."""
+    reward = WeightedReward("a", veto_below=0.05)
+    vetoing = request(32, 64, alpha=0.0, schedule=MemorySchedule(), rewards=(reward,))
+    generator = ToyGenerator(32 * 16 + 10, end_every=10**9)
+    generation = await answer(vetoing, generator, LetterScorer("a"))
+    full = [trace for trace in generation.rounds if trace.ended_by is RoundEnd.SLOTS_FULL]
+    assert any(trace.num_vetoed for trace in full), "the case did not occur"
+    assert all(trace.num_rejected >= max(1, trace.num_vetoed) for trace in full)

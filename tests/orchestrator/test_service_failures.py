@@ -1,0 +1,191 @@
+"""The public port: overload, deadlines, cancellation, and backends that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from specrej.contracts import FinishReason
+from specrej.v1 import orchestrator_pb2 as pb
+from tests.orchestrator.calls import (
+    Code,
+    answer,
+    answer_when_available,
+    held,
+    refusal,
+    rewards,
+    seeded,
+    small_request,
+)
+from tests.orchestrator.services import BOUND_S, HeldGenerator, LongTexts, Whole, whole
+from tests.serving import failure_of, reason_of, retry_info_s, turns, until
+
+BY_METHOD = pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
+
+
+def start_call(service: Whole, message: pb.GenerateRequest, stream: bool, **options: Any) -> Any:
+    """A call that is not awaited yet."""
+    if stream:
+        return service.stub.GenerateStream(pb.GenerateStreamRequest(request=message), **options)
+    return service.stub.Generate(message, **options)
+
+
+async def error_of_call(call: Any, stream: bool) -> grpc.aio.AioRpcError:
+    async def events() -> object:
+        return [event async for event in call]
+
+    async with asyncio.timeout(BOUND_S):
+        return await failure_of(events() if stream else call)
+
+
+def check_retryable(error: grpc.aio.AioRpcError, code: Code, reason: str, delay_s: float) -> None:
+    """The error has RetryInfo, and grpc's own trailer of the same delay."""
+    assert (error.code(), reason_of(error), retry_info_s(error)) == (code, reason, delay_s)
+    trailers = dict(error.trailing_metadata() or ())
+    assert trailers["grpc-retry-pushback-ms"] == str(int(delay_s * 1000))
+
+
+async def test_backends_get_a_slightly_later_deadline(service: Whole) -> None:
+    """If the orchestrator hangs, backends end the work themselves, but never before it."""
+    await service.stub.Generate(small_request(), timeout=7)
+    await service.stub.Generate(small_request(sampling={"seed": 8}))
+    with_deadline, without = service.generator.times_left_s
+    assert with_deadline is not None
+    assert 6.0 < with_deadline < 8.1  # grpc rounds up the timeout that it sends
+    assert without is None or without > 1e6
+
+
+async def test_times_count_from_arrival() -> None:
+    """Guards against a first-round time without the time in the queue."""
+    async with whole(max_running=1) as service:
+        slow = small_request(sampling={"max_tokens": 100, "ignore_eos": True}, selection={"n": 400})
+        first = asyncio.create_task(answer(service, slow))
+        await until(lambda: service.admission.running == 1)
+        timings = (await answer(service, seeded(1))).timings
+        await first
+    assert timings.queue_ms > 0
+    assert timings.queue_ms <= timings.first_round_ms <= timings.total_ms
+
+
+async def test_a_full_queue_is_resource_exhausted() -> None:
+    """1 request runs, 1 waits, 3 are refused."""
+    async with whole(max_running=1, max_queued=1) as service:
+        first = await held(service, seeded(0))
+        second = asyncio.create_task(answer(service, seeded(1)))
+        await until(lambda: service.admission.queued == 1)
+        for seed in (2, 3, 4):
+            error = await refusal(service, seeded(seed), stream=seed == 3)
+            check_retryable(error, Code.RESOURCE_EXHAUSTED, "OVERLOADED", 2.0)
+        service.generator.gates["extend"].open()
+        assert (await first).text and (await second).text
+        assert service.generator.num_opened == 2
+
+
+async def test_a_full_generator_is_resource_exhausted() -> None:
+    async with whole(HeldGenerator(300)) as service:
+        first = await held(service, seeded(0))
+        error = await refusal(service, seeded(1))
+        check_retryable(error, Code.RESOURCE_EXHAUSTED, "OVERLOADED", 1.0)
+        service.generator.gates["extend"].open()
+        await first
+
+
+@pytest.mark.parametrize("is_default", [True, False], ids=["default", "client"])
+@BY_METHOD
+@pytest.mark.parametrize("phase", ["open", "extend", "score", "prune"])
+async def test_a_deadline_ends_a_running_request(
+    phase: str, stream: bool, is_default: bool
+) -> None:
+    async with whole(default_deadline_s=0.1 if is_default else None) as service:
+        service.shut(phase)
+        options = {} if is_default else {"timeout": 0.1}
+        error = await error_of_call(start_call(service, small_request(), stream, **options), stream)
+        assert error.code() is Code.DEADLINE_EXCEEDED
+        if is_default:  # else the client itself ends its call
+            assert reason_of(error) == "DEADLINE_EXCEEDED"
+        await until(lambda: service.is_idle)
+
+
+@BY_METHOD
+@pytest.mark.parametrize("end", ["default deadline", "client's deadline", "cancel"])
+async def test_an_ended_call_leaves_the_queue(end: str, stream: bool) -> None:
+    default_deadline_s = 0.1 if end == "default deadline" else None
+    async with whole(max_running=1, default_deadline_s=default_deadline_s) as service:
+        first = await held(service, seeded(0))  # with a longer deadline
+        options = {"timeout": 0.1} if end == "client's deadline" else {}
+        call = start_call(service, seeded(1), stream, **options)
+        if end == "cancel":
+            await until(lambda: service.admission.queued == 1)
+            call.cancel()
+        else:
+            error = await error_of_call(call, stream)
+            assert error.code() is Code.DEADLINE_EXCEEDED
+        await until(lambda: service.admission.queued == 0)
+        service.generator.gates["extend"].open()
+        await first
+        assert service.generator.num_opened == 1
+
+
+@pytest.mark.parametrize("closes_channel", [False, True], ids=["cancel", "channel"])
+@BY_METHOD
+@pytest.mark.parametrize("phase", ["open", "extend", "score", "prune", "close"])
+async def test_a_cancelled_call_frees_everything(
+    service: Whole, phase: str, stream: bool, closes_channel: bool
+) -> None:
+    """All is freed although the gate stays shut."""
+    service.shut(phase)
+    call = start_call(service, small_request(), stream)
+    await until(lambda: service.num_held(phase) == 1)
+    assert service.admission.running == 1
+    if closes_channel:
+        await service.channel.close()
+    else:
+        call.cancel()
+    await until(lambda: service.is_idle)
+
+
+async def test_cancel_ends_a_blocked_write() -> None:
+    """16 MiB are more than the stream buffers, so the handler waits in its write."""
+    generator = LongTexts(2**17, FinishReason.STOP)
+    async with whole(generator) as service:
+        message = small_request(
+            selection=rewards(("likelihood", 1)) | {"n": 64, "return_candidates": 64}
+        )
+        call = start_call(service, message, stream=True)
+        await until(lambda: generator.num_closed == 1)
+        await turns(100)
+        assert service.admission.running == 1, "the case did not occur"
+        call.cancel()
+        await until(lambda: service.is_idle)
+
+
+@BY_METHOD
+@pytest.mark.parametrize("phase", ["open", "extend", "prune", "score"])
+async def test_a_backend_that_ends_is_unavailable_until_it_returns(
+    service: Whole, phase: str, stream: bool
+) -> None:
+    server = service.reward_server if phase == "score" else service.generator_server
+    service.shut(phase)
+    call = start_call(service, small_request(), stream)
+    failing = asyncio.create_task(error_of_call(call, stream))
+    await until(lambda: service.num_held(phase) == 1)
+    await server.kill()
+    check_retryable(await failing, Code.UNAVAILABLE, "UNAVAILABLE", 1.0)
+    await until(lambda: service.is_idle)
+    assert (await refusal(service, small_request())).code() is Code.UNAVAILABLE
+    service.reward.gate.set()
+    for gate in service.generator.gates.values():
+        gate.open()
+    await server.start()
+    assert (await answer_when_available(service, small_request())).text
+
+
+async def test_a_backend_that_never_started_is_unavailable(service: Whole) -> None:
+    await service.generator_server.kill()
+    description = service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
+    for call in (service.stub.Generate(small_request()), description):
+        check_retryable(await failure_of(call), Code.UNAVAILABLE, "UNAVAILABLE", 1.0)

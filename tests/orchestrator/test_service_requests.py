@@ -1,0 +1,136 @@
+"""The public port: invalid requests and messages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc.aio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from generator_service.toy import ToyGenerator
+from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.service import Orchestrator
+from specrej.contracts import GenerationRequest, Prompt, RewardDescription, Scorer, Selection
+from specrej.errors import InvalidRequest
+from specrej.v1 import common_pb2
+from specrej.v1 import orchestrator_pb2 as pb
+from tests.orchestrator.caching import new_cache
+from tests.orchestrator.calls import SERVICE, Code, answer, refusal, rewards, small_request
+from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, whole
+from tests.serving import failure_of, reason_of, violations_of
+from tests.test_fuzz import messages_of
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
+async def test_all_violations_are_reported_at_once(service: Whole, stream: bool) -> None:
+    """Guards both methods against a port that skips the validation of `specrej.validation`."""
+    wrong = {
+        "sampling": {"max_tokens": 0, "temperature": 9, "top_k": -1, "top_p": 0, "seed": -1},
+        "selection": {"n": -1, "alpha": 1, "return_candidates": 0, "algorithm": 7},
+    }
+    turns = [("robot", " "), ("user", "x")]
+    messages = [common_pb2.Message(role=role, content=content) for role, content in turns]
+    tokens = pb.Schedule(tokens=pb.TokensSchedule(decision_tokens=[3, 3]))
+    schedule = {"schedule": tokens, **rewards(("", 1.7e308))}
+    error = await refusal(
+        service,
+        small_request(
+            prompt=common_pb2.Prompt(messages=messages),
+            sampling=wrong["sampling"],
+            selection=wrong["selection"] | schedule,
+            cache_control=9,
+        ),
+        stream=stream,
+    )
+    assert error.code() is Code.INVALID_ARGUMENT
+    assert reason_of(error) == "INVALID_REQUEST"
+    assert set(violations_of(error)) == {
+        "prompt.messages[0].role",
+        "prompt.messages[0].content",
+        *(f"{group}.{field}" for group, fields in wrong.items() for field in fields),
+        "selection.schedule.tokens.decision_tokens",
+        "selection.rewards[0].name",
+        "selection.rewards[0].weight",
+        "cache_control",
+    }
+    assert service.generator.num_opened == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "names"),
+    [
+        (small_request(model="../../x"), "toy"),
+        (small_request(selection=rewards(("nope", 1))), "toy, other, likelihood"),
+        (small_request(selection=rewards(("toy", 1), ("../../x", 1))), "toy, other, likelihood"),
+    ],
+)
+async def test_an_unknown_model_or_reward_is_not_found(
+    service: Whole, message: pb.GenerateRequest, names: str
+) -> None:
+    """The message lists the available names."""
+    error = await refusal(service, message)
+    assert error.code() is Code.NOT_FOUND
+    assert reason_of(error) == "NOT_FOUND"
+    assert str(error.details()).endswith(names)
+    assert service.generator.num_opened == 0
+
+
+async def test_a_refusal_of_the_generator_has_the_public_field_path() -> None:
+    async with whole(HeldGenerator(200)) as service:
+        error = await refusal(service, small_request(selection={"n": 500}))
+        assert error.code() is Code.INVALID_ARGUMENT
+        assert list(violations_of(error)) == ["selection.n"]
+        assert reason_of(error) == "SLOTS_EXCEEDED"
+
+
+async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run() -> None:
+    """Guards against a failure after the first round, with a path of the internal port."""
+
+    class SmallRewards:
+        def scorer(self, name: str) -> Scorer:
+            raise AssertionError("must not be called")
+
+        async def describe(self) -> list[RewardDescription]:
+            return [RewardDescription("small", "f", "accepts few", max_batch=4)]
+
+    orchestrator = Orchestrator(
+        ToyGenerator(), SmallRewards(), new_cache(""), Admission(Limits(1, 0))
+    )
+    request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=5))
+    with pytest.raises(InvalidRequest) as raised:
+        _ = [event async for event in orchestrator.generate(request, tenant="")]
+    assert [violation.field for violation in raised.value.violations] == ["selection.rewards[0]"]
+
+
+async def test_unknown_fields_are_ignored(service: Whole) -> None:
+    """Guards newer clients against an older server."""
+    unknown_field = b"\xfa\x3f\x03new"  # field 1023, a string
+    newer = pb.GenerateRequest.FromString(small_request().SerializeToString() + unknown_field)
+    assert newer.SerializeToString().endswith(unknown_field)
+    assert (await answer(service, newer)).text
+
+
+async def test_an_unknown_method_is_unimplemented(service: Whole) -> None:
+    call: Any = service.channel.unary_unary(f"/{SERVICE}/Guess")
+    assert (await failure_of(call(b"", timeout=BOUND_S))).code() is Code.UNIMPLEMENTED
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # one service for all examples
+)
+@given(message=messages_of(pb.GenerateRequest.DESCRIPTOR), stream=st.booleans())
+async def test_any_request_gets_an_answer_or_a_client_error(
+    service: Whole, message: pb.GenerateRequest, stream: bool
+) -> None:
+    """Guards against UNKNOWN and INTERNAL."""
+    try:
+        reply = await answer(service, message, stream=stream)
+        assert reply.candidates
+        assert math.isfinite(reply.score)
+    except grpc.aio.AioRpcError as error:
+        assert error.code() in (Code.INVALID_ARGUMENT, Code.NOT_FOUND), error

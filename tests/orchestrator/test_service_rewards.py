@@ -1,0 +1,166 @@
+"""The public port: weighted rewards, composites, vetoes, and answers without a reward service."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from orchestrator.loop.composition import Composite
+from specrej.contracts import Normalization, WeightedReward
+from specrej.v1 import orchestrator_pb2 as pb
+from tests.orchestrator.calls import (
+    ALL,
+    BATCH,
+    Code,
+    answer,
+    answer_when_available,
+    generation,
+    refusal,
+    rewards,
+    small_request,
+)
+from tests.orchestrator.services import HeldGenerator, Whole, whole
+from tests.serving import violations_of
+
+
+async def test_a_score_is_the_weighted_sum_of_rewards(service: Whole) -> None:
+    weights = rewards(("toy", 3.0), ("likelihood", 0.25), ("other", -1.0))
+    weighted = await answer(service, small_request(selection=ALL | weights))
+    plain = await answer(service, small_request(selection=ALL))
+    toy_scores = {ranked.candidate_id: ranked.score for ranked in plain.candidates}
+    for ranked in weighted.candidates:
+        toy = toy_scores[ranked.candidate_id]
+        assert list(ranked.rewards) == [toy, ranked.mean_logprob, toy]
+        assert ranked.score == math.fsum((3.0 * toy, 0.25 * ranked.mean_logprob, -toy))
+    assert weighted.fingerprints.reward != plain.fingerprints.reward
+
+
+async def test_the_likelihood_needs_no_reward_service(service: Whole) -> None:
+    """As the requested reward, or in place of one that was never described."""
+    await service.reward_server.kill()
+    reply = await answer(service, small_request(selection=rewards(("likelihood", 1))))
+    assert reply.score == reply.candidates[0].mean_logprob
+    assert reply.usage.reward_tokens == 0
+    assert (await refusal(service, small_request())).code() is Code.UNAVAILABLE
+    for selection in ({}, rewards(("toy", 1))):
+        reply = await answer(service, small_request(selection=selection, allow_degraded=True))
+        assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
+
+
+async def test_the_likelihood_replaces_a_lost_reward_if_allowed(cached_service: Whole) -> None:
+    """The answer is flagged, and is not stored."""
+    service = cached_service
+    assert not (await answer(service, small_request(sampling={"seed": 1}))).degraded
+    await service.reward_server.kill()
+    assert (await refusal(service, small_request())).code() is Code.UNAVAILABLE
+    reply = await answer(service, small_request(allow_degraded=True))
+    assert reply.degraded
+    assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
+    assert reply.score == reply.candidates[0].mean_logprob
+    description = await service.orchestrator.describe()
+    counts = (description.num_answers, description.num_degraded, description.num_hurried)
+    assert counts == (2, 1, 0)
+    await service.reward_server.start()
+    restored = await answer_when_available(service, small_request())
+    assert not restored.cached  # the degraded answer was not stored
+    # allow_degraded is not part of the cache key.
+    assert (await answer(service, small_request(allow_degraded=True))).cached
+
+
+FIXED = pb.Normalization(fixed=pb.FixedNormalization(mean=0.25, deviation=0.125))
+MIXED = Composite(
+    "mixed",
+    (
+        WeightedReward("toy", 3.0, Normalization("fixed", 0.25, 0.125)),
+        WeightedReward("likelihood", -0.5, Normalization("batch")),
+        WeightedReward("other", 1.0, veto_below=0.0),
+    ),
+)
+
+
+async def test_a_composite_equals_its_rewards() -> None:
+    """Guards against weights, normalisations or vetoes of composites that are dropped."""
+    expanded = [
+        pb.WeightedReward(name="toy", weight=6, normalization=FIXED),
+        pb.WeightedReward(name="likelihood", weight=-1, normalization=BATCH),
+        pb.WeightedReward(name="other", weight=2, veto_below=0.0),
+    ]
+    async with whole(composites=[MIXED]) as service:
+        reply = await answer(service, small_request(selection=ALL | rewards(("mixed", 2))))
+        same = await answer(service, small_request(selection=ALL | {"rewards": expanded}))
+    assert generation(reply) == generation(same)
+    assert {len(ranked.rewards) for ranked in reply.candidates} == {3}
+
+
+async def test_a_composite_hides_a_reward_of_its_name() -> None:
+    composite = Composite("toy", (WeightedReward("other", -1.0),))
+    async with whole(composites=[composite]) as service:
+        reply = await answer(service, small_request(selection=ALL | rewards(("toy", 1))))
+        described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
+    assert all(ranked.score == -ranked.rewards[0] for ranked in reply.candidates)
+    assert list(described.rewards) == ["toy", "other", "likelihood"]
+
+
+@pytest.mark.parametrize(
+    ("default_reward", "described_names"),
+    [
+        ("", ["toy", "other", "mixed", "likelihood"]),
+        ("mixed", ["mixed", "toy", "other", "likelihood"]),
+        ("other", ["other", "toy", "mixed", "likelihood"]),
+        ("likelihood", ["likelihood", "toy", "other", "mixed"]),
+    ],
+)
+async def test_the_default_reward_is_used_and_described_first(
+    default_reward: str, described_names: list[str]
+) -> None:
+    async with whole(composites=[MIXED], default_reward=default_reward) as service:
+        without_names = await answer(service, small_request(selection=ALL))
+        named = await answer(
+            service, small_request(selection=ALL | rewards((described_names[0], 1)))
+        )
+        described = await service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
+    assert generation(without_names) == generation(named)
+    assert list(described.rewards) == described_names
+
+
+async def test_a_changed_composite_changes_the_cache_key(redis_url: str) -> None:
+    fingerprints, cached = set(), []
+    for composite in (MIXED, Composite("mixed", MIXED.rewards[:2]), MIXED):
+        generator = HeldGenerator(end_every=29)  # in no other test: entries would be shared
+        async with whole(generator, redis_url=redis_url, composites=[composite]) as service:
+            reply = await answer(service, small_request(selection=rewards(("mixed", 1))))
+            fingerprints.add(reply.fingerprints.reward)
+            cached.append(reply.cached)
+    assert cached == [False, False, True]
+    assert len(fingerprints) == 2
+
+
+async def test_raw_scores_are_in_the_callers_order(cached_service: Whole) -> None:
+    """Guards against a cached answer with the values in the order of another request."""
+    weights = [("toy", 1.0), ("likelihood", 1.0)]
+    generated = await answer(cached_service, small_request(selection=rewards(*weights)))
+    reversed_ = await answer(cached_service, small_request(selection=rewards(*weights[::-1])))
+    assert reversed_.cached and not generated.cached
+    for reply, index in ((generated, 1), (reversed_, 0)):
+        assert reply.candidates[0].rewards[index] == reply.candidates[0].mean_logprob
+        assert reply.candidates[0].rewards[index - 1] > 0
+
+
+async def test_an_unknown_reward_of_a_composite_is_not_found() -> None:
+    broken = Composite("broken", (WeightedReward("toy"), WeightedReward("nope")))
+    async with whole(composites=[broken]) as service:
+        error = await refusal(service, small_request(selection=rewards(("broken", 1))))
+        assert error.code() is Code.NOT_FOUND
+        text = "no reward nope of composite broken, there are: toy, other, broken, likelihood"
+        assert error.details() == text
+        assert service.generator.num_opened == 0
+
+
+async def test_a_normalised_composite_is_refused() -> None:
+    normalized = pb.WeightedReward(name="mixed", normalization=BATCH)
+    async with whole(composites=[MIXED]) as service:
+        error = await refusal(service, small_request(selection={"rewards": [normalized]}))
+        assert error.code() is Code.INVALID_ARGUMENT
+        assert list(violations_of(error)) == ["selection.rewards[0].normalization"]
+        assert service.generator.num_opened == 0

@@ -1,0 +1,194 @@
+"""Single flight in one process: one leader, its result for all, no state left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.cache.single_flight import SingleFlight
+from specrej.errors import Cancelled, DeadlineExceeded, InternalError, TooLate
+from tests.orchestrator.held_runs import ACTIONS, BOUND_S, HeldRuns, Script, play
+from tests.serving import turns
+
+
+class Callers(HeldRuns[str]):
+    """Equal requests in one process; an empty answer does not land."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flights: SingleFlight[str] = SingleFlight()
+
+    async def request(self, key: str = "k") -> str:
+        async with self.flights.join(key) as flight:
+            if flight.landed:
+                return flight.result
+            if answer := await self.run():
+                flight.land(answer)
+            return answer
+
+
+@pytest.fixture
+def callers() -> Callers:
+    return Callers()
+
+
+async def start(callers: Callers, count: int) -> list[asyncio.Task[str]]:
+    """Start requests; the first leads."""
+    tasks = [asyncio.create_task(callers.request()) for _ in range(count)]
+    await turns()
+    return tasks
+
+
+async def test_500_equal_requests_are_one_generation(callers: Callers) -> None:
+    """Guards against a generation per caller."""
+    tasks = await start(callers, 500)
+    assert (len(callers.steps), callers.flights.num_flying) == (1, 1)
+    callers.end("answer")
+    async with asyncio.timeout(BOUND_S):
+        assert await asyncio.gather(*tasks) == ["answer"] * 500
+    assert (len(callers.steps), callers.flights.num_flying) == (1, 0)
+    (later,) = await start(callers, 1)
+    callers.end("another")
+    assert await later == "another", "flights are no cache"
+
+
+async def test_different_keys_run_at_the_same_time(callers: Callers) -> None:
+    """Guards against one lock for all keys."""
+    tasks = [asyncio.create_task(callers.request(key)) for key in "abc"]
+    await turns()
+    assert callers.most_running == 3
+    for answer, step in zip("ABC", callers.steps, strict=True):
+        step.set_result(answer)
+    assert await asyncio.gather(*tasks) == ["A", "B", "C"]
+
+
+async def test_a_waiter_that_leaves_disturbs_neither_leader_nor_waiters(callers: Callers) -> None:
+    """Guards against a wait for the leader's own task, and against deadlines that are shared."""
+    leader, cancelled, waiter = await start(callers, 3)
+    cancelled.cancel()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await callers.request()
+    await turns()
+    assert cancelled.cancelled() and not leader.done() and not waiter.done()
+    callers.end("answer")
+    assert (await leader, await waiter) == ("answer", "answer")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError(),
+        DeadlineExceeded("late"),
+        TooLate("a long queue"),
+        Cancelled("gone"),
+        GeneratorExit(),  # an abandoned event stream
+        None,
+    ],
+)
+async def test_a_leader_that_leaves_hands_over(
+    callers: Callers, error: BaseException | None
+) -> None:
+    """Guards against waiters that fail with one caller's cancellation or deadline."""
+    leader, *waiters = await start(callers, 10)
+    if error:
+        callers.end(error)
+    else:
+        leader.cancel()
+    await turns()
+    with pytest.raises(type(error) if error else asyncio.CancelledError):
+        await leader
+    assert (len(callers.steps), callers.running, callers.flights.num_flying) == (2, 1, 1)
+    callers.end("answer")
+    assert await asyncio.gather(*waiters) == ["answer"] * 9
+    assert (len(callers.steps), callers.flights.num_flying) == (2, 0)
+
+
+async def test_a_leader_that_does_not_land_hands_over(callers: Callers) -> None:
+    """Guards against waiters that wait for ever for a result that is not shared (degraded)."""
+    leader, waiter = await start(callers, 2)
+    callers.end("")
+    await turns()
+    callers.end("answer")
+    assert (await leader, await waiter) == ("", "answer")
+
+
+async def test_a_new_leader_that_is_cancelled_hands_over(callers: Callers) -> None:
+    """Guards against a lost wake-up: a lead given to a task that never runs again."""
+    leader, second, third = await start(callers, 3)
+    leader.cancel()
+    # One turn of the loop: the leader has woken the second task, which has not run yet.
+    await asyncio.sleep(0)
+    second.cancel()
+    await turns()
+    assert second.cancelled() and callers.running == 1
+    callers.end("answer")
+    assert await third == "answer"
+    assert callers.flights.num_flying == 0
+
+
+async def test_all_callers_get_the_leaders_error(callers: Callers) -> None:
+    """Guards against runs that fail one after another, and a traceback that grows with them."""
+    num_frames: list[int] = []
+
+    async def request() -> None:
+        try:
+            await callers.request()
+        except InternalError as error:
+            num_frames.append(len(traceback.extract_tb(error.__traceback__)))
+
+    tasks = [asyncio.create_task(request()) for _ in range(50)]
+    await turns()
+    callers.end(InternalError("broken"))
+    await asyncio.gather(*tasks)
+    assert len(num_frames) == 50 and len(set(num_frames[1:])) == 1
+    assert (len(callers.steps), callers.flights.num_flying) == (1, 0)
+
+
+async def test_waiters_return_when_the_leader_lands() -> None:
+    """Guards against waiters of a leader that still streams, or that fails after the landing."""
+    flights: SingleFlight[str] = SingleFlight()
+    ended = asyncio.Event()
+
+    async def lead() -> None:
+        async with flights.join("k") as flight:
+            with pytest.raises(RuntimeError):
+                _ = flight.result
+            flight.land("answer")
+            await ended.wait()
+            raise InternalError("a failed cache write")
+
+    leader = asyncio.create_task(lead())
+    await turns()
+    async with asyncio.timeout(BOUND_S), flights.join("k") as flight:
+        assert flight.result == "answer" and not leader.done()
+    ended.set()
+    with pytest.raises(InternalError):
+        await leader
+    assert flights.num_flying == 0
+
+
+async def test_a_watch_has_what_landed_meanwhile(callers: Callers) -> None:
+    """Guards against a second run after a lookup that missed, and answers that stay for ever."""
+    (task,) = await start(callers, 1)
+    with callers.flights.watch("k") as watch, callers.flights.watch("other") as other:
+        callers.end("answer")
+        await task
+        with callers.flights.watch("k") as late:
+            pass
+    assert watch.landed and watch.landed.result == "answer"
+    assert other.landed is late.landed is None
+    assert not callers.flights._watches
+
+
+@settings(max_examples=150, deadline=None)
+@given(script=st.lists(ACTIONS, max_size=40))
+async def test_one_run_at_a_time_in_any_order_of_events(script: Script) -> None:
+    """Guards the invariants: one run per key, an outcome for every caller, no flight left."""
+    callers = Callers()
+    await play(script, callers, "answer", lambda _: callers.request(), lambda: turns(1))
+    assert callers.most_running <= 1 and callers.flights.num_flying == 0

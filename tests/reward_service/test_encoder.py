@@ -1,0 +1,156 @@
+"""Relevance on the real MiniLM and tiny cross-encoders, against transformers one text at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    DebertaV2Config,
+    RobertaConfig,
+)
+
+from reward_service.encoder import RelevanceReward, plan
+from reward_service.reward import score
+from reward_service.specs import RelevanceSpec, Resources
+from specrej.contracts import Message, Prompt
+from tests.reward_service import tiny
+from tests.reward_service.tiny import PAD, load, make_tokenizer
+
+QUESTION = "How do I bake bread at home?"
+PROMPT = Prompt.from_user(QUESTION)
+TEXTS = [
+    "Mix flour, water, salt and yeast, let the dough rise, then bake the bread in a hot oven.",
+    "Bake",
+    "",
+    "The stock market fell sharply on Tuesday after the central bank raised its rates again.",
+    "You need flour. " * 20,
+    "Weiße Brötchen, 面包, خبز 🍞",
+    "[PAD] [PAD] bread [SEP] [PAD]",
+    "You need flour. " * 400,
+]
+LENGTHS = st.lists(st.integers(1, 600), max_size=80)
+BUDGETS = st.integers(1, 4096)
+BERT: dict[str, Any] = tiny.SIZES | {"max_position_embeddings": 260, "pad_token_id": 0}
+CONFIGS: dict[str, Any] = {
+    "bert": BertConfig(**BERT),
+    "deberta": DebertaV2Config(**BERT, type_vocab_size=0),
+    "roberta": RobertaConfig(**BERT, type_vocab_size=1),
+}
+
+
+@given(LENGTHS, BUDGETS)
+def test_micro_batches_hold_every_sequence_once_within_budget(
+    lengths: list[int], budget: int
+) -> None:
+    """Guards against lost scores, against out of memory (rows times width count), and against one
+    long text that makes all short ones as expensive as itself."""
+    batches = plan(lengths, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        tokens = [lengths[index] for index in batch]
+        padded = len(batch) * max(tokens)
+        assert len(batch) == 1 or padded <= budget
+        assert 2 * sum(tokens) > padded
+
+
+@given(st.integers(1, 600), st.integers(1, 80), BUDGETS)
+def test_equal_lengths_need_as_few_micro_batches_as_fit(
+    length: int, count: int, budget: int
+) -> None:
+    """Guards against a plan that is always legal because every sequence is alone."""
+    rows = max(1, budget // length)
+    assert len(plan([length] * count, budget)) == -(-count // rows)
+
+
+@pytest.fixture(scope="module")
+def reward(minilm: Path) -> Any:
+    return load("relevance", minilm)
+
+
+@pytest.mark.parametrize("token_budget", [1, 300, 100_000])
+def test_relevance_is_plain_transformers_cosine(minilm: Path, token_budget: int) -> None:
+    """Guards pooling and truncation; padding tokens in the mean would shift every score."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(minilm)
+    model: Any = AutoModel.from_pretrained(minilm).eval()
+
+    def embed(text: str) -> torch.Tensor:
+        encoded = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
+        with torch.inference_mode():
+            mean: torch.Tensor = model(**encoded).last_hidden_state[0].mean(dim=0)
+        return mean
+
+    question = embed(QUESTION)
+    expected = [torch.cosine_similarity(question, embed(text), dim=0).item() for text in TEXTS]
+    assert expected[0] > 0.6
+    assert expected[3] < 0.3  # else equal scores would prove little
+    limited = load("relevance", minilm, token_budget=token_budget)
+    assert score(limited, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
+
+
+def test_last_user_message_is_the_question(reward: Any) -> None:
+    """Guards against embedding the system turn or the model's own earlier answer."""
+    turns = [("system", "You are a banker."), ("user", "Stocks?"), ("assistant", "They fell.")]
+    messages = tuple(Message(role, content) for role, content in [*turns, ("user", QUESTION)])
+    expected = score(reward, PROMPT, TEXTS)
+    assert score(reward, Prompt(messages=messages), TEXTS) == expected
+    assert score(reward, Prompt(text=QUESTION), TEXTS) == expected
+
+
+def test_tokens_are_counted_once_per_different_text_without_padding(reward: Any) -> None:
+    """Guards the accounts: [CLS] bread [SEP] is 3 tokens, however long its neighbours are."""
+    prompt = Prompt(text="bread")
+    assert score(reward, prompt, ["oven"]).computed_tokens == 6
+    assert score(reward, prompt, ["oven", "oven", "bread"]).computed_tokens == 6
+    assert score(reward, prompt, ["oven", "oven and dough"]).computed_tokens == 11
+    assert score(reward, prompt, ["oven " * 1000]).computed_tokens == 3 + 256
+
+
+def test_length_limit_is_in_the_fingerprint(minilm: Path, reward: Any) -> None:
+    spec = RelevanceSpec(name="other", directory=minilm)
+    assert RelevanceReward(spec, Resources()).fingerprint == reward.fingerprint
+    assert RelevanceReward(spec, Resources(), 128).fingerprint != reward.fingerprint
+
+
+def save_cross_encoder(directory: Path, config: Any) -> Path:
+    tokenizer = make_tokenizer(PAD)
+    tokenizer.model_max_length = 200
+    return tiny.save(directory, config, tokenizer)
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_cross_encoder_scores_are_plain_transformers_scores(tmp_path: Path, family: str) -> None:
+    """Guards pairs against being joined as one text, and padding against being seen."""
+    save_cross_encoder(tmp_path, CONFIGS[family])
+    tokenizer, model = tiny.plain(tmp_path, AutoModelForSequenceClassification)
+    expected = []
+    for text in tiny.TEXTS:
+        # In lists of one: a pair with an empty second text would otherwise be a single text.
+        encoded = tokenizer(
+            [QUESTION],
+            [text],
+            truncation=True,
+            max_length=200,
+            return_token_type_ids=family == "bert",
+            return_attention_mask=False,
+            return_tensors="pt",
+        )
+        with torch.inference_mode():
+            expected.append(model(**encoded).logits[0, 0].item())
+    for token_budget in (1, 400, 100_000):
+        reward = load("cross-encoder", tmp_path, token_budget=token_budget)
+        assert score(reward, PROMPT, tiny.TEXTS).values == pytest.approx(expected, abs=1e-4)
+    squashed = load("cross-encoder", tmp_path, transform={"kind": "sigmoid"})
+    sigmoids = torch.tensor(expected).sigmoid().tolist()
+    assert score(squashed, PROMPT, tiny.TEXTS).values == pytest.approx(sigmoids, abs=1e-4)
+    save_cross_encoder(tmp_path, BertConfig(**(BERT | {"num_labels": 2})))
+    with pytest.raises(ValueError, match="must have one label, has 2"):
+        load("cross-encoder", tmp_path)

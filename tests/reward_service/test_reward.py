@@ -1,0 +1,108 @@
+"""Pieces of a pass, distinct texts, matches of token lists, and the toy reward."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reward_service.reward import distinct, score, take_fairly
+from reward_service.token_prefix import common_length, match
+from reward_service.toy import ToyReward
+from specrej.contracts import Prompt, Scores
+
+
+@given(st.lists(st.text(max_size=3), max_size=40))
+def test_distinct_texts_can_be_put_back(texts: list[str]) -> None:
+    unique, where = distinct(texts)
+    assert len(set(unique)) == len(unique)
+    assert [unique[index] for index in where] == texts
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(TOKENS, TOKENS)
+def test_common_length_is_that_of_the_longest_equal_beginning(
+    first: list[int], second: list[int]
+) -> None:
+    length = common_length(first, second)
+    assert first[:length] == second[:length]
+    assert length == min(len(first), len(second)) or first[length] != second[length]
+
+
+@given(TOKENS, TOKENS, TOKENS, st.data())
+def test_matched_tokens_are_those_of_the_text(
+    token_ids: list[int], prompt: list[int], own: list[int], data: st.DataObject
+) -> None:
+    """Guards against keys and values of other tokens."""
+    shared = data.draw(st.integers(0, len(prompt)))
+    from_prompt, total = match(token_ids, prompt, shared, own)
+    computed = [*prompt[:from_prompt], *own[: total - from_prompt]]
+    assert computed == token_ids[:total]
+    assert total == from_prompt or from_prompt == shared
+    if not own:
+        assert from_prompt == total == common_length(token_ids, prompt)
+
+
+class Pieces:
+    """A task with pieces of these sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.taken = 0
+
+    @property
+    def next_tokens(self) -> int:
+        return self.sizes[self.taken] if self.taken < len(self.sizes) else 0
+
+    def take(self) -> tuple[Pieces, int]:
+        self.taken += 1
+        return self, self.taken - 1
+
+    def scores(self) -> Scores:
+        raise NotImplementedError
+
+
+TASKS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=6)
+
+
+@given(TASKS, st.integers(1, 200))
+def test_passes_take_every_piece_once_in_order_within_budget(
+    sizes: list[list[int]], budget: int
+) -> None:
+    """The first pass is shared evenly: no task receives a piece more than a waiting one."""
+    tasks = [Pieces(of_task) for of_task in sizes]
+    taken: list[tuple[Pieces, int]] = []
+    while pieces := take_fairly(tasks, budget):
+        total = sum(task.sizes[i] for task, i in pieces)
+        assert total <= budget or len(pieces) == 1
+        if not taken:
+            tokens = [sum(task.sizes[i] for own, i in pieces if own is task) for task in tasks]
+            waiting = [n for n, task in zip(tokens, tasks, strict=True) if task.next_tokens]
+            assert not waiting or max(tokens) - min(waiting) <= 40
+        taken += pieces
+    for task in tasks:
+        assert [i for owner, i in taken if owner is task] == list(range(len(task.sizes)))
+
+
+@given(st.integers(1, 12), st.integers(1, 20), st.integers(1, 64))
+def test_small_task_behind_large_ones_is_done_soon(num_large: int, size: int, budget: int) -> None:
+    """Guards a small batch against any number of large ones that came before it."""
+    tasks = [Pieces([size] * 100) for _ in range(num_large)]
+    given_ = [0] * num_large
+    take_fairly(tasks, budget, given_)
+    small = Pieces([1])
+    tasks, given_ = [*tasks, small], [*given_, min(given_)]
+    passes = 0
+    while small.next_tokens:
+        assert take_fairly(tasks, budget, given_)
+        passes += 1
+    # At worst every large one is given a piece first.
+    assert passes <= num_large + 1
+
+
+def test_toy_is_deterministic_and_computes_equal_texts_once() -> None:
+    reward, prompt = ToyReward(), Prompt.from_user("Write it.")
+    scores = score(reward, prompt, ["AEi x", "", "b", "AEi x"])
+    assert scores == Scores((0.6, 0.0, 0.0, 0.6), 3)
+    assert score(reward, prompt, ["AEi x", "", "b", "AEi x"]) == scores
