@@ -266,13 +266,22 @@ class Lease:
     async def release(self, *, handing_over: bool) -> None:
         """Release a held lease: to the next that polls, or so that those that wait run alone.
 
-        Where Redis does not allow scripts, the lease expires by itself.
+        A cancellation is raised after the release: otherwise the others would wait until the lease
+        expires, as they do where Redis does not allow scripts.
         """
         if self.held or self._is_claiming:
             self.held = self._is_claiming = False
             left = b"" if handing_over else _NO_ANSWER
             command = ("EVAL", _RELEASE, 1, self._key, self._token, left, _NO_ANSWER_MS)
-            await self._redis.call("release", *command)
+            releasing = asyncio.create_task(self._redis.call("release", *command))
+            cancelled: asyncio.CancelledError | None = None
+            while not releasing.done():  # at most until the call's timeout
+                try:
+                    await asyncio.wait([releasing])
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            if cancelled:
+                raise cancelled
 
     async def _renew(self) -> None:
         while True:

@@ -202,19 +202,25 @@ async def test_a_waiter_has_its_own_deadline(runs: Processes, admin: redis.Redis
     assert admin.get(runs.lease_key) == _TOKEN.encode()
 
 
+@pytest.mark.parametrize("num_cancellations", [1, 20])
 async def test_a_claim_cancelled_before_its_reply_is_released(
-    shared_valkey: ValkeyServer, admin: redis.Redis
+    shared_valkey: ValkeyServer, admin: redis.Redis, num_cancellations: int
 ) -> None:
-    """Guards against a lease that Redis granted to a caller that left before the reply."""
+    """Guards against a lease that Redis granted to a caller that left before the reply.
+
+    A second cancellation arrives while the release waits for a connection.
+    """
     async with (
         proxy(shared_valkey.port) as front,
-        processes(f"redis://127.0.0.1:{front.port}", 1, lease_s=60, timeout_s=1.0) as runs,
+        processes(f"redis://127.0.0.1:{front.port}", 1, lease_s=600, timeout_s=1.0) as runs,
     ):
         assert await runs.all[0].cache.redis.available()
         front.replies.shut()
         task = runs.all[0].start()
         await until(lambda: bool(admin.exists(runs.lease_key)))
-        task.cancel()
+        for _ in range(num_cancellations):
+            task.cancel()
+            await asyncio.sleep(0)
         await until(lambda: not admin.exists(runs.lease_key))
         front.replies.open()
         with pytest.raises(asyncio.CancelledError):
