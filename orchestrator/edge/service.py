@@ -171,7 +171,12 @@ class Orchestrator:
             if isinstance(lead, Finished):
                 yield lead
                 return
-            queue_ms = await self._admit(plan, record, stack)
+            if record:
+                record.queued()
+            permit = self._admission.enter(plan.tenant, plan.candidate_tokens, plan.left_s())
+            queue_ms = await instruments.admitted(stack, permit)
+            if record:
+                record.running()
             before_run_ms = _ms_since(plan.arrived)
             scorers, salt = self._planner.scorers(plan), tenant_digest(plan.tenant)
             watched = self._shadows.watch(plan.request, self._generator, scorers, salt)
@@ -210,9 +215,15 @@ class Orchestrator:
         local_key = f"{key}:{plan.request.allow_degraded}"
         flight = None
         if not is_refresh:
-            with self._flights.watch(local_key) as watch:
-                if hit := await self._look_up(plan):
-                    return hit
+            with self._flights.watch(local_key) as watch, telemetry.span(names.SPAN_LOOKUP):
+                is_better_wanted = control is CacheControl.USE_BETTER
+                hit = await (
+                    self._cache.get_better(plan.keys) if is_better_wanted else self._cache.get(key)
+                )
+            if hit:
+                if hit.stale:
+                    self._refreshes.start(key, partial(self._refresh, plan))
+                return Finished(hit.generation, AnswerSource.CACHE)
             flight = watch.landed
         if flight is None:
             joining = self._flights.join(local_key)
@@ -228,17 +239,6 @@ class Orchestrator:
             return Finished(lease.answer, AnswerSource.FLIGHT)
         return _Lead(stores=True, flight=flight, lease=lease)
 
-    async def _look_up(self, plan: Plan) -> Finished | None:
-        """The stored answer; a stale one is refreshed in the background."""
-        with telemetry.span(names.SPAN_LOOKUP):
-            if plan.request.cache is CacheControl.USE_BETTER:
-                hit = await self._cache.get_better(plan.keys)
-            else:
-                hit = await self._cache.get(plan.keys.answer)
-        if hit and hit.stale:
-            self._refreshes.start(plan.keys.answer, partial(self._refresh, plan))
-        return Finished(hit.generation, AnswerSource.CACHE) if hit else None
-
     async def _refresh(self, plan: Plan) -> None:
         """Replace a stale answer, without a deadline and without degradation."""
         strict = replace(plan.request, allow_degraded=False)
@@ -247,17 +247,6 @@ class Orchestrator:
             async with aclosing(self._answer(plan, is_refresh=True)) as events:
                 async for _ in events:
                     pass
-
-    async def _admit(self, plan: Plan, record: OpenRecord | None, stack: AsyncExitStack) -> float:
-        """Wait for a permit, which the stack holds; returns the milliseconds waited."""
-        began = time.perf_counter()
-        if record:
-            record.queued()
-        permit = self._admission.enter(plan.tenant, plan.candidate_tokens, plan.left_s())
-        await instruments.admitted(stack, permit)
-        if record:
-            record.running()
-        return _ms_since(began)
 
     async def _finish(self, plan: Plan, generation: Generation, lead: _Lead) -> Finished:
         """Count a run's answer, store it, and give it to the requests that wait for it.

@@ -94,30 +94,26 @@ class RequestScorer:
             RewardInvalid: a score is missing or not finite, and there is no fallback.
             TimeoutError: the rewards took longer, and there is no fallback.
         """
-        if self._sessions:
-            try:
-                async with asyncio.timeout(patience_s):
-                    return await self._score_all(candidates)
-            except _REWARD_FAILED as error:
-                self._fall_back(error)
-        likelihoods = tuple((candidate.mean_logprob,) for candidate in candidates)
-        return RawScores(likelihoods, is_fallback=True)
-
-    async def _score_all(self, candidates: Sequence[Candidate]) -> RawScores:
         # Not a TaskGroup: it wraps the error, which decides the status, in an ExceptionGroup.
         tasks = [asyncio.ensure_future(checked(one, candidates)) for one in self._sessions]
-        try:
-            parts = await asyncio.gather(*tasks)
-        finally:
-            # If one fails, the others must end before their sessions close.
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        return RawScores(
-            tuple(zip(*(part.values for part in parts), strict=True)),
-            sum(part.computed_tokens for part in parts),
-            tuple(part.fingerprint for part in parts),
-        )
+        if tasks:
+            try:
+                async with asyncio.timeout(patience_s):
+                    parts = await asyncio.gather(*tasks)
+                return RawScores(
+                    tuple(zip(*(part.values for part in parts), strict=True)),
+                    sum(part.computed_tokens for part in parts),
+                    tuple(part.fingerprint for part in parts),
+                )
+            except _REWARD_FAILED as error:
+                self._fall_back(error)
+            finally:
+                # If one fails, the others must end before their sessions close.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+        likelihoods = tuple((candidate.mean_logprob,) for candidate in candidates)
+        return RawScores(likelihoods, is_fallback=True)
 
     def _fall_back(self, error: Exception) -> None:
         """Replace the rewards by the likelihood, or raise the error again."""

@@ -42,12 +42,13 @@ async def entered(stack: AsyncExitStack, span: str, manager: AbstractAsyncContex
         return await stack.enter_async_context(manager)
 
 
-async def admitted(stack: AsyncExitStack, turn: AbstractAsyncContextManager[None]) -> None:
-    """Wait for a turn; count the result and the duration."""
+async def admitted(stack: AsyncExitStack, permit: AbstractAsyncContextManager[None]) -> float:
+    """Wait for a permit, which the stack holds; returns the milliseconds waited."""
     began, result = time.perf_counter(), "left"
     try:
-        await entered(stack, names.SPAN_QUEUE, turn)
+        await entered(stack, names.SPAN_QUEUE, permit)
         result = "admitted"
+        return (time.perf_counter() - began) * 1e3
     except Overloaded:
         result = "refused"
         raise
