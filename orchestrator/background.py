@@ -1,4 +1,4 @@
-"""Background tasks that no request waits for."""
+"""Work beside the event loop: background tasks that no request waits for, and large messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,41 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+from specrej.contracts import Generation, RequestRecord, RoundCompleted, RoundTrace
 from specrej.errors import SpecrejError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Packing so many tokens or traced candidates takes about 3 ms.
+_LARGE = 1000
+
+
+async def packed(pack: Callable[[T], R], value: T) -> R:
+    """`pack(value)`; in a thread if the value is large, because calls and health checks wait for
+    the event loop."""
+    if num_values(value) < _LARGE:
+        return pack(value)
+    return await asyncio.to_thread(pack, value)
+
+
+def num_values(value: object) -> int:
+    """Tokens and traced candidates of an event, an answer or a record."""
+    match value:
+        case object(generation=Generation(candidates, rounds)):
+            return sum(map(num_values, rounds)) + sum(len(c.token_ids) for c in candidates)
+        case RequestRecord(rounds=recorded):
+            return sum(num_values(done.trace) for done in recorded)
+        case RoundCompleted(trace):
+            return num_values(trace)
+        case RoundTrace():
+            return len(value.candidates)
+        case _:
+            return 0
 
 
 class BackgroundTasks:

@@ -13,10 +13,12 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
+from orchestrator.background import num_values, packed
 from orchestrator.cache.keys import FORMAT_VERSION, Keys
 from orchestrator.cache.redis_client import Command, RedisClient
 from specrej import telemetry
@@ -90,6 +92,9 @@ def pack(entry: CacheEntry, max_bytes: int) -> bytes:
     Raises:
         ValueError: the entry is too large or has a number that is not finite.
     """
+    least = 2 * num_values(entry) + sum(len(c.text) for c in entry.generation.candidates)
+    if least > max_bytes:
+        raise ValueError(f"at least {least} bytes, {max_bytes} allowed")
     text = _ENTRY.dump_json(entry)
     _ENTRY.validate_json(text)  # pydantic writes numbers that are not finite, but never reads them
     # The fastest level: this runs on the event loop.
@@ -209,7 +214,7 @@ class Cache:
         returned, now = keys.return_candidates, self._wall_clock()
         entry = CacheEntry(FORMAT_VERSION, keys.answer, keys.index, returned, now, generation)
         try:
-            stored = pack(entry, self.max_bytes)
+            stored = await packed(partial(pack, max_bytes=self.max_bytes), entry)
         except ValueError:
             return False
         jitter = random.uniform(1 - self._jitter, 1 + self._jitter)

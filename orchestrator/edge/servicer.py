@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from orchestrator.background import packed
 from orchestrator.edge.service import Orchestrator
 from specrej import wire
-from specrej.contracts import Event, Finished
+from specrej.contracts import Event, Finished, RequestRecord
 from specrej.errors import InternalError, Violation
 from specrej.security import current_caller
 from specrej.serving import Context, Service, time_left_s
@@ -36,7 +37,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         async with aclosing(self._events(request, context)) as events:
             async for event in events:
                 if isinstance(event, Finished):
-                    return wire.generation_to_message(event.generation)
+                    return await packed(_answer_reply, event)
         raise InternalError("a run ended without an answer")
 
     # A coroutine, although the stubs declare an async generator; specrej/serving.py has the reason.
@@ -45,7 +46,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     ) -> None:
         async with aclosing(self._events(request.request, context)) as events:
             async for event in events:
-                await context.write(wire.event_to_message(event))
+                await context.write(await packed(wire.event_to_message, event))
 
     async def Describe(  # noqa: N802
         self, request: pb.OrchestratorServiceDescribeRequest, context: Context
@@ -58,7 +59,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: pb.GetRecordRequest, context: Context
     ) -> pb.GetRecordResponse:
         record = self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
-        return pb.GetRecordResponse(record=wire.to_message(record, pb.RequestRecord))
+        return await packed(_record_reply, record)
 
     def _events(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
         violations: list[Violation] = []
@@ -71,3 +72,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             violations=violations,
             time_left_s=time_left_s(),
         )
+
+
+def _answer_reply(event: Finished) -> pb.GenerateResponse:
+    return wire.generation_to_message(event.generation)
+
+
+def _record_reply(record: RequestRecord) -> pb.GetRecordResponse:
+    return pb.GetRecordResponse(record=wire.to_message(record, pb.RequestRecord))

@@ -29,6 +29,10 @@ from specrej.contracts import (
 )
 from specrej.errors import DeadlineExceeded, InternalError, Unavailable
 
+# Candidates in the rounds of one answer, about 100 bytes each. A round beyond that is traced
+# without its candidates.
+MAX_TRACED = 16_384
+
 
 @dataclass(slots=True)
 class RunState:
@@ -56,6 +60,7 @@ class RunState:
     hurried: bool = False
     num_tokens: int = 0  # of every live candidate
     num_started: int = 0  # live when the latest round began
+    num_traced: int = 0  # candidates in `rounds`
     repeated_tokens: int = 0
     reward_tokens: int = 0
     made_by: set[str] = field(default_factory=set)  # fingerprints of generators
@@ -180,7 +185,9 @@ class RunState:
         candidates, vetoed, best = ended.candidates, self.vetoed, self._best()
         num_finished = sum(candidate.finish is not None for candidate in candidates)
         extend_ms, score_ms, prune_ms = ((end - begin) * 1e3 for begin, end in pairwise(times_s))
-        fates = self._fates(candidates)
+        has_room = self.num_traced + len(candidates) <= MAX_TRACED
+        fates = self._fates(candidates) if has_room else ()
+        self.num_traced += len(fates)
         trace = RoundTrace(
             number=number,
             decision_token=ended.num_tokens,

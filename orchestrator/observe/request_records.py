@@ -24,10 +24,10 @@ from specrej.errors import Cancelled, DeadlineExceeded, InternalError, NotFound,
 
 OK = "OK"
 
-# In candidates of a round, of about 100 bytes each; a round itself counts as some.
+# In candidates of a round, of about 100 bytes each; a round itself counts as some. The loop bounds
+# those of one request.
 _ROUND_SIZE = 8
 MAX_SIZE = 131_072  # of all records
-MAX_RECORD_SIZE = 16_384  # of one: its later rounds are recorded without their candidates
 
 
 class OpenRecord:
@@ -93,8 +93,6 @@ class OpenRecord:
         self.end(OK)
 
     def _add_round(self, start_ms: float, trace: RoundTrace) -> None:
-        if self.size + len(trace.candidates) > MAX_RECORD_SIZE:
-            trace = replace(trace, scores=(), candidates=())
         self.size += _ROUND_SIZE + len(trace.candidates)
         self._rounds.append(RecordedRound(max(0.0, start_ms), trace))
 

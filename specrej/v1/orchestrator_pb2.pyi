@@ -740,7 +740,9 @@ class RoundTrace(_message.Message):
     """Live candidates that were lost with one of several generators; 0 or more."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Rewards of the candidates ranked in this round, best first."""
+        """Rewards of the candidates ranked in this round, best first; none if they would bring a request
+        beyond 16384 over all rounds.
+        """
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateTrace]:

@@ -21,7 +21,7 @@ NUM_FAULTS = {
     "order": 9,
     "cancel": 9,
     "bad": 25,
-    "load": 7,
+    "load": 8,
     "soak": 3,
     "starts": 7,
     "cache": 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from orchestrator.loop.run_state import MAX_TRACED
 from specrej.contracts import CacheControl, TokensSchedule
 from tests.faults.case import Case, here
 from tests.faults.world import MAX_QUEUED, MAX_RUNNING, SERVICES, World, until
@@ -69,6 +70,23 @@ async def health_under_load(world: World) -> list[str]:
     return [(await call.outcome()).label for call in calls]
 
 
+async def many_rounds(world: World) -> list[str]:
+    """A large request with a decision token per token: health answers, the trace is bounded."""
+    options: dict[str, Any] = {"n": 1000, "alpha": 0.0, "return_candidates": 64, "max_tokens": 64}
+    call = world.call(schedule=TokensSchedule(tuple(range(1, 64))), timeout_s=_MANY_S, **options)
+    slow_s = []
+    while not call.is_over:
+        began = time.monotonic()
+        assert await world.health("orchestrator") == "SERVING"
+        slow_s += [seconds] if (seconds := time.monotonic() - began) > _HEALTH_S else []
+    outcome = await call.outcome()
+    assert not slow_s, f"health took {slow_s} s"
+    if outcome.generation:
+        traced = sum(len(trace.candidates) for trace in outcome.generation.rounds)
+        assert 0 < traced <= MAX_TRACED, f"{traced} candidates in the trace"
+    return [outcome.label]
+
+
 async def equal_requests(world: World) -> list[str]:
     """500 equal requests at the same time are one generation."""
     options: dict[str, Any] = {"seed": 4242, "cache": CacheControl.USE, "max_tokens": 400}
@@ -92,5 +110,6 @@ CASES: tuple[Case, ...] = (
     here("load/two-large", two_large, "OK", "RESOURCE_EXHAUSTED"),
     here("load/large-beside-small", large_beside_small, "OK"),
     here("load/health", health_under_load, "OK", "RESOURCE_EXHAUSTED", limit_s=60),
+    here("load/many-rounds", many_rounds, "OK", limit_s=2 * _MANY_S),
     here("load/equal-requests", equal_requests, "OK", limit_s=2 * _MANY_S, fast=True),
 )

@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import threading
+from dataclasses import replace
 
 import pytest
 
-from orchestrator.background import BackgroundTasks
+from orchestrator.background import BackgroundTasks, packed
+from specrej.contracts import (
+    CandidateTrace,
+    Fate,
+    Finished,
+    RecordedRound,
+    RequestRecord,
+    RoundCompleted,
+    Selection,
+)
 from specrej.errors import Unavailable
+from tests.orchestrator.caching import generation
 from tests.orchestrator.held_runs import HeldRuns
 from tests.serving import until
 
@@ -75,3 +87,28 @@ async def test_a_task_does_not_inherit_the_requests_context() -> None:
 
     BackgroundTasks("testing").start("a", record)
     await until(lambda: owners == ["none"])
+
+
+_TRACED = CandidateTrace(1, 0.5, Fate.KEPT)
+_SMALL, _LARGE = (
+    replace(generation(), rounds=(replace(generation().rounds[0], candidates=(_TRACED,) * count),))
+    for count in (10, 5000)
+)
+_TOKENS = replace(_SMALL, candidates=(replace(_SMALL.best, token_ids=(7,) * 5000),))
+_RECORD = RequestRecord("id", 0.0, Selection(), 1, rounds=(RecordedRound(0.0, _LARGE.rounds[0]),))
+
+
+@pytest.mark.parametrize(
+    ("value", "in_thread"),
+    [
+        (Finished(_SMALL), False),
+        (Finished(_LARGE), True),
+        (Finished(_TOKENS), True),
+        (RoundCompleted(_LARGE.rounds[0], (), ""), True),
+        (_RECORD, True),
+    ],
+)
+async def test_large_messages_are_packed_off_the_event_loop(value: object, in_thread: bool) -> None:
+    """Guards against a reply whose packing delays health checks and all other calls."""
+    thread = await packed(lambda _: threading.get_ident(), value)
+    assert (thread != threading.get_ident()) == in_thread

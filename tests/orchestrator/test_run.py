@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.run import run
+from orchestrator.loop.run_state import MAX_TRACED
 from orchestrator.loop.schedule import first_round_tokens
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
@@ -30,6 +31,7 @@ from specrej.contracts import (
     RoundEnd,
     Sampling,
     SessionSpec,
+    TokensSchedule,
     WeightedReward,
 )
 from specrej.errors import InternalError, RewardInvalid
@@ -123,6 +125,19 @@ async def test_speculative_rejection_generates_fewer_tokens_than_best_of_n() -> 
     assert len(best_of_n.candidates) == 32
     assert speculative.usage.generated_tokens < best_of_n.usage.generated_tokens / 2
     assert best_of_n.usage.best_of_n_tokens_estimate == best_of_n.usage.generated_tokens
+
+
+async def test_the_candidates_in_an_answers_rounds_are_bounded() -> None:
+    """Guards against 1,024 rounds of 1,024 candidates each: 100 MB in answer, cache and record."""
+    whole = await answer(
+        request(300, alpha=0.0, schedule=TokensSchedule(tuple(range(1, 61))), max_tokens=60),
+        ToyGenerator(end_every=10**9),
+        FixedScorer(),
+    )
+    traced = [len(trace.candidates) for trace in whole.rounds]
+    assert len(traced) == 60
+    assert sum(traced) == MAX_TRACED // 300 * 300
+    assert [trace.num_started for trace in whole.rounds] == [300] * 60
 
 
 async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
