@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
@@ -66,7 +67,9 @@ class _CommandStream(Generic[Request, Response]):
         method: str,
     ) -> None:
         self._span = telemetry.ClientSpan(method, outlives=True)
-        self._call = start(metadata=self._span.metadata, timeout=_backend_time_s())
+        self._start = partial(start, metadata=self._span.metadata, timeout=_backend_time_s())
+        self._call = self._start()
+        self._may_restart = True
         self._make = make
         self._sequence = 0
         self._is_waiting = False
@@ -96,7 +99,7 @@ class _CommandStream(Generic[Request, Response]):
         response: Any = answer
         if (response.sequence, response.WhichOneof("result")) != (self._sequence, _RESULTS[kind]):
             raise InternalError("a backend sent the answer of another command")
-        self._is_waiting = False
+        self._is_waiting = self._may_restart = False
         return cast(Response, answer)
 
     async def finish(self) -> None:
@@ -128,11 +131,16 @@ class _CommandStream(Generic[Request, Response]):
             with suppress(asyncio.InvalidStateError):
                 await self._call.write(request)
         except grpc.aio.AioRpcError as failure:
-            error = self._failed(failure)
-            if failure.code() is grpc.StatusCode.INTERNAL:
-                # Not the peer's status: grpc reports so a stream that breaks during a write.
+            if failure.code() is not grpc.StatusCode.INTERNAL:
+                raise self._failed(failure) from failure
+            # Not the peer's status: grpc reports so a stream that the peer ended before a write,
+            # and drops the status. A stream without an answer can be started again to receive it.
+            if not self._may_restart:
+                self._span.end(grpc.StatusCode.UNAVAILABLE.name)
                 raise Unavailable("a backend broke off") from failure
-            raise error from failure
+            self._may_restart = False
+            self._call = self._start()
+            await self._send(request)
 
 
 def _backend_time_s() -> float | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from generator_service.toy import ToyGenerator
@@ -15,7 +17,7 @@ from orchestrator.edge.planning import _LastDescription
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.channel import open_channel
 from specrej.contracts import Sampling, SessionSpec
-from specrej.errors import SpecrejError, Unavailable
+from specrej.errors import InvalidRequest, SpecrejError, Unavailable
 from tests.orchestrator.runs import PROMPT, answer, request
 from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, dead_port, whole
 from tests.serving import turns, until
@@ -83,6 +85,32 @@ async def _error_after(num_turns: int) -> type[SpecrejError] | None:
         finally:
             await killing
     return None
+
+
+async def test_the_status_of_a_stream_refused_before_the_first_write(service: Whole) -> None:
+    """Guards against UNAVAILABLE in place of the peer's status, which grpc drops if the stream ends
+    before a write: the stream is started again, once."""
+    generator = service.remote_generator
+    start = generator._stub.Session
+    started: list[Any] = []
+
+    def broken_first(**options: Any) -> Any:
+        started.append(start(**options) if started else _BrokenCall())
+        return started[-1]
+
+    generator._stub.Session = broken_first
+    spec = SessionSpec(PROMPT, 10**6, Sampling(), 8)
+    with pytest.raises(InvalidRequest, match="n:"):
+        await AsyncExitStack().enter_async_context(generator.open(spec))
+    assert len(started) == 2
+
+
+class _BrokenCall:
+    """A call whose status grpc has dropped."""
+
+    async def write(self, _: object) -> None:
+        metadata = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, "from Core")
 
 
 async def test_a_generator_that_ends_while_it_closes_a_session_costs_no_answer(
