@@ -23,6 +23,7 @@ class ModelCard:
     vocabulary: int
     slot_bytes: int
     device: str
+    auto_candidates: int = 64  # most of a session whose n is 0
 
     def description(self, load: Load) -> GeneratorDescription:
         """With slots and sessions as in `load`."""
@@ -31,6 +32,7 @@ class ModelCard:
             fingerprint=self.fingerprint,
             context_tokens=self.context_tokens,
             max_candidates=self.max_candidates,
+            auto_candidates=self.auto_candidates,
             vocabulary=self.vocabulary,
             slot_bytes=self.slot_bytes,
             device=self.device,

@@ -33,12 +33,13 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         torch.set_num_threads(settings.threads)
     device = _device(settings.device)
     model = CausalLM.load(settings.model_directory, device)
+    auto_candidates = min(settings.auto_candidates, settings.max_candidates)
     capacity = settings.kv_slots or slots_from_memory(model, settings)
     engine = Engine(
         model,
         capacity,
         max_waiting=settings.max_waiting,
-        auto_candidates=min(settings.auto_candidates, settings.max_candidates),
+        auto_candidates=auto_candidates,
         prefill_chunk=settings.prefill_chunk,
         max_rows=settings.max_candidates,
         prefix_cache_slots=int(capacity * settings.prefix_cache),
@@ -57,6 +58,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         vocabulary=model.vocabulary,
         slot_bytes=model.shape.slot_bytes,
         device=f"{device} {str(model.shape.dtype).removeprefix('torch.')}",
+        auto_candidates=auto_candidates,
     )
     return LocalGenerator(thread, Text.load(settings.model_directory, model.eos_ids), card)
 

@@ -31,6 +31,7 @@ from specrej.inference.slots import SlotLedger
 
 _WORDS = ("amber", "birch", "cloud", "delta", "ember", "fjord", "grove", "heath")
 _FAILING_STEP = 10
+_AUTO_CANDIDATES = 8
 
 
 class ToySession:
@@ -149,7 +150,7 @@ class ToyGenerator:
         self._on_step = on_step
         self._ids = itertools.count(1)
         self._queue: AdmissionQueue[ToySession] = AdmissionQueue(
-            self.ledger, self._admit, max_waiting=0, auto_candidates=8
+            self.ledger, self._admit, max_waiting=0, auto_candidates=_AUTO_CANDIDATES
         )
 
     @asynccontextmanager
@@ -192,6 +193,7 @@ class ToyGenerator:
             fingerprint=f"toy-{self.end_every}",
             context_tokens=4096,
             max_candidates=1024,
+            auto_candidates=_AUTO_CANDIDATES,
             vocabulary=len(_WORDS),
             slot_bytes=1,
             device="none",

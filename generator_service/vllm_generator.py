@@ -215,7 +215,6 @@ class VLLMGenerator:
         card: ModelCard,
         *,
         max_waiting: int = 64,
-        auto_candidates: int = 64,
     ) -> None:
         self.engine = engine
         self.frontend = Frontend(text, card)
@@ -224,7 +223,7 @@ class VLLMGenerator:
             self.ledger,
             self._admit,
             max_waiting=max_waiting,
-            auto_candidates=auto_candidates,
+            auto_candidates=card.auto_candidates,
             max_candidates=engine.max_rows,
             free_candidates=self._free_rows,
         )
@@ -303,13 +302,13 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
         vocabulary=shape.vocabulary,
         slot_bytes=shape.slot_bytes,
         device=f"vllm {engine.device} {shape.dtype}",
+        auto_candidates=min(settings.auto_candidates, settings.max_candidates),
     )
     return VLLMGenerator(
         engine,
         Text.load(directory, shape.eos_ids),
         card,
         max_waiting=settings.max_waiting,
-        auto_candidates=min(settings.auto_candidates, settings.max_candidates),
     )
 
 

@@ -105,7 +105,9 @@ def summary_line(generation: Generation) -> str:
     usage, seconds = generation.usage, generation.timings.total_ms / 1000
     made = f"{usage.generated_tokens:,} tokens in {seconds:.1f} s"
     compared = f"best-of-{generation.n} about {usage.best_of_n_tokens_estimate:,}"
-    flags = [name for name in ("cached", "degraded", "hurried") if getattr(generation, name)]
+    flags = [
+        name for name in ("cached", "degraded", "hurried", "reduced") if getattr(generation, name)
+    ]
     noted = f"  [{', '.join(flags)}]" if flags else ""
     return f"reward {generation.best.score:.3f}  {made}, {compared}{saved_text(generation)}{noted}"
 

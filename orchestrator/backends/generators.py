@@ -50,6 +50,7 @@ class FleetGenerator:
             descriptions[0],
             context_tokens=min(one.context_tokens for one in descriptions),
             max_candidates=sum(one.max_candidates for one in descriptions),
+            auto_candidates=max(one.auto_candidates for one in descriptions),
             slots=together([one.slots for one in descriptions]),
             sessions=sum(one.sessions for one in descriptions),
             waiting=sum(one.waiting for one in descriptions),

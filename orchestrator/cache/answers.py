@@ -208,8 +208,10 @@ class Cache:
         return Hit(replace(entry.generation, cached=True), is_stale, entry)
 
     async def put(self, keys: Keys, generation: Generation) -> bool:
-        """Store an answer, unless it is cached, not shareable or too large; returns whether."""
-        if not self.redis.is_on or generation.cached or not is_shareable(generation):
+        """Store an answer, unless it is cached, not shareable, reduced or too large; returns
+        whether."""
+        may_store = not (generation.cached or generation.reduced) and is_shareable(generation)
+        if not self.redis.is_on or not may_store:
             return False
         returned, now = keys.return_candidates, self._wall_clock()
         entry = CacheEntry(FORMAT_VERSION, keys.answer, keys.index, returned, now, generation)

@@ -54,6 +54,7 @@ class Plan:
     request: GenerationRequest
     reward_order: tuple[int, ...]
     candidate_tokens: int  # upper bound, for admission
+    auto_candidates: int  # of a run that is not reduced; 0 if the request sets n
     tenant: str
     keys: Keys
     generator_fingerprint: str
@@ -137,6 +138,7 @@ class Planner:
             planned,
             tuple(ordered.index(reward) for reward in rewards),
             _candidate_tokens(request, generator),
+            0 if selection.n else generator.auto_candidates,
             tenant,
             keys,
             generator.fingerprint,
@@ -209,7 +211,7 @@ class _LastDescription(Generic[T]):
 
 def _candidate_tokens(request: GenerationRequest, generator: GeneratorDescription) -> int:
     """Candidates times the tokens that each may grow to, at most the generator's slots."""
-    n = request.selection.n or generator.max_candidates
+    n = request.selection.n or generator.auto_candidates or generator.max_candidates
     return max(1, min(n * request.sampling.max_tokens, generator.slots.capacity))
 
 

@@ -179,4 +179,5 @@ def _fields_of(generation: Generation) -> dict[str, int | float | bool]:
         "cached": generation.cached,
         "degraded": generation.degraded,
         "hurried": generation.hurried,
+        "reduced": generation.reduced,
     }

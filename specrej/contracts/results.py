@@ -108,6 +108,7 @@ class Generation:
     """An answer with its rounds and cost; `candidates[0]` is the answer.
 
     `hurried`: deadline-adjusted; the deadline made cuts deeper or earlier than requested.
+    `reduced`: n was 0, and fewer candidates fitted than the generator's `auto_candidates`.
     """
 
     candidates: tuple[RankedCandidate, ...]
@@ -121,6 +122,7 @@ class Generation:
     cached: bool = False
     degradations: tuple[Degradation, ...] = ()
     hurried: bool = False
+    reduced: bool = False
 
     @property
     def degraded(self) -> bool:

@@ -101,6 +101,7 @@ class GeneratorDescription:
     slots: SlotGauge
     sessions: int = 0
     waiting: int = 0
+    auto_candidates: int = 0  # of a session whose n is 0, if that many fit
 
 
 @dataclass(frozen=True, slots=True)

@@ -492,6 +492,7 @@ class GeneratorServiceDescribeResponse(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    AUTO_CANDIDATES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -510,6 +511,8 @@ class GeneratorServiceDescribeResponse(_message.Message):
     """Open sessions now."""
     waiting: _builtins.int
     """Sessions waiting for slots now."""
+    auto_candidates: _builtins.int
+    """Candidates of a session whose n is 0, if that many fit."""
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots now."""
@@ -527,10 +530,11 @@ class GeneratorServiceDescribeResponse(_message.Message):
         slots: _common_pb2.SlotGauge | None = ...,
         sessions: _builtins.int = ...,
         waiting: _builtins.int = ...,
+        auto_candidates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto_candidates", b"auto_candidates", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -426,7 +426,9 @@ class Selection(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     RETURN_CANDIDATES_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Candidates at the start; 0 (as many as the free slots hold) .. the server's limit; default 0."""
+    """Candidates at the start; 0 .. the server's limit; default 0: the generator's auto_candidates, or
+    as many as the free slots hold, with `reduced` set in the answer.
+    """
     alpha: _builtins.float
     """Fraction of the ranked candidates rejected at each decision token; [0, 1); default 0.5."""
     algorithm: Global___Algorithm.ValueType
@@ -536,6 +538,7 @@ class GenerateResponse(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
     HURRIED_FIELD_NUMBER: _builtins.int
+    REDUCED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Assigned by the server; also in its logs and traces."""
     text: _builtins.str
@@ -554,6 +557,8 @@ class GenerateResponse(_message.Message):
     """Candidates at the start."""
     hurried: _builtins.bool
     """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
+    reduced: _builtins.bool
+    """Whether n was 0 and fewer candidates fitted than the generator's auto_candidates."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedCandidate]:
         """The top candidates, best first: complete ones before truncated ones, vetoed ones last. The
@@ -597,10 +602,11 @@ class GenerateResponse(_message.Message):
         n: _builtins.int = ...,
         degradations: _abc.Iterable[Global___Degradation.ValueType] | None = ...,
         hurried: _builtins.bool = ...,
+        reduced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "candidates", b"candidates", "degradations", b"degradations", "degraded", b"degraded", "fingerprints", b"fingerprints", "finish_reason", b"finish_reason", "hurried", b"hurried", "n", b"n", "request_id", b"request_id", "rounds", b"rounds", "score", b"score", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "candidates", b"candidates", "degradations", b"degradations", "degraded", b"degraded", "fingerprints", b"fingerprints", "finish_reason", b"finish_reason", "hurried", b"hurried", "n", b"n", "reduced", b"reduced", "request_id", b"request_id", "rounds", b"rounds", "score", b"score", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

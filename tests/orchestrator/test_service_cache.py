@@ -59,6 +59,18 @@ async def test_second_equal_request_comes_from_the_cache(cached_service: Whole) 
     assert not other.cached and not other.candidates[0].logprobs
 
 
+@pytest.mark.parametrize(("capacity_slots", "is_reduced"), [(10_000, False), (60, True)])
+async def test_an_answer_from_fewer_candidates_than_n_0_means_is_marked_and_not_stored(
+    redis_url: str, capacity_slots: int, is_reduced: bool
+) -> None:
+    """Guards against an answer of a busy moment that is stored as the best of many."""
+    async with whole(HeldGenerator(capacity_slots), redis_url=redis_url) as service:
+        message = small_request(sampling={"seed": capacity_slots}, selection={"n": 0})
+        first = await answer(service, message)
+        assert (first.reduced, first.n < 8) == (is_reduced, is_reduced)
+        assert (await answer(service, message)).cached != is_reduced
+
+
 async def test_tenants_share_neither_answers_nor_flights(cached_service: Whole) -> None:
     """Guards against one tenant's answer, or its timing, for another."""
     assert not (await answer(cached_service, small_request(), tenant="a")).cached
