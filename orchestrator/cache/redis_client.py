@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from specrej.telemetry import names
 log = logging.getLogger(__name__)
 
 Command = Sequence[str | bytes | int]
+
+# What a call without a reply lacked: a free connection, the event loop's time, or Redis itself.
+_POOL, _LOOP, _CONNECTION = "pool", "loop", "connection"
+_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,12 @@ class Reply:
 class RedisClient:
     """Fail-open calls to Redis.
 
-    No method raises anything but CancelledError, or takes longer than `timeout_s` seconds. After a
-    connection failed, broke or timed out, no call is sent for `cool_down_s` seconds; then one call
-    probes. An error reply (READONLY, OOM, NOPERM, ...) fails its own command only: a server that
-    cannot store can still be read.
+    No method raises anything but CancelledError, or takes longer than `timeout_s` seconds of a loop
+    that is not blocked. After a connection failed, broke or timed out, no call is sent for
+    `cool_down_s` seconds; then one call probes. A call that got no connection of the pool in time,
+    or whose time passed while the event loop was blocked, has no reply but is not Redis's failure.
+    An error reply (READONLY, OOM, NOPERM, ...) fails its own command only: a server that cannot
+    store can still be read.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class RedisClient:
         Raises:
             ValueError: `access` is contradictory, or its URL is not one of Redis.
         """
-        self._redis = connect(access, timeout_s, max_connections) if access.url else None
+        self._redis = connect(access, max_connections) if access.url else None
         # redis-py's pool raises when no connection is left. Its blocking pool can lose a connection
         # when a task is cancelled while it returns one.
         self._connections = asyncio.Semaphore(max_connections)
@@ -97,17 +103,32 @@ class RedisClient:
         with telemetry.span(
             names.cache_span(purpose), attributes, telemetry.SpanKind.CLIENT
         ) as span:
-            try:
-                async with asyncio.timeout(self.timeout_s), self._connections:
-                    replies = await _replies(redis, commands)
-            except Exception as error:
-                self._cool_until = self._clock() + self._cool_down_s
-                self._report("connection", error, span)
+            replies = await self._exchange(redis, commands, span)
+            if replies is None:
                 return no_replies
-            self._report("connection", None, span)
             errors = [reply for reply in replies if isinstance(reply, Exception)]
             self._report(purpose, errors[0] if errors else None, span)
         return [None if isinstance(reply, Exception) else Reply(reply) for reply in replies]
+
+    async def _exchange(
+        self, redis: Redis, commands: Sequence[Command], span: telemetry.Span
+    ) -> list[Any] | None:
+        """For each command its reply, or Redis's error; None if no connection delivers them."""
+        step, delay = _POOL, _Delay()
+        try:
+            async with _timeout(self.timeout_s, delay), self._connections:
+                step = _CONNECTION
+                replies = await _replies(redis, commands)
+        except Exception as error:
+            if isinstance(error, TimeoutError) and delay.blocked_s > self.timeout_s / _PARTS:
+                step = _LOOP
+            if step == _CONNECTION:
+                self._cool_until = self._clock() + self._cool_down_s
+            self._report(step, error, span)
+            return None
+        for step in (_POOL, _LOOP, _CONNECTION):
+            self._report(step, None, span)
+        return replies
 
     async def available(self) -> bool:
         """Whether Redis answers; False while it cools down, or when switched off."""
@@ -123,7 +144,7 @@ class RedisClient:
 
     def _cools_down(self) -> bool:
         """Whether to send no call; False once after the cool-down, for one call that probes."""
-        if "connection" not in self._failing:
+        if _CONNECTION not in self._failing:
             return False
         now = self._clock()
         if now < self._cool_until:
@@ -146,6 +167,41 @@ class RedisClient:
             log.warning("cache %s fails, requests go on without it: %s", step, kind)
 
 
+@dataclass(slots=True)
+class _Delay:
+    """Seconds by which timers of this event loop were late."""
+
+    blocked_s: float = 0.0
+
+
+@asynccontextmanager
+async def _timeout(seconds: float, delay: _Delay) -> AsyncIterator[None]:
+    """`asyncio.timeout` in parts: however long the loop is blocked, only one part passes.
+
+    The last part ends one turn of the loop later, so that a reply which has arrived is read first.
+    """
+    loop, part_s = asyncio.get_running_loop(), seconds / _PARTS
+    timer: asyncio.TimerHandle
+
+    def wait(num_parts: int) -> None:
+        nonlocal timer
+        timer = loop.call_later(part_s, end_part, num_parts - 1, loop.time() + part_s)
+
+    def end_part(num_left: int, due: float) -> None:
+        delay.blocked_s += loop.time() - due
+        if num_left:
+            wait(num_left)
+        else:
+            bound.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as bound:
+        wait(_PARTS)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
 async def _replies(redis: Redis, commands: Sequence[Command]) -> list[Any]:
     """For each command its reply, or the error that Redis replied with."""
     if len(commands) == 1:
@@ -160,18 +216,20 @@ async def _replies(redis: Redis, commands: Sequence[Command]) -> list[Any]:
     return replies
 
 
-def connect(access: RedisAccess, timeout_s: float, max_connections: int) -> Redis:
-    """A client without retries; `timeout_s` bounds connecting, the caller bounds reads and writes.
+def connect(access: RedisAccess, max_connections: int) -> Redis:
+    """A client without retries and timeouts: the caller bounds connecting, reads and writes.
 
     Raises:
         ValueError: `access` is contradictory, or its URL is not one of Redis.
     """
-    options = connection_options(access, parse_url(access.url), timeout_s)
+    options = connection_options(access, parse_url(access.url), None)
     return Redis.from_pool(ConnectionPool(**options | {"max_connections": max_connections}))
 
 
-def connection_options(access: RedisAccess, in_url: Any, timeout_s: float) -> dict[str, Any]:
+def connection_options(access: RedisAccess, in_url: Any, timeout_s: float | None) -> dict[str, Any]:
     """Options of a connection pool; `in_url` are those that redis-py reads from the URL.
+
+    `timeout_s` bounds connecting, and each read and write.
 
     Raises:
         ValueError: `access` is contradictory.
@@ -191,9 +249,7 @@ def connection_options(access: RedisAccess, in_url: Any, timeout_s: float) -> di
         **credentials,
         **{name: str(path) for name, path in tls.items() if path},
         "socket_connect_timeout": timeout_s,
-        # redis-py's own timeout uses asyncio.wait_for, which before Python 3.12 can swallow a
-        # cancellation.
-        "socket_timeout": None,
+        "socket_timeout": timeout_s,
         # Protocol 3 switches off the check that a pooled connection has no unread reply.
         "protocol": 2,
         "driver_info": None,  # no CLIENT SETINFO: connections send only AUTH and SELECT at first

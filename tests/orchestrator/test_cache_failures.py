@@ -28,6 +28,7 @@ from tests.orchestrator.caching import (
     search_answer,
 )
 from tests.orchestrator.tcp import Answer, hang, reply, scripted
+from tests.serving import turns
 
 MARGIN_S = 10.0  # for a busy machine; a call without a bound would take longer
 LOADING = b"-LOADING Redis is loading the dataset in memory\r\n"
@@ -175,6 +176,39 @@ async def test_the_timeout_includes_the_wait_for_a_connection() -> None:
         hits = await asyncio.gather(*(cache.get("k") for _ in range(20)))
         assert hits == [None] * 20
         assert time.monotonic() - began < 10
+
+
+async def test_a_wait_for_a_connection_is_no_failure_of_redis(
+    redis_url: str, logged: Callable[[], list[str]]
+) -> None:
+    """Guards against a busy process that switches its cache off: the clock stands still."""
+    async with open_cache(redis_url, max_connections=1, timeout_s=0.05, clock=Clock()) as cache:
+        async with cache.redis._connections:
+            assert await cache.redis.available() is False
+        cache.redis.timeout_s = BOUND_S
+        assert await cache.redis.available()
+    assert logged() == ["pool fails", "pool works"]
+
+
+@pytest.mark.parametrize("is_pooled", [True, False], ids=["pooled", "connecting"])
+async def test_a_blocked_event_loop_is_no_failure_of_redis(redis_url: str, is_pooled: bool) -> None:
+    """Guards against a long step of this process that switches its cache off.
+
+    The loop is blocked for twice the timeout at any turn of the call; the clock stands still.
+    """
+    for number in range(10):
+        async with open_cache(redis_url, timeout_s=BOUND_S, clock=Clock()) as cache:
+            if is_pooled:
+                assert await cache.redis.available()
+            cache.redis.timeout_s = 0.05
+            call = asyncio.create_task(cache.redis.available())
+            await turns(number)
+            began = time.monotonic()
+            while time.monotonic() - began < 0.1:
+                pass
+            await call
+            cache.redis.timeout_s = BOUND_S
+            assert await cache.redis.available(), f"off after a pause at turn {number}"
 
 
 async def test_failed_calls_are_not_retried() -> None:
