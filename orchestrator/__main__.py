@@ -51,6 +51,8 @@ def main() -> None:
 
 async def _serve(settings: OrchestratorSettings) -> None:
     redis = RedisClient(settings.redis_access, timeout_s=settings.cache_timeout_s)
+    if settings.exposes_cache:
+        log.warning("clients of Redis can forge answers: set cache_secret_file")
     addresses = settings.generator_addresses, settings.reward_addresses
     async with (
         _fleet(settings, "generator", addresses[0], RemoteGenerator, _version_of) as generators,
@@ -73,7 +75,13 @@ def _orchestrator(
     generators: Fleet[RemoteGenerator],
     rewards: Fleet[RemoteRewards],
 ) -> Orchestrator:
-    cache = Cache(redis, ttl_s=settings.cache_ttl_s, stale_s=settings.cache_stale_s)
+    cache = Cache(
+        redis,
+        ttl_s=settings.cache_ttl_s,
+        stale_s=settings.cache_stale_s,
+        tenant_bytes=settings.tenant_cache_bytes,
+        secret=settings.cache_secret,
+    )
     limits = settings.max_running, settings.max_queued, settings.max_queued_tokens
     admission = Admission(Limits(*limits, settings.tenant_tokens))
     instruments.observe_admission(admission)

@@ -11,10 +11,10 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
 from orchestrator.backends import PollSettings
-from orchestrator.cache import RedisAccess, check_access
+from orchestrator.cache import RedisAccess, Secret, check_access
 from orchestrator.loop import Composite, check_composites
 from specrej.contracts import GeometricSchedule, Schedule
-from specrej.credentials import Credentials, check_credentials
+from specrej.credentials import Credentials, check_credentials, is_loopback
 from specrej.errors import Violation
 from specrej.settings import Port, Seconds, ServiceSettings
 from specrej.validation import check_schedule
@@ -39,6 +39,11 @@ class RedisSettings(BaseSettings):
     )
     redis_cert: str = Field("", description="PEM file of the client certificate for Redis")
     redis_key: str = Field("", description="PEM file of its key; empty: it is in redis_cert")
+    cache_secret_file: str = Field(
+        "",
+        description="file with the secret of the cache's keys and values, 32 to 4096 bytes, the"
+        " same at all orchestrators of a Redis, read again when it changes; empty: none",
+    )
 
     @field_validator("redis_url")
     @classmethod
@@ -49,11 +54,22 @@ class RedisSettings(BaseSettings):
             raise ValueError(f"must be empty, or start with {':// or '.join(_REDIS_SCHEMES)}://")
         return url
 
-    @field_validator("redis_password_file", "redis_ca", "redis_cert", "redis_key")
+    @field_validator(
+        "redis_password_file", "redis_ca", "redis_cert", "redis_key", "cache_secret_file"
+    )
     @classmethod
     def _is_a_file(cls, path: str) -> str:
         if path and not Path(path).is_file():
             raise ValueError("must be empty, or a file that is there")
+        return path
+
+    @field_validator("cache_secret_file")
+    @classmethod
+    def _secret_is_valid(cls, path: str) -> str:
+        try:
+            Secret(Path(path) if path else None)
+        except OSError as error:
+            raise ValueError(f"cannot be read: {error.strerror}") from None
         return path
 
     @model_validator(mode="after")
@@ -67,6 +83,17 @@ class RedisSettings(BaseSettings):
         files = (self.redis_password_file, self.redis_ca, self.redis_cert, self.redis_key)
         paths = [Path(path) if path else None for path in files]
         return RedisAccess(self.redis_url, self.redis_username, *paths)
+
+    @property
+    def cache_secret(self) -> Secret:
+        """The secret of the cache's keys and values."""
+        return Secret(Path(self.cache_secret_file) if self.cache_secret_file else None)
+
+    @property
+    def exposes_cache(self) -> bool:
+        """Whether Redis is on another machine and the cache has no secret."""
+        host = urlsplit(self.redis_url).hostname
+        return bool(host) and not self.cache_secret_file and not is_loopback(host or "")
 
 
 class OrchestratorSettings(RedisSettings, ServiceSettings):
@@ -109,6 +136,11 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         0,
         description="more seconds that an answer may be served, while a new one is generated in "
         "the background; 0: never",
+    )
+    tenant_cache_bytes: Annotated[int, Field(ge=0, le=2**40)] = Field(
+        0,
+        description="bytes of answers that a tenant may have stored, its oldest are dropped first;"
+        " 0: no limit",
     )
     shared_flights: bool = Field(
         True, description="equal requests at all orchestrators of a Redis are one generation"

@@ -3,6 +3,7 @@
 from orchestrator.cache.answers import Cache, Hit, is_shareable
 from orchestrator.cache.keys import Keys, cache_keys, tenant_digest
 from orchestrator.cache.redis_client import RedisAccess, RedisClient, check_access
+from orchestrator.cache.secret import Secret
 from orchestrator.cache.single_flight import Flight, Lease, SharedSingleFlight, SingleFlight
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Lease",
     "RedisAccess",
     "RedisClient",
+    "Secret",
     "SharedSingleFlight",
     "SingleFlight",
     "cache_keys",

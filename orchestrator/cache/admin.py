@@ -21,8 +21,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from orchestrator.cache.answers import CacheEntry, unpack
-from orchestrator.cache.keys import FORMAT_VERSION, PREFIX, tenant_digest
+from orchestrator.cache.keys import FORMAT_VERSION, PREFIX, hashed_tenant
 from orchestrator.cache.redis_client import connection_options
+from orchestrator.cache.secret import Secret
 from orchestrator.settings import ENV_PREFIX, RedisSettings
 from specrej.contracts import Generation
 
@@ -31,6 +32,7 @@ MAX_BYTES = 64 << 20  # of a value that is read
 _BATCH = 500
 _ANSWERS = f"{PREFIX}:v*"
 _INDEXES = f"{PREFIX}:comparable:v*"
+_TENANTS = f"{PREFIX}:tenant:v*"
 _LEASES = f"{PREFIX}:flight:v*"
 _BAD_USAGE, _UNREACHABLE = 2, 3
 # The columns of `list`, with their widths.
@@ -67,23 +69,64 @@ def _run(arguments: argparse.Namespace) -> None:
     flags = {name: getattr(arguments, name) for name in RedisSettings.model_fields}
     try:
         given = {name: value for name, value in flags.items() if value is not None}
-        access = RedisSettings(**given).redis_access
+        settings = RedisSettings(**given)
     except ValidationError as error:
         # Not the values: they may contain a password.
         problems = (f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors())
         raise AdminError(f"bad setting {'; '.join(problems)}", _BAD_USAGE) from None
+    access = settings.redis_access
     if not access.url:
         raise AdminError(f"no Redis: set {ENV_PREFIX}REDIS_URL or --redis-url", _BAD_USAGE)
     in_url: Any = parse_url(access.url)  # type: ignore[no-untyped-call]
     options = connection_options(access, in_url, TIMEOUT_S)
-    with Redis.from_pool(ConnectionPool(**options | {"socket_timeout": TIMEOUT_S})) as redis:
-        command: Callable[[Redis, argparse.Namespace], None] = arguments.run
-        command(redis, arguments)
+    with Redis.from_pool(ConnectionPool(**options)) as redis:
+        command: Callable[[_Store, argparse.Namespace], None] = arguments.run
+        command(_Store(redis, settings.cache_secret), arguments)
 
 
-def _stats(redis: Redis, arguments: argparse.Namespace) -> None:
+class _Store:
+    """The keys and answers in a Redis."""
+
+    def __init__(self, redis: Redis, secret: Secret) -> None:
+        self.redis = redis
+        self._secret = secret
+
+    def keys(self, pattern: str, tenant: str | None = None) -> list[str]:
+        """The keys of a pattern, of a tenant or all, each once: SCAN may return one again."""
+        if tenant is not None:
+            pattern = f"{pattern}:{hashed_tenant(tenant, self._secret)}*"
+        keys = self.redis.scan_iter(match=pattern, count=_BATCH)
+        return list(dict.fromkeys(key.decode(errors="replace") for key in keys))
+
+    def answers(
+        self, pattern: str, tenant: str | None = None
+    ) -> Iterator[tuple[Fields, CacheEntry | None]]:
+        """Fields and entry of each answer."""
+        for key in self.keys(pattern, tenant):
+            if answer := self.answer(key):  # else it has expired since the scan
+                yield answer
+
+    def answer(self, key: str) -> tuple[Fields, CacheEntry | None] | None:
+        """Fields and entry of a key; no entry for an unreadable value, None for no value."""
+        with self.redis.pipeline(transaction=False) as pipe:
+            pipe.getrange(key, 0, MAX_BYTES)
+            pipe.pttl(key)
+            value, left_ms = pipe.execute(raise_on_error=False)
+        for reply in (value, left_ms):
+            if isinstance(reply, NoPermissionError):
+                raise reply
+        if left_ms == -2:
+            return None
+        try:
+            entry = unpack(key, value, self._secret, MAX_BYTES)
+        except ValueError:
+            entry = None
+        return _fields(key, value, left_ms, entry), entry
+
+
+def _stats(store: _Store, arguments: argparse.Namespace) -> None:
     """How many answers, bytes and tenants are stored, and the answers' ages."""
-    answers = [fields for fields, _ in _answers(redis, _ANSWERS)]
+    answers = [fields for fields, _ in store.answers(_ANSWERS)]
     ages = [float(fields["age_s"]) for fields in answers if fields["age_s"] is not None]
     stats = {
         "answers": len(answers),
@@ -94,15 +137,15 @@ def _stats(redis: Redis, arguments: argparse.Namespace) -> None:
         "rewards": len({fields["reward"] for fields in answers} - {""}),
         "youngest_s": min(ages, default=None),
         "oldest_s": max(ages, default=None),
-        "indexes": len(_keys(redis, _INDEXES)),
-        "flights": len(_keys(redis, _LEASES)),
+        "indexes": len(store.keys(_INDEXES)),
+        "flights": len(store.keys(_LEASES)),
     }
     _print_fields(stats, as_json=arguments.json)
 
 
-def _list(redis: Redis, arguments: argparse.Namespace) -> None:
+def _list(store: _Store, arguments: argparse.Namespace) -> None:
     """All stored answers, youngest first, without their texts."""
-    answers = [fields for fields, _ in _answers(redis, _ANSWERS, arguments.tenant)]
+    answers = [fields for fields, _ in store.answers(_ANSWERS, arguments.tenant)]
     answers.sort(key=lambda fields: (fields["age_s"] is None, fields["age_s"]))
     if arguments.json:
         print(json.dumps(answers, indent=2))
@@ -113,15 +156,15 @@ def _list(redis: Redis, arguments: argparse.Namespace) -> None:
         print(*cells, fields["key"])
 
 
-def _show(redis: Redis, arguments: argparse.Namespace) -> None:
+def _show(store: _Store, arguments: argparse.Namespace) -> None:
     """One stored answer, with its texts."""
     key = _answer_key(arguments.key)
-    answer = _answer(redis, key)
+    answer = store.answer(key)
     if answer is None:
         raise AdminError(f"no such key: {key}", _BAD_USAGE)
     fields, entry = answer
     if entry is None:
-        raise AdminError(f"not an answer of format {FORMAT_VERSION}", 1)
+        raise AdminError(f"not an answer of format {FORMAT_VERSION}, with this secret", 1)
     if arguments.json:
         generation = _GENERATION.dump_python(entry.generation, mode="json")
         _print_fields({**fields, "generation": generation}, as_json=True)
@@ -131,7 +174,7 @@ def _show(redis: Redis, arguments: argparse.Namespace) -> None:
         print(f"\n[{ranked.score:.4f}, candidate {ranked.id}] {ranked.text}")
 
 
-def _purge(redis: Redis, arguments: argparse.Namespace) -> None:
+def _purge(store: _Store, arguments: argparse.Namespace) -> None:
     """Delete one answer, those of a tenant, or all."""
     if arguments.key:
         what, keys = f"the answer {arguments.key}", [_answer_key(arguments.key)]
@@ -139,45 +182,22 @@ def _purge(redis: Redis, arguments: argparse.Namespace) -> None:
         # "" is the tenant of callers without tokens.
         is_tenant = arguments.tenant is not None
         what = f"all answers of tenant {arguments.tenant!r}" if is_tenant else "all answers"
-        keys = [
-            key for kind in (_ANSWERS, _INDEXES) for key in _keys(redis, kind, arguments.tenant)
-        ]
+        kinds = (_ANSWERS, _INDEXES, _TENANTS)
+        keys = [key for kind in kinds for key in store.keys(kind, arguments.tenant)]
     if not arguments.yes:
         _confirm(f"Purge {what}: {len(keys)} keys?")
     batches = [keys[start : start + _BATCH] for start in range(0, len(keys), _BATCH)]
-    purged = sum(int(redis.unlink(*batch)) for batch in batches)
+    purged = sum(int(store.redis.unlink(*batch)) for batch in batches)
     _print_fields({"purged": purged}, as_json=arguments.json)
     if arguments.key and not purged:
         raise AdminError(f"no such key: {arguments.key}", _BAD_USAGE)
 
 
-def _answers(
-    redis: Redis, pattern: str, tenant: str | None = None
-) -> Iterator[tuple[Fields, CacheEntry | None]]:
-    for key in _keys(redis, pattern, tenant):
-        if answer := _answer(redis, key):  # else it has expired since the scan
-            yield answer
-
-
-def _answer(redis: Redis, key: str) -> tuple[Fields, CacheEntry | None] | None:
-    """The fields and the entry under a key; no entry for an unreadable value, None for no value."""
-    with redis.pipeline(transaction=False) as pipe:
-        pipe.getrange(key, 0, MAX_BYTES)
-        pipe.pttl(key)
-        value, left_ms = pipe.execute(raise_on_error=False)
-    for reply in (value, left_ms):
-        if isinstance(reply, NoPermissionError):
-            raise reply
-    if left_ms == -2:
-        return None
-    try:
-        entry = unpack(key, value, MAX_BYTES)
-    except ValueError:
-        entry = None
+def _fields(key: str, value: object, left_ms: int, entry: CacheEntry | None) -> Fields:
     generation = entry and entry.generation
     return {
         "key": key,
-        "tenant": key.split(":")[2] if key.count(":") > 1 else "",  # a digest of its name
+        "tenant": key.split(":")[2] if key.count(":") > 1 else "",  # a keyed hash of its name
         "bytes": len(value) if isinstance(value, bytes) else 0,  # an error: of another type
         "ttl_s": left_ms / 1000 if left_ms >= 0 else -1.0,  # left; -1: without expiry
         "age_s": time.time() - entry.stored_at if entry else None,
@@ -187,15 +207,7 @@ def _answer(redis: Redis, key: str) -> tuple[Fields, CacheEntry | None] | None:
         "vetoed": generation.best.vetoed if generation else False,
         "generator": generation.generator_fingerprint if generation else "",
         "reward": generation.reward_fingerprint if generation else "",
-    }, entry
-
-
-def _keys(redis: Redis, pattern: str, tenant: str | None = None) -> list[str]:
-    """The keys of a pattern, of a tenant or all, each once: SCAN may return one again."""
-    if tenant is not None:
-        pattern = f"{pattern}:{tenant_digest(tenant)}:*"
-    keys = redis.scan_iter(match=pattern, count=_BATCH)
-    return list(dict.fromkeys(key.decode(errors="replace") for key in keys))
+    }
 
 
 def _answer_key(key: str) -> str:

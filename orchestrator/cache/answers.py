@@ -1,12 +1,13 @@
 """The answer cache: final best responses in Redis, cache-aside. Every failure of Redis is a miss.
 
-It decides what is stored, for how long, and which stored answer may serve a request. docs/cache.md
-describes the stored format.
+It decides what is stored, for how long and how much of each tenant, and which stored answer may
+serve a request. docs/cache.md describes the stored format.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import random
 import time
 import zlib
@@ -19,8 +20,9 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter
 
 from orchestrator.background import num_values, packed
-from orchestrator.cache.keys import FORMAT_VERSION, Keys
+from orchestrator.cache.keys import Keys
 from orchestrator.cache.redis_client import Command, RedisClient
+from orchestrator.cache.secret import Secret
 from specrej import telemetry
 from specrej.contracts import FinishReason, Generation
 from specrej.telemetry import names
@@ -28,21 +30,34 @@ from specrej.telemetry import names
 COMPRESS_ABOVE_BYTES = 1024
 MAX_LISTED = 64  # answers in the index of comparable requests
 MAX_TRIES = 4  # listed answers that one lookup reads
+# Of an answer beside its value: its key, its places in two indexes, Redis's own structures.
+ENTRY_OVERHEAD_BYTES = 1024
+
+# Adds an answer to its tenant's index, and deletes the oldest answers above the budget. A score is
+# the number of bytes stored before the answer, that of the empty member all bytes so far. An answer
+# that was replaced, or has expired, counts until the answers before it are gone.
+_CHARGE = """
+local start = tonumber(redis.call('ZSCORE', KEYS[1], '') or 0)
+local total = start + ARGV[2]
+redis.call('ZADD', KEYS[1], start, ARGV[1], total, '')
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+local over = '(' .. string.format('%.0f', total - ARGV[3])
+local oldest = redis.call('ZRANGE', KEYS[1], '-inf', over, 'BYSCORE', 'LIMIT', 0, 100)
+if #oldest > 0 then
+  redis.call('DEL', unpack(oldest))
+  redis.call('ZREM', KEYS[1], unpack(oldest))
+end
+return #oldest
+"""
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """A stored answer.
-
-    `key` and `index` are stored with it, so that a value under another key, or listed in another
-    index, is detected when it is read.
-    """
+    """A stored answer; `index` detects one that is listed in another index."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-    version: int
-    key: str
     index: str  # key of the index that lists it; empty: none
     returned: int  # candidates that the request wanted returned; there may be fewer
     stored_at: float  # seconds since the epoch, on the clock of the process that stored it
@@ -82,10 +97,11 @@ class Summary:
 
 _ENTRY = TypeAdapter(CacheEntry)
 _SUMMARY = TypeAdapter(Summary)
+_MAC_BYTES = 32
 
 
-def pack(entry: CacheEntry, max_bytes: int) -> bytes:
-    """The value to store: JSON in a zlib stream, which ends with a checksum.
+def pack(entry: CacheEntry, key: str, secret: Secret, max_bytes: int) -> bytes:
+    """The value to store under `key`: a MAC of both, and JSON in a zlib stream.
 
     Up to 1 KiB the stream is not compressed. Both sizes are limited to `max_bytes`.
 
@@ -98,33 +114,39 @@ def pack(entry: CacheEntry, max_bytes: int) -> bytes:
     text = _ENTRY.dump_json(entry)
     _ENTRY.validate_json(text)  # pydantic writes numbers that are not finite, but never reads them
     # The fastest level: this runs on the event loop.
-    stored = zlib.compress(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
-    if max(len(text), len(stored)) > max_bytes:
+    stream = zlib.compress(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
+    if max(len(text), _MAC_BYTES + len(stream)) > max_bytes:
         raise ValueError(f"{len(text)} bytes, {max_bytes} allowed")
-    return stored
+    return mac(key, stream, secret) + stream
 
 
-def unpack(key: str, stored: object, max_bytes: int) -> CacheEntry:
+def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> CacheEntry:
     """The entry in a stored value; decompresses at most `max_bytes`.
 
     Raises:
-        ValueError: not a whole value of this format, stored under this key.
+        ValueError: not a whole value of this format, stored under this key with this secret.
     """
     if not isinstance(stored, bytes) or len(stored) > max_bytes:
         raise ValueError("not a string of an allowed size")
+    stream = stored[_MAC_BYTES:]
+    if not hmac.compare_digest(stored[:_MAC_BYTES], mac(key, stream, secret)):
+        raise ValueError("corrupt, stored under another key or with another secret")
     inflater = zlib.decompressobj()
     try:
-        text = inflater.decompress(stored, max_bytes + 1)
+        text = inflater.decompress(stream, max_bytes + 1)
     except zlib.error as error:
         raise ValueError("corrupt") from error
     if not inflater.eof or inflater.unused_data or len(text) > max_bytes:
         raise ValueError("truncated, too large or followed by other bytes")
     entry = _ENTRY.validate_json(text)
-    if (entry.version, entry.key) != (FORMAT_VERSION, key):
-        raise ValueError("of another version or stored under another key")
     if not entry.generation.candidates:
         raise ValueError("without an answer")
     return entry
+
+
+def mac(key: str, stream: bytes, secret: Secret) -> bytes:
+    """The MAC of a stream under `key`, which has the format's version and contains no NUL."""
+    return secret.hash("answer", key.encode() + b"\0" + stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +174,19 @@ class Cache:
         ttl_jitter: float = 0.1,
         stale_s: float = 0,
         max_bytes: int = 1 << 20,
+        tenant_bytes: int = 0,
+        secret: Secret | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Times to live vary by the fraction `ttl_jitter`, so that entries do not expire together.
 
         Entries stay for `stale_s` seconds more, and are stale then. `max_bytes` bounds a value,
-        compressed and not. `wall_clock` returns seconds since the epoch.
+        compressed and not, and `tenant_bytes` all answers of a tenant; 0: no bound. `wall_clock`
+        returns seconds since the epoch.
         """
         self.redis = redis
+        self.secret = secret or Secret()
+        self._tenant_bytes = tenant_bytes
         self.max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._jitter = ttl_jitter
@@ -199,7 +226,7 @@ class Cache:
     def read(self, key: str, stored: object) -> Hit | None:
         """The answer in the value of `key`; None unless it is whole and valid."""
         try:
-            entry = unpack(key, stored, self.max_bytes)
+            entry = unpack(key, stored, self.secret, self.max_bytes)
         except ValueError:
             return None
         age_s = self._wall_clock() - entry.stored_at
@@ -214,13 +241,18 @@ class Cache:
         if not self.redis.is_on or not may_store:
             return False
         returned, now = keys.return_candidates, self._wall_clock()
-        entry = CacheEntry(FORMAT_VERSION, keys.answer, keys.index, returned, now, generation)
+        entry = CacheEntry(keys.index, returned, now, generation)
         try:
-            stored = await packed(partial(pack, max_bytes=self.max_bytes), entry)
+            sealing = partial(pack, key=keys.answer, secret=self.secret, max_bytes=self.max_bytes)
+            stored = await packed(sealing, entry)
         except ValueError:
             return False
         jitter = random.uniform(1 - self._jitter, 1 + self._jitter)
         commands: list[Command] = [("SET", keys.answer, stored, "PX", self._life_ms(jitter))]
+        if keys.tenant and self._tenant_bytes:
+            charged = (len(stored) + ENTRY_OVERHEAD_BYTES, self._tenant_bytes)
+            life_ms = self._life_ms(1 + self._jitter)
+            commands.append(("EVAL", _CHARGE, 1, keys.tenant, keys.answer, *charged, life_ms))
         if keys.index:
             digest, summary = keys.answer.rpartition(":")[2], Summary.of(entry)
             commands.append(("HSET", keys.index, digest, _SUMMARY.dump_json(summary)))

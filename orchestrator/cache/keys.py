@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 from urllib.parse import quote
 
+from orchestrator.cache.secret import Secret
 from specrej.contracts import (
     Algorithm,
     GenerationRequest,
@@ -21,7 +22,7 @@ from specrej.contracts import (
 )
 
 PREFIX = "specrej"  # of all keys; the ACL rules in docs/cache.md contain it
-FORMAT_VERSION = 5  # of keys and values; raise it when either changes
+FORMAT_VERSION = 6  # of keys and values; raise it when either changes
 ALGORITHM_VERSION = 1  # raise it when the same request would get another answer
 
 # The fields that each kind of normalization uses.
@@ -45,10 +46,11 @@ class Keys:
     index: str = ""
     n: int = 0  # of the request; 0: as many as fit
     return_candidates: int = 1  # of the request
+    tenant: str = ""  # key of the index of all answers of the tenant; empty: they are not counted
 
 
 def tenant_digest(tenant: str) -> str:
-    """32 characters that identify a tenant where its name must not appear."""
+    """32 characters that identify a tenant where its name must not appear, Redis apart."""
     return hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
@@ -58,23 +60,36 @@ def cache_keys(
     tenant: str,
     generator_fingerprint: str,
     reward_fingerprint: str,
+    secret: Secret,
 ) -> Keys:
     """The keys of a request with its defaults filled in. They contain no text of prompt or tenant.
 
     The order of rewards does not matter. No tenant can construct another's key: the tenant's part
-    is a digest, and the other parts are escaped.
+    is a keyed hash, and the other parts are escaped. Without `secret` the hash of a request cannot
+    be computed, so that a reader of Redis cannot confirm a guessed prompt.
     """
-    made_by = (tenant_digest(tenant), generator_fingerprint, reward_fingerprint)
-    answer = _key(made_by, _digest(request))
-    selection = request.selection
+    owner = hashed_tenant(tenant, secret)
+    made_by = (owner, generator_fingerprint, reward_fingerprint)
+    answer = _key(made_by, _hashed(request, secret))
+    selection, of_tenant = request.selection, tenant_key(owner)
     if any(reward.normalization.kind == "batch" for reward in selection.rewards):
-        return Keys(answer)  # such scores compare only within one request
+        return Keys(answer, tenant=of_tenant)  # such scores compare only within one request
     base = Selection()
     search = replace(selection, n=base.n, alpha=base.alpha, schedule=base.schedule)
     search = replace(search, algorithm=base.algorithm, return_candidates=base.return_candidates)
     comparable = replace(request, selection=search, sampling=replace(request.sampling, seed=0))
-    index = _key(made_by, _digest(comparable), "comparable")
-    return Keys(answer, index, selection.n, selection.return_candidates)
+    index = _key(made_by, _hashed(comparable, secret), "comparable")
+    return Keys(answer, index, selection.n, selection.return_candidates, of_tenant)
+
+
+def hashed_tenant(tenant: str, secret: Secret) -> str:
+    """The part of all keys that identifies their tenant."""
+    return secret.hash("tenant", tenant.encode(errors="surrogatepass")).hex()[:32]
+
+
+def tenant_key(hashed: str) -> str:
+    """The key of the index of all answers of a tenant."""
+    return f"{PREFIX}:tenant:v{FORMAT_VERSION}:{hashed}"
 
 
 def flight_key(answer_key: str) -> str:
@@ -87,8 +102,8 @@ def _key(made_by: tuple[str, ...], digest: str, *kind: str) -> str:
     return ":".join((PREFIX, *(quote(part, safe="") for part in parts)))
 
 
-def _digest(request: GenerationRequest) -> str:
-    """SHA-256 of all fields that the answer depends on, new fields of the contract included."""
+def _hashed(request: GenerationRequest, secret: Secret) -> str:
+    """A keyed hash of all fields that the answer depends on, new ones of the contract included."""
     fields = asdict(request)
     # The generator's fingerprint identifies the model. Degraded answers are never stored.
     del fields["cache"], fields["model"], fields["allow_degraded"]
@@ -99,7 +114,7 @@ def _digest(request: GenerationRequest) -> str:
         del selection["alpha"], selection["schedule"]
     # Escaped to ASCII: NFC and NFD stay apart, and lone surrogates can be encoded.
     canonical = json.dumps(_canonical(fields), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return secret.hash("request", canonical.encode()).hex()
 
 
 def _reward_fields(reward: WeightedReward) -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from orchestrator.cache import Keys, cache_keys
+from orchestrator.cache import Keys, Secret, cache_keys
 from orchestrator.loop import (
     LIKELIHOOD,
     Composite,
@@ -86,9 +86,12 @@ class Planner:
         rewards: Rewards,
         composites: Sequence[Composite] = (),
         default_reward: str = "",
+        *,
+        secret: Secret,
     ) -> None:
         """`composites` hide rewards of their names. `default_reward` is a reward or a composite;
-        empty: the reward service's first."""
+        empty: the reward service's first. `secret`: of cache keys."""
+        self._secret = secret
         self._composites = {composite.name: composite for composite in composites}
         self._default_reward = default_reward
         self._rewards = rewards
@@ -133,6 +136,7 @@ class Planner:
             tenant=tenant,
             generator_fingerprint=generator.fingerprint,
             reward_fingerprint=reward_fingerprint,
+            secret=self._secret,
         )
         return Plan(
             planned,

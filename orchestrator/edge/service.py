@@ -84,7 +84,7 @@ class Orchestrator:
         prompt and its answer.
         """
         self.default_schedule = default_schedule or GeometricSchedule()
-        self._planner = Planner(generator, rewards, composites, default_reward)
+        self._planner = Planner(generator, rewards, composites, default_reward, secret=cache.secret)
         self._num_answers = self._num_degraded = self._num_hurried = 0
         self._generator = generator
         self._cache = cache

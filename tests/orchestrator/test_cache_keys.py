@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cache import Keys, cache_keys, tenant_digest
-from orchestrator.cache.keys import FORMAT_VERSION, flight_key
+from orchestrator.cache import Keys, Secret, cache_keys
+from orchestrator.cache.keys import FORMAT_VERSION, flight_key, hashed_tenant
 from specrej.contracts import (
     Algorithm,
     CacheControl,
@@ -26,6 +27,7 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
+from tests.orchestrator.caching import SECRET
 
 
 def request(text: str = "hello", **parts: Any) -> GenerationRequest:
@@ -33,14 +35,22 @@ def request(text: str = "hello", **parts: Any) -> GenerationRequest:
 
 
 def keys_of(
-    request: GenerationRequest, tenant: str = "t", generator: str = "g", reward: str = "w"
+    request: GenerationRequest,
+    tenant: str = "t",
+    generator: str = "g",
+    reward: str = "w",
+    secret: Secret = SECRET,
 ) -> Keys:
     return cache_keys(
-        request, tenant=tenant, generator_fingerprint=generator, reward_fingerprint=reward
+        request,
+        tenant=tenant,
+        generator_fingerprint=generator,
+        reward_fingerprint=reward,
+        secret=secret,
     )
 
 
-def key_of(request: GenerationRequest, **maker: str) -> str:
+def key_of(request: GenerationRequest, **maker: Any) -> str:
     return keys_of(request, **maker).answer
 
 
@@ -103,7 +113,7 @@ _OTHER_PROMPTS = [
     replace(_BASE, prompt=Prompt(messages=(Message("system", "hello"), Message("user", "hello")))),
 ]
 _OTHERS = [*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS, *_OTHER_SEARCHES]
-_OTHER_MAKERS: list[dict[str, str]] = [
+_OTHER_MAKERS: list[dict[str, Any]] = [
     *({"tenant": tenant} for tenant in ("u", "U", "u ", "u\0", "\ud800", "\ud801")),
     *({"generator": "h"}, {"reward": "x"}),
 ]
@@ -177,9 +187,28 @@ def test_keys_have_one_shape_and_no_text(tenant: str, prompt: str, fingerprint: 
     assert re.fullmatch(f"specrej:flight:{shape}", flight_key(keys.answer))
     assert re.fullmatch(f"specrej:comparable:{shape}", keys.index)
     assert keys.answer.isascii() and " " not in keys.answer
-    # `specrej cache purge` finds a tenant's keys by its digest.
-    for key in (keys.answer, keys.index):
-        assert f":{tenant_digest(tenant)}:" in key
+    assert re.fullmatch(rf"specrej:tenant:v{FORMAT_VERSION}:[0-9a-f]{{32}}", keys.tenant)
+    # `specrej cache purge` finds a tenant's keys by this part.
+    for key in (keys.answer, keys.index, keys.tenant):
+        assert f":{hashed_tenant(tenant, SECRET)}" in key
+
+
+def test_no_part_of_a_key_can_be_computed_without_the_secret(tmp_path: Path) -> None:
+    """Guards against a reader of Redis that confirms a guessed prompt, or a tenant's name.
+
+    Fingerprints apart, which name models.
+    """
+    file = tmp_path / "secret"
+    file.write_bytes(b"x" * 32)
+    hidden, plain = keys_of(_BASE, secret=Secret(file)), keys_of(_BASE)
+    assert hidden == keys_of(_BASE, secret=Secret(file))
+    for one, other in zip(
+        (hidden.answer, hidden.index, hidden.tenant),
+        (plain.answer, plain.index, plain.tenant),
+        strict=True,
+    ):
+        hashes = [{p for p in key.split(":") if len(p) >= 32} for key in (one, other)]
+        assert hashes[0] and not hashes[0] & hashes[1]
 
 
 # The index of comparable requests.
@@ -204,4 +233,5 @@ def test_any_other_difference_is_another_index() -> None:
 
 def test_batch_normalised_scores_have_no_index() -> None:
     """Guards against comparing scores that are comparable within one request only."""
-    assert keys_of(_rewarded(WeightedReward("b"), _BATCH)).index == ""
+    keys = keys_of(_rewarded(WeightedReward("b"), _BATCH))
+    assert keys.index == "" and keys.tenant == keys_of(_BASE).tenant

@@ -67,14 +67,14 @@ async def test_the_documented_rights_are_just_enough(
     access = RedisAccess(f"redis://specrej-cache:secret@127.0.0.1:{own_valkey.port}")
     with redis.Redis.from_url(own_valkey.connection_url) as client:
         client.config_resetstat()
-        async with open_cache(access) as cache:
+        async with open_cache(access, tenant_bytes=100_000) as cache:
             await use_everything(cache)
             assert cache_events.num_failures == 0
             assert not await cache.put(Keys("foreign:key"), generation())
             assert await cache.get("foreign:key") is None
             assert cache_events.num_failures == 2
         used = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
-    for prefix in ("specrej", "specrej:flight"):
+    for prefix in ("specrej", "specrej:flight", "specrej:tenant"):
         assert f"`{prefix}:v{FORMAT_VERSION}:" in DOCUMENT.read_text()
     allowed = {rule[1:] for rule in acl_rules("specrej-cache") if rule.startswith("+")}
     assert allowed <= used and all(name.isalpha() for name in allowed)

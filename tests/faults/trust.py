@@ -1,0 +1,135 @@
+"""Trust: what readers and writers of Redis can learn and change, and whose budget is whose."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cache import Secret, cache_keys
+from orchestrator.cache.answers import ENTRY_OVERHEAD_BYTES, mac
+from specrej import wire
+from specrej.contracts import CacheControl, GeometricSchedule, WeightedReward
+from tests.faults.case import Case, here
+from tests.faults.redis_faults import redis_client
+from tests.faults.world import CACHE_SECRET, TENANT_CACHE_BYTES, World, request, until
+
+_SALARY = "My salary is 91,000"
+_USE: Mapping[str, Any] = {"cache": CacheControl.USE, "max_tokens": 8}
+
+
+async def _answer_keys(client: Any) -> list[str]:
+    return sorted(key.decode() for key in await client.keys("specrej:v*"))
+
+
+def _key_of_guess(prompt: str, seen: str, secret: Secret) -> str:
+    """The key of a guessed request; a reader of Redis copies the models from a key it has seen."""
+    message = request(prompt, seed=1, **_USE)
+    guess = wire.request_from_message(message, GeometricSchedule(), [])
+    selection = replace(guess.selection, rewards=(WeightedReward("toy"),))
+    _, _, _, generator, reward, *_ = seen.split(":")
+    keys = cache_keys(
+        replace(guess, selection=selection),
+        tenant="",
+        generator_fingerprint=generator,
+        reward_fingerprint=reward,
+        secret=secret,
+    )
+    return keys.answer
+
+
+async def guessed_prompt(world: World) -> list[str]:
+    """A reader of Redis without the secret cannot confirm a prompt; with it, it could."""
+    async with redis_client(world) as client:
+        await client.flushall()
+        outcome = await world.generate(prompt=_SALARY, seed=1, **_USE)
+        (seen,) = await _answer_keys(client)
+        assert _key_of_guess(_SALARY, seen, Secret()) != seen, "the guess is confirmed"
+        assert _key_of_guess(_SALARY, seen, Secret(Path(world.files, CACHE_SECRET))) == seen
+    return [outcome.label]
+
+
+async def _forged(client: Any, key: str, _: str) -> bytes:
+    """A whole value of the right format, with another text and a MAC without the secret."""
+    value = await client.get(key)
+    entry = json.loads(zlib.decompress(value[32:]))
+    entry["generation"]["candidates"][0]["text"] = "FORGED"
+    stream = zlib.compress(json.dumps(entry).encode())
+    return mac(key, stream, Secret()) + stream
+
+
+async def _of_another_key(client: Any, _: str, other: str) -> bytes:
+    """The genuine answer to another request of the same tenant."""
+    value: bytes = await client.get(other)
+    return value
+
+
+async def written_value(
+    written: Callable[[Any, str, str], Awaitable[bytes]], world: World
+) -> list[str]:
+    """A value that a writer of Redis puts under a key is not served, and is replaced."""
+    async with redis_client(world) as client:
+        await client.flushall()
+        first = await world.generate(seed=1, **_USE)
+        (key,) = await _answer_keys(client)
+        other = await world.generate(seed=2, **_USE)
+        (other_key,) = set(await _answer_keys(client)) - {key}
+        assert first.generation and other.generation
+        assert first.generation.best.text != other.generation.best.text
+        await client.set(key, await written(client, key, other_key))
+        again = [await world.generate(seed=1, **_USE) for _ in range(2)]
+    answers = [outcome.generation for outcome in again]
+    assert [answer and answer.cached for answer in answers] == [False, True]
+    assert all(answer and answer.best == first.generation.best for answer in answers)
+    return [outcome.label for outcome in (first, other, *again)]
+
+
+async def tenant_flood(world: World) -> list[str]:
+    """A tenant that fills its budget loses its own oldest answers, and no other tenant's."""
+    async with redis_client(world) as client:
+        await client.flushall()
+        first = await world.generate(tenant="small", seed=1, **_USE)
+        (small_key,) = await _answer_keys(client)
+        many = [await world.generate(tenant="large", seed=seed, **_USE) for seed in range(40)]
+        large_keys = [key for key in await _answer_keys(client) if key != small_key]
+        sizes = [await client.strlen(key) + ENTRY_OVERHEAD_BYTES for key in large_keys]
+        assert TENANT_CACHE_BYTES / 2 < sum(sizes) <= TENANT_CACHE_BYTES, sizes
+    cached = [
+        await world.generate(tenant=tenant, seed=seed, **_USE)
+        for tenant, seed in (("small", 1), ("large", 39), ("large", 0))
+    ]
+    assert [o.generation and o.generation.cached for o in cached] == [True, True, False]
+    return [outcome.label for outcome in (first, *many, *cached)]
+
+
+async def stopped_loop(world: World) -> list[str]:
+    """An orchestrator stopped during a call to Redis uses Redis at once when it continues."""
+    first = [await world.generate(seed=seed, **_USE) for seed in (71, 72)]
+    replies = world.proxies["redis"].replies
+    replies.shut()
+    call = world.call(seed=71, **_USE)
+    await replies.held.wait()
+    world.signal("orchestrator", signal.SIGSTOP)
+    replies.open()
+    began = time.monotonic()
+    await until(lambda: time.monotonic() - began > 1.0)  # four times the call's timeout
+    world.signal("orchestrator", signal.SIGCONT)
+    outcomes = [await call.outcome(), await world.generate(seed=72, **_USE)]
+    cached = [outcome.generation and outcome.generation.cached for outcome in outcomes]
+    assert cached == [True, True], "the pause counted as a failure of Redis"
+    return [outcome.label for outcome in (*first, *outcomes)]
+
+
+CASES: tuple[Case, ...] = (
+    here("trust/redis-guessed-prompt", guessed_prompt, "OK", fast=True),
+    here("trust/redis-forged-value", partial(written_value, _forged), "OK", fast=True),
+    here("trust/redis-value-of-another-key", partial(written_value, _of_another_key), "OK"),
+    here("trust/redis-tenant-flood", tenant_flood, "OK", fast=True),
+    here("trust/redis-stopped-orchestrator", stopped_loop, "OK", fast=True),
+)
