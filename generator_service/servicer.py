@@ -16,7 +16,7 @@ from specrej.contracts import (
     Session,
     SessionSpec,
 )
-from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation
+from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation, raise_if_any
 from specrej.serving import Context, Service, answer_commands
 from specrej.telemetry import names
 from specrej.v1 import (
@@ -26,9 +26,8 @@ from specrej.v1 import (
 from specrej.v1 import (
     generator_pb2 as pb,
 )
-from specrej.validation import check_candidates, check_prompt, check_sampling, raise_if_any
+from specrej.validation import check_candidates, check_prompt, check_sampling
 
-MAX_CACHE_SALT_CHARACTERS = 128
 MAX_FIRST_CANDIDATE_ID = 1_000_000
 
 
@@ -103,7 +102,7 @@ class _Commands:
             raise OutOfOrder("the session is open already")
         description = await self._generator.describe()
         spec = wire.from_message(command, SessionSpec)
-        raise_if_any(list(_check_open(spec, description)))
+        raise_if_any(_check_open(spec, description))
         session = await self._resources.enter_async_context(self._generator.open(spec))
         self._session, self._max_tokens = session, spec.sampling.max_tokens
         description = await self._generator.describe()
@@ -150,9 +149,6 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     if not 0 <= spec.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
         accepted = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {spec.first_candidate_id}"
         yield Violation("open.first_candidate_id", accepted)
-    if len(spec.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
-        accepted = f"must have at most {MAX_CACHE_SALT_CHARACTERS} characters"
-        yield Violation("open.cache_salt", accepted)
 
 
 def _stale() -> pb.SessionResponse:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from specrej.limits import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
 
 
@@ -51,10 +52,10 @@ class GeneratorSettings(ServiceSettings):
         0.25, ge=0, le=1, description="share of the slots for cached prompts, which no session uses"
     )
     max_candidates: int = Field(
-        1024, ge=1, le=65536, description="most candidates per session, and per step of all"
+        1024, ge=1, le=MAX_BATCH, description="most candidates per session, and per step of all"
     )
     auto_candidates: int = Field(
-        64, ge=1, le=65536, description="most candidates if a request does not set n"
+        64, ge=1, le=MAX_BATCH, description="most candidates if a request does not set n"
     )
     max_waiting: int = Field(64, ge=0, description="sessions that may wait for slots")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens read in one step")

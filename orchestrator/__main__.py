@@ -117,7 +117,7 @@ def _fleet(
         channel = open_channel(
             target.address,
             retries=False,
-            max_message_bytes=settings.max_message_bytes,
+            max_message_bytes=settings.backend_message_bytes,
             certified_name=target.name,
             **settings.backend_credentials,
         )

@@ -16,7 +16,8 @@ from orchestrator.loop import Composite, check_composites
 from specrej.contracts import GeometricSchedule, Schedule
 from specrej.credentials import Credentials, check_credentials, is_loopback
 from specrej.errors import Violation
-from specrej.settings import Port, Seconds, ServiceSettings
+from specrej.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
+from specrej.settings import MessageBytes, Port, Seconds, ServiceSettings
 from specrej.validation import check_schedule
 
 Addresses = Annotated[str, Field(pattern=r"^[^\s,]+:\d{1,5}(,[^\s,]+:\d{1,5})*$")]
@@ -115,6 +116,9 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 
     port: Port = Field(50050, description="port to listen on; 0 picks a free one")
+    max_message_bytes: MessageBytes = Field(
+        MAX_PUBLIC_MESSAGE_BYTES, description="most bytes of a message that a client sends"
+    )
     generator_address: Addresses = Field(
         "127.0.0.1:50051",
         description="host:port of the generators, separated by commas; a name means all its"
@@ -163,6 +167,9 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     log_texts: CliImplicitFlag[bool] = Field(
         False, description="a request's line in the log has its prompt and its answer"
+    )
+    backend_message_bytes: MessageBytes = Field(
+        MAX_MESSAGE_BYTES, description="most bytes of a message to or from a backend"
     )
     backend_tls: CliImplicitFlag[bool] = Field(
         False, description="TLS to the backends, by the system's authorities"

@@ -10,14 +10,19 @@ from functools import partial
 from reward_service.worker import Worker, WorkerSession
 from specrej import serving, telemetry, wire
 from specrej.contracts import Candidate, FinishReason, Prompt
-from specrej.errors import InvalidRequest, NotFound, OutOfOrder, Unavailable, Violation
+from specrej.errors import (
+    InvalidRequest,
+    NotFound,
+    OutOfOrder,
+    Unavailable,
+    Violation,
+    raise_if_any,
+)
 from specrej.serving import Context
 from specrej.telemetry import names
 from specrej.v1 import reward_pb2 as pb
 from specrej.v1 import reward_pb2_grpc
-from specrej.validation import check_prompt, raise_if_any
-
-MAX_RESPONSE_CHARACTERS = 262_144
+from specrej.validation import check_prompt
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
@@ -42,8 +47,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
         self.check_loaded()
         prompt = wire.from_message(request.prompt, Prompt)
+        raise_if_any([*check_prompt(prompt), *self._check_size(request.responses, "responses")])
         responses = list(request.responses)
-        raise_if_any([*check_prompt(prompt), *self._check_texts(responses, "responses", "")])
         worker = self.find(request.reward)
         scores = await worker.score(prompt, responses, whole=not request.unfinished)
         return pb.ScoreResponse(scores=scores.values, computed_tokens=scores.computed_tokens)
@@ -88,8 +93,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def check_batch(self, candidates: Sequence[pb.ScoreCandidate]) -> Iterator[Violation]:
         """Every field of a prefix batch."""
-        texts = [candidate.text for candidate in candidates]
-        yield from self._check_texts(texts, "batch.candidates", ".text")
+        yield from self._check_size(candidates, "batch.candidates")
         seen: set[int] = set()
         for index, candidate in enumerate(candidates):
             path = f"batch.candidates[{index}].candidate_id"
@@ -99,13 +103,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 yield Violation(path, f"{candidate.candidate_id} occurs twice")
             seen.add(candidate.candidate_id)
 
-    def _check_texts(self, texts: Sequence[str], path: str, leaf: str) -> Iterator[Violation]:
-        if not 1 <= len(texts) <= self._max_batch:
-            yield Violation(path, f"must have 1 .. {self._max_batch} items, has {len(texts)}")
-        for index, text in enumerate(texts):
-            if len(text) > MAX_RESPONSE_CHARACTERS:
-                limit = f"must have at most {MAX_RESPONSE_CHARACTERS} characters, has {len(text)}"
-                yield Violation(f"{path}[{index}]{leaf}", limit)
+    def _check_size(self, items: Sequence[object], path: str) -> Iterator[Violation]:
+        if not 1 <= len(items) <= self._max_batch:
+            yield Violation(path, f"must have 1 .. {self._max_batch} items, has {len(items)}")
 
 
 class _ScoringStream:
@@ -131,7 +131,7 @@ class _ScoringStream:
         if self._session is not None:
             raise OutOfOrder("the session is open already")
         prompt = wire.from_message(request.prompt, Prompt)
-        raise_if_any(list(check_prompt(prompt, "open.prompt")))
+        raise_if_any(check_prompt(prompt, "open.prompt"))
         worker = self._servicer.find(request.reward)
         self._session = await self._stack.enter_async_context(worker.open(prompt))
         return pb.ScoringOpened(fingerprint=worker.description.fingerprint)
@@ -139,7 +139,7 @@ class _ScoringStream:
     async def _score(self, request: pb.ScoreBatch) -> pb.BatchScores:
         if self._session is None:
             raise OutOfOrder("open comes before the first batch")
-        raise_if_any(list(self._servicer.check_batch(request.candidates)))
+        raise_if_any(self._servicer.check_batch(request.candidates))
         # Token counts and likelihoods are the generator's; no reward uses them.
         candidates = [
             Candidate(c.candidate_id, c.text, 0, 0.0, FinishReason.STOP if c.finished else None)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources, RewardSpec
+from specrej.limits import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
 
 
@@ -56,7 +57,7 @@ class RewardSettings(ServiceSettings):
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         0, description="CPU threads torch uses; 0 leaves the choice to torch"
     )
-    max_batch: Annotated[int, Field(ge=1, le=65536)] = Field(
+    max_batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] = Field(
         1024, description="most responses or candidates per call"
     )
     token_budget: Annotated[int, Field(ge=512)] = Field(

@@ -22,7 +22,7 @@ from specrej.credentials import (
     tls_files,
     watch_token,
 )
-from specrej.security import MAX_MESSAGE_BYTES
+from specrej.limits import MAX_MESSAGE_BYTES
 
 # Retries happen only here, nearest the caller. Session streams are never retried, since their state
 # is lost with them. A name of several orchestrators is balanced over all of them.

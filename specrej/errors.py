@@ -20,8 +20,11 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+MAX_VIOLATIONS = 20  # listed; a last one has the number of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,16 @@ class InvalidRequest(SpecrejError):
         self.violations = tuple(violations)
         if reason:
             self.reason = reason
+
+
+def raise_if_any(violations: Iterable[Violation]) -> None:
+    """Raises InvalidRequest if there are violations, with the first of them and their number."""
+    remaining = iter(violations)
+    listed = list(islice(remaining, MAX_VIOLATIONS))
+    if num_more := sum(1 for _ in remaining):
+        listed.append(Violation("request", f"and {num_more} more"))
+    if listed:
+        raise InvalidRequest(listed)
 
 
 class SlotsExceeded(InvalidRequest):

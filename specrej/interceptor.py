@@ -19,14 +19,12 @@ from typing import Any, TypeAlias
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from specrej import telemetry
+from specrej import limits, telemetry
 from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
-    InvalidRequest,
     SpecrejError,
-    Violation,
 )
 from specrej.security import OURS, Access, Caller, set_caller
 from specrej.status import to_status
@@ -205,14 +203,17 @@ def _with_status(method: str, behavior: Handler) -> Handler:
 
 
 def _decoder(handler: RpcHandler) -> Callable[[bytes], Any]:
-    """The handler's deserializer; a malformed message raises InvalidRequest."""
-    parse = handler.request_deserializer
-    assert parse, "generated handlers have a deserializer"
+    """The handler's deserializer; a malformed or oversized message raises InvalidRequest."""
+    parse: Any = handler.request_deserializer
+    message = parse.__self__.DESCRIPTOR  # generated handlers have its class's FromString
+    is_ours = f"/{message.full_name}".startswith(OURS)
 
     def decode(data: bytes) -> Any:
+        if is_ours:
+            limits.check(data, message)
         try:
             return parse(data)
         except DecodeError:
-            raise InvalidRequest([Violation("request", "must be a valid message")]) from None
+            raise limits.malformed() from None
 
     return decode

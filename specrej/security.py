@@ -30,10 +30,6 @@ TENANT_METADATA = "specrej-tenant"
 TOKEN_METADATA = "authorization"
 _SCHEME = "bearer "
 
-# Default limits of what a peer may send.
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-MAX_METADATA_BYTES = 16 * 1024
-
 OURS = "/specrej.v1."
 _HEALTH = "/grpc.health.v1.Health/"
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")

@@ -141,7 +141,6 @@ class Server:
             interceptors=[self._calls],
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
-                ("grpc.max_send_message_length", settings.max_message_bytes),
                 # Between a lower and a higher limit, grpc refuses at random.
                 ("grpc.max_metadata_size", settings.max_metadata_bytes),
                 ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),

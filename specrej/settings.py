@@ -21,10 +21,12 @@ from pydantic_settings import (
 )
 
 from specrej.credentials import TLSFiles, is_loopback
-from specrej.security import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, read_tokens
+from specrej.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
+from specrej.security import read_tokens
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MessageBytes = Annotated[int, Field(ge=1024, le=2**31 - 1)]
 
 
 class ServiceSettings(BaseSettings):
@@ -72,11 +74,8 @@ class ServiceSettings(BaseSettings):
         False,
         description="serve callers without tokens or certificates; the default on loopback",
     )
-    max_message_bytes: int = Field(
-        MAX_MESSAGE_BYTES,
-        ge=1024,
-        le=2**31 - 1,
-        description="maximum message size, both directions",
+    max_message_bytes: MessageBytes = Field(
+        MAX_MESSAGE_BYTES, description="most bytes of a message that a client sends"
     )
     max_metadata_bytes: int = Field(
         MAX_METADATA_BYTES, ge=1024, le=2**20, description="maximum metadata size of a call"

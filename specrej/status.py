@@ -41,7 +41,6 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
 # Limits of the trailers: beyond 8 KiB a client may, beyond 16 KiB it will see RESOURCE_EXHAUSTED
 # instead of the status.
 _MAX_TEXT_CHARACTERS = 1024
-_MAX_VIOLATIONS = 20
 
 # A longer delay from a peer is passed on as one hour.
 _MAX_RETRY_S = 3600.0
@@ -145,13 +144,8 @@ def _invalid_request(
 def _bad_request(error: errors.InvalidRequest) -> error_details_pb2.BadRequest:
     violations = [
         error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
-        for v in error.violations[:_MAX_VIOLATIONS]
+        for v in error.violations[: errors.MAX_VIOLATIONS + 1]
     ]
-    if unnamed := len(error.violations) - len(violations):
-        more = error_details_pb2.BadRequest.FieldViolation(
-            field="request", description=f"{unnamed} more violations"
-        )
-        violations.append(more)
     return error_details_pb2.BadRequest(field_violations=violations)
 
 

@@ -1,6 +1,6 @@
 """Checks of requests, made by every port before anything else; all violations at once.
 
-They work on contract values, not on messages; limits come from the caller.
+They work on contract values, after `specrej.limits` has bounded the lengths of their messages.
 """
 
 from __future__ import annotations
@@ -21,29 +21,19 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import InvalidRequest, Violation
+from specrej.errors import Violation
+from specrej.limits import MAX_DECISION_TOKENS, MAX_PROMPT_CHARACTERS, MAX_REWARDS
 
 ROLES = ("system", "user", "assistant")
 NORMALIZATIONS = ("none", "fixed", "batch")
-MAX_PROMPT_CHARACTERS = 1_000_000
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_DECISION_TOKENS = 1024
 # Closer to 1, computing the next decision token would take very many steps.
 MIN_FACTOR = 1.01
 MAX_FACTOR = 16.0
-MAX_REWARDS = 8
 MAX_WEIGHT = 1e6
 MAX_REWARD = 1e12  # thresholds, means and deviations
 MIN_DEVIATION = 1e-12
 
 _REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
-
-
-def raise_if_any(violations: Sequence[Violation]) -> None:
-    """Raises InvalidRequest if there are violations."""
-    if violations:
-        raise InvalidRequest(violations)
 
 
 def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
@@ -75,13 +65,9 @@ def check_sampling(
     if sampling.temperature == 0 and n != 1:
         yield Violation(f"{path}.temperature", f"0 is greedy: n must be 1, is {n}")
     yield from _check_ranges(sampling, path)
-    if len(sampling.stop) > MAX_STOPS:
-        yield Violation(f"{path}.stop", f"must have at most {MAX_STOPS} texts")
-    for index, text in enumerate(sampling.stop[:MAX_STOPS]):
-        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            yield Violation(
-                f"{path}.stop[{index}]", f"must have 1 .. {MAX_STOP_CHARACTERS} characters"
-            )
+    for index, text in enumerate(sampling.stop):
+        if not text:
+            yield Violation(f"{path}.stop[{index}]", "must not be empty")
 
 
 def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterator[Violation]:

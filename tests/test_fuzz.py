@@ -90,7 +90,7 @@ def messages_of(descriptor: Any) -> st.SearchStrategy[Any]:
 _NUMBERS = st.one_of(st.none(), st.none(), _INT64)
 
 
-def _mangled(message: Any, seed: int) -> bytes:
+def mangled(message: Any, seed: int) -> bytes:
     """The message's bytes, one time in eight with some of them changed, lost or doubled."""
     data, rng = bytearray(message.SerializeToString()), random.Random(seed)
     if seed % 8 == 0 and data:
@@ -106,7 +106,7 @@ def _scripts(opening: Any) -> st.SearchStrategy[list[bytes]]:
         script = [opening.SerializeToString()] if is_opened else []
         for place, (message, number, seed) in enumerate(parts, 1 + is_opened):
             message.sequence = place if number is None else number
-            script.append(_mangled(message, seed))
+            script.append(mangled(message, seed))
         return script
 
     part = st.tuples(messages_of(opening.DESCRIPTOR), _NUMBERS, st.integers(0, 2**16))

@@ -27,8 +27,8 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.errors import NotFound, Unavailable, Violation
-from specrej.validation import check_request, raise_if_any
+from specrej.errors import NotFound, Unavailable, Violation, raise_if_any
+from specrej.validation import check_request
 
 T = TypeVar("T")
 
@@ -169,14 +169,14 @@ class Planner:
         if not named:
             default = self._default_reward or (await self._served.get())[0].name
             named = (WeightedReward(default),)
-        raise_if_any(list(check_expansion(named, self._composites, _REWARDS_PATH)))
+        raise_if_any(check_expansion(named, self._composites, _REWARDS_PATH))
         parts = expanded(named, self._composites)
         served: dict[str, RewardDescription] = {}
         if any(part.name != LIKELIHOOD for _, part in parts):
             served = {reward.name: reward for reward in await self._served.get()}
         for index, part in parts:
             self._check_served(part.name, named[index].name, served)
-        raise_if_any(list(_check_batches(parts, selection.n, served)))
+        raise_if_any(_check_batches(parts, selection.n, served))
         rewards = [part for _, part in parts]
         own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
         return rewards, fingerprint_of(rewards, own)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from specrej.contracts import Normalization, WeightedReward
 from specrej.errors import Violation
-from specrej.validation import MAX_REWARDS, check_rewards
+from specrej.limits import MAX_REWARDS
+from specrej.validation import check_rewards
 
 # The generator's own mean log-likelihood goes by this name.
 LIKELIHOOD = "likelihood"

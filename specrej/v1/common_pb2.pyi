@@ -81,7 +81,9 @@ class Prompt(_message.Message):
     """Raw text, tokenised without a template; not blank."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """A conversation, rendered with the model's own chat template; the last turn is the user's."""
+        """A conversation, rendered with the model's own chat template; the last turn is the user's; at
+        most 1024.
+        """
 
     def __init__(
         self,

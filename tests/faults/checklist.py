@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults import (
     bad_input,
+    bounds,
     caching,
     cancellation,
     engines,
@@ -22,6 +23,7 @@ NUM_FAULTS = {
     "order": 9,
     "cancel": 9,
     "bad": 25,
+    "bounds": 2,
     "load": 8,
     "soak": 3,
     "starts": 7,
@@ -52,6 +54,7 @@ CASES: tuple[Case, ...] = (
     *stream_order.CASES,
     *cancellation.CASES,
     *bad_input.CASES,
+    *bounds.CASES,
     *load.CASES,
     *starts.CASES,
     *caching.CASES,

@@ -29,9 +29,9 @@ from reward_service.remote_http import HTTPReward
 from reward_service.settings import RewardSettings
 from reward_service.specs import HTTPSpec, Resources
 from specrej import contracts as c
-from specrej import wire
+from specrej import limits, wire
 from specrej.credentials import Credentials, watch_token
-from specrej.errors import RewardInvalid, SpecrejError, Violation
+from specrej.errors import InvalidRequest, RewardInvalid, SpecrejError, Violation
 from specrej.security import read_tokens
 from specrej.status import DETAILS_TRAILER, from_backend_error, to_status
 from specrej.v1 import common_pb2, generator_pb2, orchestrator_pb2, reward_pb2
@@ -46,6 +46,8 @@ _CONTEXT, _CANDIDATES = 4096, 1024
 
 def request(data: bytes) -> None:
     """A public request: unpack and validate it; a valid one is packed, compared and keyed."""
+    with suppress(InvalidRequest):
+        limits.check(data, orchestrator_pb2.GenerateRequest.DESCRIPTOR)
     message = _parsed(orchestrator_pb2.GenerateRequest, data)
     if message is None:
         return

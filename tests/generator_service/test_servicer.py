@@ -100,7 +100,6 @@ async def test_every_violation_of_open_is_reported(stub: Any) -> None:
         n=5000,
         sampling=common_pb2.Sampling(temperature=-1),
         first_round_tokens=0,
-        cache_salt="x" * 129,
         first_candidate_id=-1,
     )
     error = await failure_of(answer_of(stub.Session(), 1, open=bad))
@@ -110,7 +109,6 @@ async def test_every_violation_of_open_is_reported(stub: Any) -> None:
         "open.n",
         "open.sampling.temperature",
         "open.first_round_tokens",
-        "open.cache_salt",
         "open.first_candidate_id",
     }
 

@@ -1,0 +1,162 @@
+"""Messages of many parts and of the largest size, at all ports: the cost of one is small."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from specrej.channel import open_channel
+from specrej.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
+from specrej.v1 import common_pb2, generator_pb2, reward_pb2
+from tests.faults.case import Case, here
+from tests.faults.world import CALL_S, World, request
+from tests.serving import violations_of
+
+MAX_GROWTH_MIB = 100
+
+_GENERATE = "OrchestratorService/Generate"
+_SESSION = "GeneratorService/Session"
+_SCORE, _SCORE_SESSION = "RewardService/Score", "RewardService/ScoreSession"
+_PORTS = {"OrchestratorService": "orchestrator", "GeneratorService": "generator"}
+
+
+def peak_mib(process_id: int) -> float:
+    """The largest resident memory since `reset_peak`."""
+    status = Path(f"/proc/{process_id}/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) / 1024
+
+
+def reset_peak(process_id: int) -> None:
+    """Let the peak begin with the present memory."""
+    Path(f"/proc/{process_id}/clear_refs").write_text("5")
+
+
+def _varint(number: int) -> bytes:
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
+
+
+def _field(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+_NUMBERS = b"\x08\x01"  # field 1, not packed
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A request of two million bytes: a message inside others, with one part again and again."""
+
+    method: str
+    path: str  # of the part in errors
+    outer: tuple[int, ...]  # numbers of the fields that lead to the part
+    part: bytes
+
+    @property
+    def data(self) -> bytes:
+        data = self.part * 1_000_000
+        for number in reversed(self.outer):
+            data = _field(number, data)
+        return data
+
+
+_PARTS = (
+    _Parts(_GENERATE, "prompt.messages", (2,), _field(1, b"")),
+    _Parts(_GENERATE, "sampling.stop", (3,), _field(5, b"")),
+    _Parts(_GENERATE, "selection.rewards", (4,), _field(5, b"")),
+    _Parts(_GENERATE, "selection.schedule.tokens.decision_tokens", (4, 3, 2), _NUMBERS),
+    _Parts(_SESSION, "open.prompt.messages", (2, 1), _field(1, b"")),
+    _Parts(_SESSION, "prune.keep", (4,), _NUMBERS),
+    _Parts(_SCORE, "responses", (), _field(3, b"")),
+    _Parts(_SCORE_SESSION, "batch.candidates", (3,), _field(1, b"")),
+)
+
+
+async def many_parts(parts: _Parts, world: World) -> list[str]:
+    """The request is refused before its parts are objects."""
+    port = _port(parts.method)
+    reset_peak(world.process(port).pid)
+    before_mib = peak_mib(world.process(port).pid)
+    error = await _send(world, parts.method, parts.data)
+    assert isinstance(error, grpc.aio.AioRpcError)
+    assert set(violations_of(error)) == {parts.path}
+    growth_mib = peak_mib(world.process(port).pid) - before_mib
+    assert growth_mib < MAX_GROWTH_MIB, f"{growth_mib:.0f} MiB more"
+    return [error.code().name]
+
+
+_HELLO = common_pb2.Prompt(text="hello")
+_VALID: Mapping[str, Any] = {
+    _GENERATE: request(),
+    _SESSION: generator_pb2.SessionRequest(
+        sequence=1,
+        open=generator_pb2.OpenSession(
+            prompt=_HELLO,
+            n=2,
+            sampling=common_pb2.Sampling(max_tokens=2),
+            first_round_tokens=1,
+        ),
+    ),
+    _SCORE: reward_pb2.ScoreRequest(prompt=_HELLO, responses=["a"]),
+}
+
+
+async def sized(method: str, num_bytes: int, world: World) -> list[str]:
+    """A valid request, made large by a field of a later version."""
+    data = _VALID[method].SerializeToString()
+    num_padding = num_bytes - len(data)
+    data += _field(1000, bytes(num_padding - len(_field(1000, bytes(num_padding))) + num_padding))
+    assert len(data) == num_bytes
+    error = await _send(world, method, data)
+    return [error.code().name if error else "OK"]
+
+
+async def _send(world: World, method: str, data: bytes) -> grpc.aio.AioRpcError | None:
+    """Send one message of bytes and half-close; return the error."""
+    address = world.addresses[_port(method)]
+    async with open_channel(address, retries=False, max_message_bytes=2**31 - 1) as channel:
+        call: Any = channel.stream_stream(f"/specrej.v1.{method}")(timeout=CALL_S)
+        with suppress(asyncio.InvalidStateError):  # refused while it is sent
+            await call.write(data)
+            await call.done_writing()
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error
+    return None
+
+
+def _port(method: str) -> str:
+    return _PORTS.get(method.split("/")[0], "reward")
+
+
+_LIMITS = {
+    _GENERATE: MAX_PUBLIC_MESSAGE_BYTES,
+    _SESSION: MAX_MESSAGE_BYTES,
+    _SCORE: MAX_MESSAGE_BYTES,
+}
+
+CASES: tuple[Case, ...] = (
+    *(
+        here(
+            f"bounds/parts/{parts.path}", partial(many_parts, parts), "INVALID_ARGUMENT", fast=True
+        )
+        for parts in _PARTS
+    ),
+    *(
+        here(f"bounds/size/{_port(method)}/{name}", partial(sized, method, size), code, fast=True)
+        for method, limit in _LIMITS.items()
+        for name, size, code in (
+            ("limit", limit, "OK"),
+            ("over", limit + 1, "RESOURCE_EXHAUSTED"),
+        )
+    ),
+)
