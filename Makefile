@@ -70,8 +70,9 @@ fmt: $(READY) ## format code and schema, fix what can be fixed
 proto: $(READY) ## generate specrej/v1 from the schema
 	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(SCHEMA)
 
-proto-check: $(READY) ## lint the schema; fail if specrej/v1 is not what it generates
+proto-check: $(READY) ## lint the schema; fail if it breaks clients or specrej/v1 is stale
 	@$(BIN)/buf lint proto
+	@$(BIN)/buf breaking proto --against proto/baseline.binpb
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
 	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out=quiet:"$$fresh" \
 		--mypy_grpc_out=quiet:"$$fresh" $(SCHEMA) && \
