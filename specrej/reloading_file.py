@@ -27,6 +27,7 @@ class ReloadingFile(Generic[T]):
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
+        self.is_rejected = False  # whether the files have changed and cannot be used
         self._paths = tuple(paths)
         self._read = read
         self._lock = threading.Lock()
@@ -50,6 +51,7 @@ class ReloadingFile(Generic[T]):
         if _state(self._paths) != state:
             return  # replaced while being read: the next call reads again
         self._seen = state
+        self.is_rejected = problem is not None
         names = ", ".join(str(path) for path in self._paths)
         if problem is None:
             self._value = value

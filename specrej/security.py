@@ -85,6 +85,11 @@ class Access:
             (tokens_file,), partial(read_tokens, tokens_file)
         )
 
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the tokens file has changed and cannot be used."""
+        return bool(self._entries and self._entries.is_rejected)
+
     def admit(self, method: str, metadata: Metadata) -> Caller:
         """The caller of `method`, "/package.Service/Method".
 

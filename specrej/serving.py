@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from specrej import telemetry
-from specrej.credentials import PEM, TLSFiles
+from specrej.credentials import PEM
 from specrej.errors import InvalidRequest, SessionExpired, Violation
 from specrej.interceptor import Context as Context
 from specrej.interceptor import StatusInterceptor
 from specrej.interceptor import time_left_s as time_left_s
+from specrej.reloading_file import ReloadingFile
 from specrej.security import Access
 from specrej.settings import ServiceSettings
 
@@ -110,6 +112,8 @@ LIVENESS = "liveness"
 # Connections end at this age, plus or minus a tenth, so that clients resolve the name again.
 _CONNECTION_AGE_MS = 450_000
 
+_BEAT_S = 0.25  # between two looks at the heartbeats, and two measurements of the event loop
+
 # The time for messages in flight to arrive at a stopping server, and for its answers to leave.
 _SETTLING_S = 0.5
 
@@ -136,7 +140,10 @@ class Server:
         self._heartbeats: list[Heartbeat] = []
         self._is_warm = False
         self._health = health_aio.HealthServicer()
-        self._calls = StatusInterceptor(default_deadline_s, Access(settings.tokens_path))
+        self._lag_s = 0.0  # longest delay of the event loop since the last export
+        self._access = Access(settings.tokens_path)
+        self._certificates = settings.tls_files and settings.tls_files.watch()
+        self._calls = StatusInterceptor(default_deadline_s, self._access)
         self._server = grpc.aio.server(
             interceptors=[self._calls],
             options=[
@@ -179,10 +186,10 @@ class Server:
                 self._server,
             )
         address = f"{self._settings.host}:{self._settings.port}"
-        files = self._settings.tls_files
         try:
-            if files:
-                self.port = self._server.add_secure_port(address, _server_credentials(files))
+            if watched := self._certificates:
+                credentials = _server_credentials(watched)
+                self.port = self._server.add_secure_port(address, credentials)
             else:
                 self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -222,6 +229,14 @@ class Server:
         if self._heartbeats:
             yield max(beat() for beat in self._heartbeats), {}
 
+    def _event_loop_lag(self) -> Iterator[telemetry.metrics.Observed]:
+        lag_s, self._lag_s = self._lag_s, 0.0
+        yield lag_s, {}
+
+    def _files_rejected(self) -> Iterator[telemetry.metrics.Observed]:
+        certificates = self._certificates
+        yield self._access.is_rejected + bool(certificates and certificates.is_rejected), {}
+
     async def _follow_heartbeats(self) -> None:
         """Health follows the compute threads' heartbeats, not RPC liveness.
 
@@ -242,7 +257,10 @@ class Server:
             if math.inf in ages:
                 raise RuntimeError("a compute thread has ended")
             was_alive = alive
-            await asyncio.sleep(min(1.0, self._settings.stuck_s / 4))
+            pause_s = min(_BEAT_S, self._settings.stuck_s / 4)
+            began = time.monotonic()
+            await asyncio.sleep(pause_s)
+            self._lag_s = max(self._lag_s, time.monotonic() - began - pause_s)
 
     async def run(self, warm_up: Callable[[], Awaitable[None]]) -> None:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once.
@@ -256,7 +274,12 @@ class Server:
         log.info("listening on %s:%d", self._settings.host, self.port)
         if self._settings.shows_tokens:
             log.warning("tokens arrive in plaintext: set tls_cert, unless a proxy terminates TLS")
-        telemetry.metrics.observe(telemetry.names.HEARTBEAT_AGE, self._heartbeat_age)
+        for metric, values in (
+            (telemetry.names.HEARTBEAT_AGE, self._heartbeat_age),
+            (telemetry.names.EVENT_LOOP_LAG, self._event_loop_lag),
+            (telemetry.names.FILES_REJECTED, self._files_rejected),
+        ):
+            telemetry.metrics.observe(metric, values)
         following = asyncio.ensure_future(self._follow_heartbeats())
         try:
             warming = asyncio.ensure_future(warm_up())
@@ -300,9 +323,8 @@ def _log_lost_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     log.error("%s", context["message"], exc_info=context.get("exception"))
 
 
-def _server_credentials(files: TLSFiles) -> grpc.ServerCredentials:
+def _server_credentials(watched: ReloadingFile[PEM]) -> grpc.ServerCredentials:
     """Credentials that are read again for a new connection if the files have changed."""
-    watched = files.watch()
     given = watched.get()
 
     # Called by grpc's threads. Of two concurrent calls one may still use the old certificate.
@@ -317,7 +339,7 @@ def _server_credentials(files: TLSFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _certificates(given),
         changed,  # type: ignore[arg-type]  # documented: None means no change
-        require_client_authentication=files.ca is not None,
+        require_client_authentication=given.ca is not None,
     )
 
 

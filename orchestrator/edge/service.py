@@ -143,7 +143,8 @@ class Orchestrator:
             SpecrejError: see `specrej.errors`.
         """
         request_id = uuid.uuid4().hex
-        instruments.note_request(request, request_id, with_texts=self._log_texts)
+        digest = tenant_digest(tenant)
+        instruments.note_request(request, request_id, digest, with_texts=self._log_texts)
         with telemetry.span(names.SPAN_PLAN):
             plan = await self._planner.plan(request, tenant, violations, time_left_s)
         selection = plan.request.selection

@@ -75,8 +75,10 @@ def observe_backends(backends: Mapping[str, Callable[[], Mapping[str, int]]]) ->
     metrics.observe(names.BACKENDS, counts)
 
 
-def note_request(request: GenerationRequest, request_id: str, *, with_texts: bool) -> None:
-    """Note a request that has arrived and may be invalid."""
+def note_request(
+    request: GenerationRequest, request_id: str, tenant: str, *, with_texts: bool
+) -> None:
+    """Note a request that has arrived and may be invalid; `tenant` is the tenant's digest."""
     sampling, selection = request.sampling, request.selection
     telemetry.annotate(
         {
@@ -92,7 +94,9 @@ def note_request(request: GenerationRequest, request_id: str, *, with_texts: boo
             names.SCHEDULE: selection.schedule.kind,
         }
     )
-    telemetry.note(id=request_id, n=selection.n, algorithm=selection.algorithm.value, rounds=0)
+    telemetry.note(
+        id=request_id, tenant=tenant, n=selection.n, algorithm=selection.algorithm.value, rounds=0
+    )
     if with_texts:
         turns = [asdict(turn) for turn in request.prompt.messages]
         telemetry.note(prompt=request.prompt.text or json.dumps(turns, ensure_ascii=False))

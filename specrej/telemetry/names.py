@@ -56,6 +56,12 @@ RPC_DURATION = Metric(
 HEARTBEAT_AGE = Metric(
     "specrej.heartbeat.age", "gauge", "s", "since the compute thread last made progress"
 )
+EVENT_LOOP_LAG = Metric(
+    "specrej.event_loop.lag", "gauge", "s", "longest delay of the event loop since the last export"
+)
+FILES_REJECTED = Metric(
+    "specrej.files.rejected", "gauge", "{file}", "changed files that cannot be used"
+)
 LEASES_EXPIRED = Metric(
     "specrej.leases.expired", "counter", "{session}", "streams whose lease ran out"
 )

@@ -22,9 +22,16 @@ from specrej.channel import open_channel
 from specrej.client import Client, Options
 from specrej.contracts import Algorithm
 from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
+from specrej.security import new_token
 from specrej.telemetry import names
 from specrej.telemetry.names import Metric
-from specrej.v1 import common_pb2, generator_pb2, generator_pb2_grpc
+from specrej.v1 import (
+    common_pb2,
+    generator_pb2,
+    generator_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+)
 from tests import serving
 from tests.collector import Collector, collecting
 from tests.endpoints import Scrape, prometheus_name, scrape
@@ -56,12 +63,16 @@ _TIMEOUTS = {"hurried": (0.8, 0.5, 1.2, 2.0), "degraded": (2.5, 4.0, 1.5, 6.0)}
 until = partial(serving.until, bound_s=_BOUND_S, every_s=0.02)
 
 
-async def busy_scrape() -> tuple[Scrape, Collector]:
-    """Return the metrics of a stack that has recorded every metric, and those it has exported."""
+async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
+    """Return the metrics of a stack that has recorded every metric, and those it has exported.
+
+    The reward service admits only the token that it writes to the directory.
+    """
     ports, spare = Ports.free(), f"{HOST}:{Ports.free().generator}"
     async with collecting() as collector:
         environment = {
             **_ENVIRONMENT,
+            **_tokens(directory),
             "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": f"{HOST}:{ports.generator},{spare}",
             **{
                 f"SPECREJ_{kind.upper()}_OTLP_ENDPOINT": collector.endpoint
@@ -76,6 +87,7 @@ async def busy_scrape() -> tuple[Scrape, Collector]:
             await _usual(client)
             await _shadows(client, urls)
             await _refused(client)
+            await _unauthenticated(stack.reward_address)
             await _hurried(client)
             await _silent(stack.generator_address)
             await _lost(client, spare, stack.log_dir)
@@ -115,6 +127,26 @@ async def _refused(client: Client) -> None:
     several = [client.generate("several", n=8, max_tokens=96, seed=seed) for seed in range(6)]
     ended = await asyncio.gather(*several, return_exceptions=True)
     assert any(isinstance(error, SpecrejError) for error in ended)
+
+
+def _tokens(directory: Path) -> dict[str, str]:
+    """Settings with which the orchestrator sends the reward service a token."""
+    token, line = new_token("orchestrator")
+    tokens_file, token_file = directory / "tokens", directory / "token"
+    tokens_file.write_text(line)
+    token_file.write_text(token)
+    return {
+        "SPECREJ_REWARD_TOKENS_FILE": str(tokens_file),
+        "SPECREJ_ORCHESTRATOR_BACKEND_TOKEN_FILE": str(token_file),
+        "SPECREJ_ORCHESTRATOR_BACKEND_ALLOW_PLAINTEXT_TOKEN": "true",
+    }
+
+
+async def _unauthenticated(address: str) -> None:
+    async with open_channel(address) as channel:
+        stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
+        with suppress(grpc.aio.AioRpcError):
+            await stub.Describe(reward_pb2.RewardServiceDescribeRequest())
 
 
 async def _hurried(client: Client) -> None:

@@ -34,8 +34,8 @@ TOOLS = Path(__file__).parents[2] / ".tools"
 
 
 @pytest.fixture(scope="module")
-def recorded() -> tuple[Scrape, Collector]:
-    return asyncio.run(busy_scrape())
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scrape, Collector]:
+    return asyncio.run(busy_scrape(tmp_path_factory.mktemp("tokens")))
 
 
 @pytest.fixture

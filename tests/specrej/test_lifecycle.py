@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -76,6 +77,19 @@ async def test_health_follows_the_heartbeat(caplog: pytest.LogCaptureFixture) ->
             age_s[0] = 0.0
             await until_health(server, "SERVING", "SERVING")
     assert [r.levelname for r in caplog.records if "serving" in r.message][-2:] == ["ERROR", "INFO"]
+
+
+async def test_the_delay_of_the_event_loop_is_measured() -> None:
+    """Guards against a blocked event loop that no metric shows."""
+    server = Server(ServiceSettings(), [])
+
+    def has_lagged() -> bool:
+        time.sleep(0.05)  # blocks the loop, between two measurements at the latest
+        ((lag_s, _),) = server._event_loop_lag()
+        return lag_s > 0.02
+
+    async with running(server):
+        await until(has_lagged)
 
 
 async def test_an_ended_compute_thread_ends_the_process() -> None:

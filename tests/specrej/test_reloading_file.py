@@ -56,8 +56,10 @@ def test_a_broken_change_keeps_the_last_and_is_logged_once(
     with caplog.at_level(logging.WARNING):
         assert [watched.get() for _ in range(5)] == [1] * 5
     assert len(caplog.records) == 1
+    assert watched.is_rejected
     place(path, "3")
     assert watched.get() == 3
+    assert not watched.is_rejected
 
 
 def test_a_file_replaced_while_it_is_read_is_read_again(path: Path) -> None:

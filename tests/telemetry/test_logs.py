@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
+from orchestrator.cache import tenant_digest
 from specrej import telemetry
 from specrej.telemetry import calls, logs
 from tests.orchestrator.services import whole
@@ -134,6 +135,7 @@ async def test_a_request_is_one_line(facts: Facts) -> None:
     assert fields["id"] == answer.request_id and fields["code"] == "OK"
     assert (fields["n"], fields["algorithm"]) == (answer.n, "speculative-rejection")
     assert fields["rounds"] == len(answer.rounds) > 0
+    assert fields["tenant"] == tenant_digest("")
     assert fields["generated_tokens"] == answer.usage.generated_tokens
     phases = ("queue_ms", "open_ms", "extend_ms", "score_ms", "prune_ms")
     assert 0 < sum(fields[phase] for phase in phases) <= fields["total_ms"]
