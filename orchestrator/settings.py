@@ -150,12 +150,18 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         True, description="equal requests at all orchestrators of a Redis are one generation"
     )
     max_running: Annotated[int, Field(ge=1)] = Field(8, description="requests that run at once")
-    max_queued: Annotated[int, Field(ge=0)] = Field(64, description="requests that may wait")
+    max_queued: Annotated[int, Field(ge=0)] = Field(
+        64, description="requests that may wait, in equal parts for the tenants that do"
+    )
     max_queued_tokens: Annotated[int, Field(ge=0)] = Field(
-        0, description="candidate-tokens (n times max_tokens) that may wait; 0: no limit"
+        0,
+        description="candidate-tokens (n times max_tokens) that may wait, in equal parts for the "
+        "tenants that do; each may have one request in line; 0: no limit",
     )
     tenant_tokens: Annotated[int, Field(ge=0)] = Field(
-        0, description="candidate-tokens that a tenant may have running and waiting; 0: no limit"
+        0,
+        description="candidate-tokens that a tenant may have running and waiting, unless the "
+        "tokens file has its own limit; 0: no limit",
     )
     deadline_s: Seconds = Field(
         600, description="seconds a request may take whose client set no deadline"

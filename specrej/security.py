@@ -6,6 +6,7 @@ A tokens file has one JSON object per line, blank lines and lines that begin wit
 
 The file holds digests only, so that reading it grants no access. Roles are `generate` (the
 default), `gateway` (generate for the tenant that the metadata names) and `admin` (describe only).
+One line of a tenant may also have its `weight` and its `tenant_tokens`, see `Share`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specrej.errors import PermissionDenied, Unauthenticated
 from specrej.reloading_file import ReloadingFile
@@ -33,6 +35,8 @@ _SCHEME = "bearer "
 OURS = "/specrej.v1."
 _HEALTH = "/grpc.health.v1.Health/"
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_FIELDS = {"tenant", "sha256", "roles", "weight", "tenant_tokens"}
+_LEAST_WEIGHT = 0.01
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -46,11 +50,23 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """A tenant's part of the capacity: proportional to its weight where several tenants wait.
+
+    `tokens`: candidate-tokens that it may have running and waiting; 0: no limit; None: the default.
+    """
+
+    weight: float = 1.0
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
     """A call's tenant and roles. Tenants share neither cached answers nor prompt prefixes."""
 
     tenant: str = ""
     roles: frozenset[Role] = frozenset()
+    share: Share = Share()
 
 
 # Set by the interceptor for the task of a call and the tasks it starts.
@@ -70,7 +86,7 @@ def set_caller(caller: Caller) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a tokens file."""
+    """A line of a tokens file; the caller's share is that of any line of its tenant."""
 
     digest: bytes
     caller: Caller
@@ -102,7 +118,8 @@ class Access:
             return _ANONYMOUS  # probes have no tokens
         if not self._entries:
             return Caller(_tenant_of(given))
-        caller = _find(self._entries.get(), _token_of(given))
+        entries = self._entries.get()
+        caller = _find(entries, _token_of(given))
         needed = _roles_for(method)
         if not caller.roles & needed:
             names = ", ".join(sorted(needed))
@@ -110,7 +127,9 @@ class Access:
                 "the token lacks the role for this call", metadata={"roles": names}
             )
         if Role.GATEWAY in caller.roles:
-            return Caller(_tenant_of(given) or caller.tenant, caller.roles)
+            tenant = _tenant_of(given) or caller.tenant
+            of_tenant = (entry.caller.share for entry in entries if entry.caller.tenant == tenant)
+            return Caller(tenant, caller.roles, next(of_tenant, Share()))
         return caller
 
 
@@ -163,7 +182,16 @@ def read_tokens(path: Path) -> tuple[Entry, ...]:
     )
     if len({entry.digest for entry in entries}) < len(entries):
         raise ValueError(f"{path}: the same token twice")
-    return entries
+    shares: dict[str, Share] = {}
+    for caller in (entry.caller for entry in entries if entry.caller.share != Share()):
+        if shares.setdefault(caller.tenant, caller.share) != caller.share:
+            raise ValueError(f"{path}: two weights or limits of one tenant")
+    return tuple(
+        replace(entry, caller=replace(entry.caller, share=shares[entry.caller.tenant]))
+        if entry.caller.tenant in shares
+        else entry
+        for entry in entries
+    )
 
 
 def _entry(line: str, where: str) -> Entry:
@@ -171,14 +199,14 @@ def _entry(line: str, where: str) -> Entry:
         given = json.loads(line)
     except (ValueError, RecursionError):
         given = None
-    if not isinstance(given, dict) or not given.keys() <= {"tenant", "sha256", "roles"}:
-        raise ValueError(f"{where}: must be a JSON object with tenant, sha256 and optionally roles")
+    if not isinstance(given, dict) or not given.keys() <= _FIELDS:
+        raise ValueError(f"{where}: must be a JSON object of {', '.join(sorted(_FIELDS))}")
     tenant, digest, roles = (given.get(key) for key in ("tenant", "sha256", "roles"))
     if not isinstance(tenant, str) or not tenant:
         raise ValueError(f"{where}: tenant must be a name")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{where}: sha256 must be 64 hex digits")
-    return Entry(bytes.fromhex(digest), Caller(tenant, _roles(roles, where)))
+    return Entry(bytes.fromhex(digest), Caller(tenant, _roles(roles, where), _share(given, where)))
 
 
 def _roles(given: object, where: str) -> frozenset[Role]:
@@ -187,6 +215,15 @@ def _roles(given: object, where: str) -> frozenset[Role]:
     if not isinstance(given, list) or not given or not all(role in list(Role) for role in given):
         raise ValueError(f"{where}: roles must be a list of {', '.join(Role)}")
     return frozenset(Role(role) for role in given)
+
+
+def _share(given: Mapping[str, Any], where: str) -> Share:
+    weight, tokens = given.get("weight", 1.0), given.get("tenant_tokens")
+    if type(weight) not in (int, float) or not _LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT:
+        raise ValueError(f"{where}: weight must be from {_LEAST_WEIGHT} to {1 / _LEAST_WEIGHT:g}")
+    if tokens is not None and (type(tokens) is not int or tokens < 0):
+        raise ValueError(f"{where}: tenant_tokens must be 0 or more")
+    return Share(float(weight), tokens)
 
 
 def new_token(tenant: str, roles: Iterable[Role] = ()) -> tuple[str, str]:

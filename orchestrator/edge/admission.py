@@ -1,32 +1,41 @@
 """A bounded number of requests run, a bounded number wait, the rest are refused at once.
 
-Fair between tenants by candidate-tokens: candidates times the tokens that each may grow to. The
-next to run is of the tenant that was served least; within a tenant, the first to arrive. Standard
-library and the exception tree only.
+Fair between tenants by candidate-tokens, the candidates times the tokens that each may grow to, by
+start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a request starts where the one before of
+its tenant ends in virtual time, not before the current one, and the least start goes next. Virtual
+time is in candidate-tokens per weight. It is the start of the request that ran last, and passes at
+least as if the tenants that wait were served all at once: otherwise new tenants that never stop
+arriving would delay a waiting one for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specrej.errors import Overloaded, TooLate
+from specrej.security import Share
 
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
 _UNKNOWN_SERVICE_S = 1.0
 _RECENT = 0.1  # weight of the latest request in the service time per token
+_FEW = 64  # tenants whose state is kept, needed or not
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Upper limits; 0 candidate-tokens: no limit.
 
-    `max_queued_tokens` are the candidate-tokens that wait; `tenant_tokens` are those of one tenant
-    that run and wait.
+    `max_queued` requests wait, of `max_queued_tokens` candidate-tokens. The tenants that wait have
+    equal parts of both; one alone has all. `tenant_tokens` are those of one tenant that run and
+    wait, unless its share has a limit.
     """
 
     max_running: int
@@ -41,68 +50,80 @@ class Limits:
             )
 
 
-@dataclass(slots=True)
-class _Tenant:
-    """Candidate-tokens of one tenant: `served` so far, and `held` by requests here now."""
-
-    served: float = 0.0
-    held: int = 0
-
-
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    tenant: _Tenant
     tokens: int
     permit: asyncio.Future[None]
 
 
+@dataclass(eq=False, slots=True)
+class _Tenant:
+    """One tenant: candidate-tokens `held` by its requests here, and those `waiting` of them.
+
+    `start` is the start of the first request in its line; `finish` the end of the last one before.
+    `entry` numbers its valid entry in the heap.
+    """
+
+    weight: float = 1.0
+    held: int = 0
+    waiting: int = 0
+    start: float = 0.0
+    finish: float = 0.0
+    entry: int = 0
+    line: OrderedDict[_Waiter, None] = field(default_factory=OrderedDict)
+
+
 class Admission:
-    """Permits for `max_running` requests, and a queue of at most `max_queued`.
+    """Permits for `max_running` requests, and lines of at most `max_queued` in all.
 
     Invariant: a request waits only while all permits are held. A returned permit goes straight to
-    the next in the queue, so that no newcomer can take it and no cancellation can lose it.
+    the next in line, so that no newcomer can take it and no cancellation can lose it.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
         self.running = 0
+        self.queued = 0  # requests that wait for a permit
+        self.queued_tokens = 0  # their candidate-tokens
         self._limits = limits
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
-        self._queue: dict[_Waiter, None] = {}  # in the order of arrival
-        self._served = 0.0  # of the tenant that was served last
+        self._num_kept = _FEW  # tenants and entries after the last collection, twice that, and few
+        # The tenants with a line, the least start first; also old entries, which are skipped.
+        self._heap: list[tuple[float, int, _Tenant]] = []
+        self._entries = itertools.count(1)
+        self._num_lines = 0
+        self._weights = 0.0  # of the tenants with a line
+        self._virtual = 0.0
+        self._passing = 0.0  # virtual time that passes while the latest request is served
+        self._latest = 0.0  # of all finishes
         # Exponential averages: seconds that permits were held, for that many candidate-tokens.
         self._recent_s = self._recent_tokens = 0.0
 
-    @property
-    def queued(self) -> int:
-        """Requests that wait for a permit."""
-        return len(self._waiting())
-
-    @property
-    def queued_tokens(self) -> int:
-        """Candidate-tokens of the requests that wait."""
-        return sum(waiter.tokens for waiter in self._waiting())
-
-    def _waiting(self) -> list[_Waiter]:
-        # Gauges call this from other threads: dict.copy() is atomic, iterating is not.
-        return [waiter for waiter in self._queue.copy() if not waiter.permit.done()]
-
     @asynccontextmanager
     async def enter(
-        self, tenant: str = "", tokens: int = 1, time_left_s: float | None = None
+        self,
+        tenant: str = "",
+        tokens: int = 1,
+        time_left_s: float | None = None,
+        share: Share | None = None,
     ) -> AsyncIterator[None]:
         """Wait for a permit and hold it while the context lasts.
 
-        `tokens`: the request's candidate-tokens; `time_left_s`: to its deadline.
+        `tokens`: the request's candidate-tokens; `time_left_s`: to its deadline; `share`: the
+        tenant's, as of now.
 
         Raises:
-            Overloaded: the queue is full, or the tenant's limit is reached; carries a delay.
+            Overloaded: the tenant's part of the line is full, or its limit is reached; carries a
+                delay. Also while waiting, if a tenant with a shorter line needs the place.
             TooLate: the expected wait is longer than the time left.
         """
-        own = self._tenants.setdefault(tenant, _Tenant())
+        share, own = share or Share(), self._tenants.setdefault(tenant, _Tenant())
+        if own.line:
+            self._weights += share.weight - own.weight
+        own.weight = share.weight
         try:
-            self._check(own, tokens, time_left_s)
+            self._check(own, tokens, time_left_s, share)
             own.held += tokens
             try:
                 await self._acquire(own, tokens)
@@ -115,33 +136,43 @@ class Admission:
             finally:
                 own.held -= tokens
         finally:
-            self._drop_idle_tenants()
+            self._collect()
 
-    def _check(self, own: _Tenant, tokens: int, time_left_s: float | None) -> None:
+    def _check(self, own: _Tenant, tokens: int, time_left_s: float | None, share: Share) -> None:
         """Raises Overloaded unless this request may run or wait."""
-        limits, queued, waiting_tokens = self._limits, self.queued, self.queued_tokens
-        excess = own.held + tokens - limits.tenant_tokens
-        if limits.tenant_tokens and own.held and excess > 0:
-            text = f"{own.held} candidate-tokens of {limits.tenant_tokens} are under way"
+        limits = self._limits
+        limit = limits.tenant_tokens if share.tokens is None else share.tokens
+        excess = own.held + tokens - limit
+        if limit and own.held and excess > 0:
+            text = f"{own.held} candidate-tokens of {limit} are under way"
             raise Overloaded(text, retry_after_s=_bounded(self._wait_s(excess, 1)))
         if self.running < limits.max_running:
             return
-        wait_s = self._wait_s(waiting_tokens + tokens, queued + 1)
-        kind = Overloaded
-        if queued >= limits.max_queued:
-            text = f"{self.running} requests run and {queued} wait"
+        num_lines = self._num_lines + (not own.line)
+        is_full = self.queued >= limits.max_queued
+        if is_full and (len(own.line) + 1) * num_lines > limits.max_queued:
+            text = f"{self.running} requests run and {self.queued} wait"
         elif (
             limits.max_queued_tokens
-            and queued
-            and (waiting_tokens + tokens > limits.max_queued_tokens)
+            and own.line
+            and (own.waiting + tokens) * num_lines > limits.max_queued_tokens
         ):
-            text = f"{waiting_tokens} candidate-tokens wait"
-        elif time_left_s is not None and self._recent_tokens and wait_s > time_left_s:
-            text = f"the wait is about {wait_s:.1f} s, the deadline is in {time_left_s:.1f} s"
-            kind = TooLate
+            text = f"{own.waiting} candidate-tokens wait"
         else:
+            self._check_time(own, tokens, time_left_s)
             return
-        raise kind(text, retry_after_s=_bounded(wait_s))
+        raise Overloaded(text, retry_after_s=_bounded(self._fair_wait_s(own, tokens)))
+
+    def _check_time(self, own: _Tenant, tokens: int, time_left_s: float | None) -> None:
+        """Raises TooLate if the expected wait is longer than the time left."""
+        if time_left_s is None or not self._recent_tokens:
+            return
+        if self._wait_s(self.queued_tokens + tokens, self.queued + 1) <= time_left_s:
+            return  # even behind all others
+        wait_s = self._fair_wait_s(own, tokens)
+        if wait_s > time_left_s:
+            text = f"the wait is about {wait_s:.1f} s, the deadline is in {time_left_s:.1f} s"
+            raise TooLate(text, retry_after_s=_bounded(wait_s))
 
     def _note(self, tokens: int, service_s: float) -> None:
         """A request of so many candidate-tokens has held a permit for `service_s` seconds."""
@@ -154,46 +185,114 @@ class Admission:
             return _UNKNOWN_SERVICE_S * requests / self._limits.max_running
         return tokens * self._recent_s / self._recent_tokens / self._limits.max_running
 
+    def _fair_wait_s(self, own: _Tenant, tokens: int) -> float:
+        """Expected seconds until one more request of the tenant is served, in the fair order."""
+        start = max(own.finish, self._virtual)
+        if own.line:
+            start = own.start + own.waiting / own.weight
+        requests = 1
+        for tenant in self._with_lines():
+            before = tenant.start
+            for waiter in tenant.line:
+                if before > start:
+                    break
+                tokens, requests = tokens + waiter.tokens, requests + 1
+                before += waiter.tokens / tenant.weight
+        return self._wait_s(tokens, requests)
+
     async def _acquire(self, own: _Tenant, tokens: int) -> None:
         if self.running < self._limits.max_running:
             self.running += 1
-            self._serve(own, tokens)
-            return
-        waiter = _Waiter(own, tokens, asyncio.get_running_loop().create_future())
-        self._queue[waiter] = None
+            return  # not charged: no other request waits
+        if self.queued >= self._limits.max_queued:
+            self._evict()
+        waiter = _Waiter(tokens, asyncio.get_running_loop().create_future())
+        self._line_up(own, waiter)
         try:
             await waiter.permit
         except asyncio.CancelledError:
-            if not waiter.permit.cancelled():  # cancelled between getting the permit and waking
-                self._release()
+            permit = waiter.permit
+            if permit.done() and not (permit.cancelled() or permit.exception()):
+                self._release()  # cancelled between getting the permit and waking
             raise
         finally:
-            del self._queue[waiter]
+            self._leave(own, waiter)
+
+    def _line_up(self, tenant: _Tenant, waiter: _Waiter) -> None:
+        if not tenant.line:
+            self._num_lines += 1
+            self._weights += tenant.weight
+            self._begin(tenant, max(tenant.finish, self._virtual))
+        tenant.line[waiter] = None
+        tenant.waiting += waiter.tokens
+        self.queued += 1
+        self.queued_tokens += waiter.tokens
+
+    def _leave(self, tenant: _Tenant, waiter: _Waiter) -> None:
+        """Take a request out of its tenant's line; does nothing if it has left."""
+        if waiter not in tenant.line:
+            return
+        del tenant.line[waiter]
+        tenant.waiting -= waiter.tokens
+        self.queued -= 1
+        self.queued_tokens -= waiter.tokens
+        if not tenant.line:
+            self._num_lines -= 1
+            self._weights = self._weights - tenant.weight if self._num_lines else 0.0
 
     def _release(self) -> None:
-        """Give the permit to the next in the queue."""
-        if waiting := self._waiting():
-            chosen = min(waiting, key=lambda waiter: waiter.tenant.served)
-            self._serve(chosen.tenant, chosen.tokens)
-            chosen.permit.set_result(None)
-        else:
-            self.running -= 1
+        """Give the permit to the request with the least start."""
+        while self._heap:
+            start, entry, tenant = self._heap[0]
+            if entry != tenant.entry or not tenant.line:
+                heapq.heappop(self._heap)
+                continue
+            waiter, weights = next(iter(tenant.line)), self._weights
+            self._leave(tenant, waiter)
+            if waiter.permit.done():
+                continue  # cancelled, and has not resumed yet
+            self._virtual = max(self._virtual + self._passing, start)
+            self._passing = waiter.tokens / weights
+            tenant.finish = start + waiter.tokens / tenant.weight
+            self._latest = max(self._latest, tenant.finish)
+            if tenant.line:
+                self._begin(tenant, tenant.finish)
+            waiter.permit.set_result(None)
+            return
+        self.running -= 1
+        self._virtual, self._passing = self._latest, 0.0  # all tenants are equal again
 
-    def _serve(self, tenant: _Tenant, tokens: int) -> None:
-        """Start-time fair queueing: a tenant that was away gets no credit for that time."""
-        self._served = max(self._served, tenant.served)
-        tenant.served = max(tenant.served, self._served) + tokens
+    def _begin(self, tenant: _Tenant, start: float) -> None:
+        """Set the start of the first request in the tenant's line."""
+        tenant.start, tenant.entry = start, next(self._entries)
+        heapq.heappush(self._heap, (start, tenant.entry, tenant))
 
-    def _drop_idle_tenants(self) -> None:
-        """Drop tenants without requests here, but while others wait keep those served more.
+    def _with_lines(self) -> Iterator[_Tenant]:
+        return (t for _, entry, t in self._heap if t.line and t.entry == entry)
 
-        Otherwise a tenant that sends one request after another would always be served least.
+    def _evict(self) -> None:
+        """Refuse the last request of the longest line."""
+        tenant = max(self._with_lines(), key=lambda tenant: len(tenant.line))
+        waiter = next(reversed(tenant.line))
+        self._leave(tenant, waiter)
+        if not waiter.permit.done():
+            text = f"{self.running} requests run and the place is another tenant's"
+            wait_s = _bounded(self._fair_wait_s(tenant, waiter.tokens))
+            waiter.permit.set_exception(Overloaded(text, retry_after_s=wait_s))
+
+    def _collect(self) -> None:
+        """Drop tenants without requests here and without debt, and old entries of the heap.
+
+        Runs when both have doubled, so its cost per request is constant.
         """
-        is_contended = bool(self.queued)
+        if len(self._tenants) + len(self._heap) <= self._num_kept:
+            return
         for name, tenant in [*self._tenants.items()]:
-            is_ahead = is_contended and tenant.served > self._served
-            if not (tenant.held or is_ahead):
+            if not tenant.held and tenant.finish <= self._virtual:
                 del self._tenants[name]
+        self._heap = [(t.start, t.entry, t) for t in self._with_lines()]
+        heapq.heapify(self._heap)
+        self._num_kept = 2 * (len(self._tenants) + len(self._heap)) + _FEW
 
 
 def _bounded(wait_s: float) -> float:

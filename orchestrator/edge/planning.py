@@ -28,6 +28,7 @@ from specrej.contracts import (
     WeightedReward,
 )
 from specrej.errors import NotFound, Unavailable, Violation, raise_if_any
+from specrej.security import Share
 from specrej.validation import check_request
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Plan:
     candidate_tokens: int  # upper bound, for admission
     auto_candidates: int  # of a run that is not reduced; 0 if the request sets n
     tenant: str
+    share: Share
     keys: Keys
     generator_fingerprint: str
     reward_fingerprint: str
@@ -102,6 +104,7 @@ class Planner:
         self,
         request: GenerationRequest,
         tenant: str,
+        share: Share,
         violations: Sequence[Violation],
         time_left_s: float | None,
     ) -> Plan:
@@ -144,6 +147,7 @@ class Planner:
             _candidate_tokens(request, generator),
             0 if selection.n else generator.auto_candidates,
             tenant,
+            share,
             keys,
             generator.fingerprint,
             reward_fingerprint,

@@ -46,6 +46,7 @@ from specrej.contracts import (
     ServiceDescription,
 )
 from specrej.errors import InvalidRequest, Violation
+from specrej.security import Share
 from specrej.telemetry import names
 
 
@@ -132,12 +133,14 @@ class Orchestrator:
         request: GenerationRequest,
         *,
         tenant: str,
+        share: Share,
         violations: Sequence[Violation] = (),
         time_left_s: float | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Events of one request, the last one `Finished`. Close it with `contextlib.aclosing`.
 
-        `violations` are those of the message's conversion; `time_left_s`: to the deadline.
+        `share` is the tenant's; `violations` are those of the message's conversion; `time_left_s`:
+        to the deadline.
 
         Raises:
             SpecrejError: see `specrej.errors`.
@@ -146,7 +149,7 @@ class Orchestrator:
         digest = tenant_digest(tenant)
         instruments.note_request(request, request_id, digest, with_texts=self._log_texts)
         with telemetry.span(names.SPAN_PLAN):
-            plan = await self._planner.plan(request, tenant, violations, time_left_s)
+            plan = await self._planner.plan(request, tenant, share, violations, time_left_s)
         selection = plan.request.selection
         instruments.note_plan(plan.model, selection)
         with self._records.recording(
@@ -174,7 +177,9 @@ class Orchestrator:
                 return
             if record:
                 record.queued()
-            permit = self._admission.enter(plan.tenant, plan.candidate_tokens, plan.left_s())
+            permit = self._admission.enter(
+                plan.tenant, plan.candidate_tokens, plan.left_s(), plan.share
+            )
             queue_ms = await instruments.admitted(stack, permit)
             if record:
                 record.running()

@@ -66,9 +66,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         request = wire.request_from_message(
             message, self._orchestrator.default_schedule, violations
         )
+        caller = current_caller()
         return self._orchestrator.generate(
             request,
-            tenant=current_caller().tenant,
+            tenant=caller.tenant,
+            share=caller.share,
             violations=violations,
             time_left_s=time_left_s(),
         )

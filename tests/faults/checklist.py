@@ -24,7 +24,7 @@ NUM_FAULTS = {
     "cancel": 9,
     "bad": 25,
     "bounds": 2,
-    "load": 8,
+    "load": 9,
     "soak": 3,
     "starts": 7,
     "cache": 2,

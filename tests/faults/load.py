@@ -41,6 +41,31 @@ async def refuses_exactly(world: World) -> list[str]:
     return codes
 
 
+async def flood(world: World) -> list[str]:
+    """One tenant takes all permits and places: the requests of another are next, each in the place
+    of one of the flood's, and no other request is refused."""
+    options: dict[str, Any] = {"max_tokens": 400, "timeout_s": 3600.0}
+    full = MAX_RUNNING + MAX_QUEUED
+    calls = [world.call(tenant="flood", seed=seed, **options) for seed in range(full)]
+    try:
+        await world.until_service(
+            lambda service: (service.running, service.queued) == (MAX_RUNNING, MAX_QUEUED),
+            bound_s=_MANY_S,
+        )
+        light = [world.call(tenant="light", seed=seed, **options) for seed in range(3)]
+        answered = [await call.outcome() for call in light]
+        over = [call for call in calls if call.is_over]
+        assert len(over) < full / 2, f"{len(over)} requests of the flood were served before"
+    finally:
+        for call in calls:
+            call.cancel()
+        outcomes = [await call.outcome() for call in calls]
+    assert [outcome.label for outcome in answered] == ["OK"] * len(light)
+    codes = [outcome.code for outcome in outcomes]
+    assert codes.count("RESOURCE_EXHAUSTED") == len(light), codes
+    return codes
+
+
 async def two_large(world: World) -> list[str]:
     """Two requests that each need most of the slots: each is answered or refused."""
     options: dict[str, Any] = {"n": 1000, "max_tokens": 90, "schedule": TokensSchedule((45,))}
@@ -105,6 +130,13 @@ CASES: tuple[Case, ...] = (
         refuses_exactly,
         *("RESOURCE_EXHAUSTED", "CANCELLED"),
         limit_s=3 * _MANY_S,
+        fast=True,
+    ),
+    here(
+        "load/flood-of-a-tenant",
+        flood,
+        *("OK", "RESOURCE_EXHAUSTED", "CANCELLED"),
+        limit_s=2 * _MANY_S,
         fast=True,
     ),
     here("load/two-large", two_large, "OK", "RESOURCE_EXHAUSTED"),

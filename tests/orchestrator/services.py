@@ -304,6 +304,7 @@ async def whole(
     default_deadline_s: float | None = None,
     cache_options: Mapping[str, Any] | None = None,
     lease_s: float = 3.0,
+    server_settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Whole]:
     """All three services, with the rewards "toy" and "other"; waits at the end until all is idle.
@@ -332,7 +333,9 @@ async def whole(
         )
         stack.push_async_callback(orchestrator.aclose)
         port = OrchestratorServicer(orchestrator).service()
-        channel = await enter(serving(port, default_deadline_s=default_deadline_s))
+        channel = await enter(
+            serving(port, default_deadline_s=default_deadline_s, **(server_settings or {}))
+        )
         service = Whole(
             orchestrator_pb2_grpc.OrchestratorServiceStub(channel),
             channel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.edge.admission import Admission, Limits
 from specrej.errors import Overloaded, TooLate
+from specrej.security import Share
 from tests.orchestrator.caching import Clock
 from tests.serving import turns, until
 
@@ -34,9 +36,15 @@ class Requests:
         """Requests that run and that wait."""
         return self.admission.running, self.admission.queued
 
-    def start(self, tenant: str = "", tokens: int = 1, time_left_s: float | None = None) -> None:
+    def start(
+        self,
+        tenant: str = "",
+        tokens: int = 1,
+        time_left_s: float | None = None,
+        share: Share | None = None,
+    ) -> None:
         end = asyncio.Event()
-        work = self._hold(len(self.tasks), end, tenant, tokens, time_left_s)
+        work = self._hold(len(self.tasks), end, tenant, tokens, time_left_s, share)
         self.tasks.append(asyncio.create_task(work))
         self._ends.append(end)
 
@@ -64,6 +72,13 @@ class Requests:
 
     def finish(self, number: int) -> None:
         self._ends[number].set()
+
+    async def next(self) -> int:
+        """Finish the request that ran first of those that run; returns the one that runs next."""
+        num_entered = len(self.entered)
+        self.finish(next(n for n in self.entered if not self.tasks[n].done()))
+        await until(lambda: len(self.entered) > num_entered, every_s=0)
+        return self.entered[-1]
 
     async def finish_all(self) -> list[BaseException | None]:
         """Exceptions of all requests."""
@@ -113,7 +128,8 @@ async def test_a_cancelled_request_leaves_the_queue() -> None:
     requests = Requests(1, 1)
     await requests.arrive(2)
     requests.tasks[1].cancel()
-    assert requests.admission.queued == 0  # at once, before the cancelled task has resumed
+    await turns()
+    assert requests.admission.queued == 0
     await requests.arrive()
     assert requests.counts == (1, 1)
     await requests.finish_all()
@@ -205,30 +221,236 @@ async def test_a_tenant_gets_no_credit_for_its_absence() -> None:
 
 async def test_a_tenant_of_consecutive_large_requests_is_not_served_first() -> None:
     """Guards waiting small requests against large ones, each sent as soon as the one before has
-    ended: they took every second turn, and nearly all the tokens."""
+    ended: they took every second turn, and nearly all the tokens. The first is not charged."""
     requests = Requests(1, 100)
     tenants = ["large", *["small"] * 6]
     await requests.arrive(tenant="large", tokens=1000)
     await requests.arrive(6, tenant="small", tokens=10)
-    for _ in range(7):
+    for _ in range(8):
         latest = requests.entered[-1]
         requests.finish(latest)
         await turns()
         if tenants[latest] == "large":
             tenants.append("large")
             await requests.arrive(tenant="large", tokens=1000)
-    assert [tenants[number] for number in requests.entered] == ["large", *["small"] * 6, "large"]
+    order = [tenants[number] for number in requests.entered]
+    assert order == ["large", "small", "large", *["small"] * 5, "large"]
     await requests.finish_all()
 
 
-async def test_tenants_without_requests_are_dropped() -> None:
-    """Guards against memory that grows with every tenant while requests run all the time."""
-    admission = Admission(Limits(2, 0))
-    async with admission.enter("always here"):
-        for number in range(50):
-            async with admission.enter(f"tenant {number}", 1000):
-                pass
-        assert list(admission._tenants) == ["always here"]
+@pytest.mark.parametrize("way", ["served at once", "served in turn", "refused", "cancelled"])
+async def test_the_state_of_tenants_that_left_is_dropped(way: str) -> None:
+    """Guards against memory that grows with every tenant while requests run and wait all the
+    time."""
+    requests = Requests(2 if way == "served at once" else 1, 0 if way == "refused" else 10)
+    await requests.arrive(tenant="always here")
+    for number in range(1000):
+        tenant = f"tenant {number}"
+        if way == "refused":
+            await requests.refused(tenant=tenant, tokens=1000)
+            continue
+        requests.start(tenant, 1 + 100 * (number % 7))
+        if way == "served in turn":
+            requests.start("always waits", 1)
+        await turns(2)
+        if way == "cancelled":
+            requests.tasks[-1].cancel()
+        elif way == "served at once":
+            requests.finish(number + 1)
+        else:
+            await requests.next()
+            await requests.next()
+        await turns(2)
+        admission = requests.admission
+        assert len(admission._tenants) + len(admission._heap) < 200
+    await requests.finish_all()
+
+
+async def test_a_burst_of_new_tenants_does_not_overtake_what_waits() -> None:
+    """Guards the second request of a tenant against 999 tenants that come after it."""
+    requests = Requests(1, 2000)
+    await requests.arrive(2, tenant="old", tokens=10)
+    for number in range(999):
+        requests.start(f"new {number}", 10)
+    await turns()
+    assert await requests.next() == 1
+    await requests.finish_all()
+
+
+async def test_tenants_are_equal_again_once_a_permit_was_free() -> None:
+    """Guards a tenant against the tokens that it had before all was idle."""
+    requests = Requests(1, 100)
+    await requests.arrive(2, tenant="old", tokens=1000)
+    requests.finish(0)
+    requests.finish(1)
+    await turns()
+    await requests.arrive(tenant="first")  # 2
+    await requests.arrive(tenant="old")  # 3
+    await requests.arrive(tenant="new")  # 4
+    assert await requests.next() == 3
+    await requests.finish_all()
+
+
+async def test_new_tenants_without_end_delay_a_waiting_one_by_a_few() -> None:
+    """Guards a tenant that was served against a new tenant per turn: with a virtual time that
+    stands still while new tenants are served, it waited for ever."""
+    requests = Requests(1, 100)
+    await requests.arrive(tenant="first")
+    await requests.arrive(2, tenant="old", tokens=10)  # 1, 2
+    while await requests.next() != 1:
+        pass
+    for number in range(10):
+        await requests.arrive(tenant=f"new {number}", tokens=10)
+        if await requests.next() == 2:
+            break
+    assert requests.entered[-1] == 2
+    await requests.finish_all()
+
+
+_SIZES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=2, max_size=5)
+_ONE_SIZE = st.builds(lambda count, size: [[size]] * count, st.integers(2, 5), st.integers(1, 20))
+_EVENTS = st.lists(st.sampled_from(["turn", "turn", "guest", "cancel"]), min_size=20, max_size=60)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=_ONE_SIZE | _SIZES,
+    weights=st.just([1.0] * 5) | st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=5, max_size=5),
+    max_running=st.integers(1, 3),
+    events=_EVENTS,
+)
+async def test_tenants_that_wait_have_their_shares_in_any_window(
+    sizes: list[list[int]], weights: list[float], max_running: int, events: list[str]
+) -> None:
+    """Of k tenants that always wait, each gets 1/k of the candidate-tokens, up to a request: two
+    differ by at most one request of each (Goyal's theorem 1), and by one if all are equal.
+    Meanwhile other tenants come and go, and waiting requests are cancelled."""
+    requests, owners = Requests(max_running, 1000), []  # the owner and the size of each request
+
+    async def arrive(owner: int, tokens: int) -> None:
+        owners.append((owner, tokens))
+        share = Share(weights[owner] if owner < len(sizes) else 1.0)
+        await requests.arrive(tenant=str(owner), tokens=tokens, share=share)
+
+    for number in range(max_running):
+        await arrive(100 + number, 1)
+    for number in range(40):
+        for owner, own in enumerate(sizes):
+            await arrive(owner, own[number % len(own)])
+    tenants = [requests.admission._tenants[str(owner)] for owner in range(len(sizes))]
+    for number, event in enumerate(events):
+        if not all(tenant.line for tenant in tenants):
+            break
+        if event == "guest":
+            await arrive(200 + number, 7)
+        elif event == "cancel":
+            requests.tasks[-1 - number].cancel()
+        else:
+            await requests.next()
+    order = [owners[number] for number in requests.entered][max_running:]
+    _check_shares([served for served in order if served[0] < len(sizes)], sizes, weights)
+    for task in requests.tasks:
+        task.cancel()
+    await asyncio.wait(requests.tasks)
+
+
+def _check_shares(
+    order: list[tuple[int, int]], sizes: list[list[int]], weights: list[float]
+) -> None:
+    """In every window of requests, as (tenant, tokens), tenants differ by the allowed at most."""
+    largest = [max(own) / weight for own, weight in zip(sizes, weights, strict=False)]
+    is_equal = len({tuple(own) for own in sizes}) == len({*largest}) == len(sizes[0]) == 1
+    for first in range(len(order)):
+        served = [0.0] * len(sizes)
+        for owner, tokens in order[first:]:
+            served[owner] += tokens / weights[owner]
+            for one in range(len(sizes)):
+                for other in range(one):
+                    allowed = largest[one] + (0 if is_equal else largest[other])
+                    assert abs(served[one] - served[other]) <= allowed + 1e-6
+
+
+async def test_weights_apply_at_once() -> None:
+    """Guards a weight that changes while its tenant waits: from 1 to 1 it goes to 3 to 1."""
+    requests = Requests(1, 100)
+    await requests.arrive(tenant="first")
+    for _ in range(12):
+        await requests.arrive(tenant="a")
+        await requests.arrive(tenant="b")
+    tenants = ["first", *"ab" * 12, "a"]
+    assert [tenants[await requests.next()] for _ in range(4)] == list("abab")
+    await requests.arrive(tenant="a", share=Share(weight=3))
+    assert requests.admission._weights == 4
+    assert Counter([tenants[await requests.next()] for _ in range(8)]) == {"a": 6, "b": 2}
+    await requests.finish_all()
+
+
+async def test_a_tenant_cannot_take_the_places_of_another() -> None:
+    """Guards a newcomer against a full queue: the longest line loses its last request, until the
+    tenants that wait have equal parts."""
+    requests = Requests(1, 6)
+    await requests.arrive(2, tenant="few")  # 0 runs, 1 waits
+    await requests.arrive(6, tenant="many")  # 2 to 6 wait, 7 is refused
+    await requests.arrive(3, tenant="few")  # 8 and 9 wait in the places of 6 and 5, 10 is refused
+    await requests.arrive(tenant="one")  # 11, in a place of "few", the first of equals
+    assert requests.counts == (1, 6)
+    await requests.refused(tenant="many")
+    outcomes = await requests.finish_all()
+    refused = [number for number, outcome in enumerate(outcomes) if outcome]
+    assert refused == [5, 6, 7, 9, 10]
+    assert all(isinstance(outcomes[number], Overloaded) for number in refused)
+    assert requests.counts == (0, 0)
+
+
+async def test_a_request_cancelled_as_it_loses_its_place_returns_no_permit() -> None:
+    """Guards the limit of running requests against a permit that the request never had."""
+    requests = Requests(1, 2)
+    await requests.arrive(3, tenant="many")
+    requests.start(tenant="one")
+    await asyncio.sleep(0)  # the place is lost, the task has not resumed
+    requests.tasks[2].cancel()
+    await turns()
+    assert requests.counts == (1, 2) and requests.entered == [0]
+    await requests.finish_all()
+
+
+async def test_every_tenant_may_have_a_request_in_line_whatever_others_wait_for() -> None:
+    """Guards a tenant against a limit of candidate-tokens that another has used up."""
+    requests = Requests(1, 20, max_queued_tokens=100)
+    await requests.arrive(11, tenant="many", tokens=10)
+    assert requests.admission.queued_tokens == 100
+    await requests.arrive(tenant="one", tokens=70)
+    assert requests.admission.queued_tokens == 170
+    assert "70 candidate-tokens wait" in (await requests.refused(tenant="one")).message
+    assert "100 candidate-tokens wait" in (await requests.refused(tenant="many")).message
+    await requests.finish_all()
+
+
+async def test_the_expected_wait_follows_the_fair_order() -> None:
+    """Guards a newcomer against a refusal because of the requests of others behind it, and their
+    tenant against a place that it will not get in time."""
+    requests = Requests(1, 100)
+    async with requests.admission.enter(tokens=10):
+        requests.clock.now_s += 10.0
+    await requests.arrive(6, tenant="many", tokens=10)
+    await requests.arrive(tenant="one", tokens=10, time_left_s=25.0)  # behind the first that waits
+    refusal = await requests.refused(tenant="many", tokens=10, time_left_s=25.0)
+    assert isinstance(refusal, TooLate) and refusal.retry_after_s == pytest.approx(30.0)
+    assert "the wait is about 70" in refusal.message
+    assert requests.admission.queued == 6
+    assert await requests.finish_all() == [None] * 7
+
+
+async def test_a_share_has_its_own_limit() -> None:
+    """Guards against a tenant's limit of the tokens file that is not used, and 0 of no limit."""
+    requests = Requests(10, 10, tenant_tokens=100)
+    admission, small = requests.admission, Share(tokens=20)
+    await requests.arrive(tenant="a", tokens=15, share=small)
+    message = (await requests.refused(tenant="a", tokens=10, share=small)).message
+    assert "15 candidate-tokens of 20 are under way" in message
+    async with admission.enter("a", 1000, None, Share(tokens=0)):
+        assert admission.running == 2
+    await requests.finish_all()
 
 
 async def test_waiting_candidate_tokens_are_limited() -> None:
@@ -302,4 +524,5 @@ async def test_permits_are_conserved(limit: int, queue: int, script: list[tuple[
     assert all(outcome is None or isinstance(outcome, allowed) for outcome in outcomes)
     assert requests.most_running <= limit
     assert (*requests.counts, requests.running) == (0, 0, 0)
-    assert not admission._tenants and not admission.queued_tokens
+    assert not admission.queued_tokens and not admission._num_lines and not admission._weights
+    assert not any(tenant.held or tenant.waiting for tenant in admission._tenants.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,7 +12,9 @@ import grpc.aio
 import pytest
 
 from specrej.contracts import FinishReason
+from specrej.security import new_token
 from specrej.v1 import orchestrator_pb2 as pb
+from tests.certificates import place
 from tests.orchestrator.calls import (
     Code,
     answer,
@@ -83,6 +87,37 @@ async def test_a_full_queue_is_resource_exhausted() -> None:
         service.generator.gates["extend"].open()
         assert (await first).text and (await second).text
         assert service.generator.num_opened == 2
+
+
+async def test_a_request_that_leaves_n_open_is_charged_for_what_can_run() -> None:
+    """Guards against 1,024 candidates, the most of any session, for the 8 that it gets."""
+    async with whole(max_running=1) as service:
+        first = await held(service, seeded(0))
+        second = asyncio.create_task(answer(service, small_request(selection={"n": 0})))
+        await until(lambda: service.admission.queued == 1)
+        assert service.admission.queued_tokens == 8 * 40
+        service.generator.gates["extend"].open()
+        assert (await second).n == 8 and (await first).text
+
+
+async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> None:
+    """Guards the way of a tenant's limit from the file to admission; a request has 480."""
+    token, entry = new_token("acme")
+    place(tmp_path / "tokens", entry)
+    metadata = [("authorization", f"Bearer {token}")]
+    async with whole(server_settings={"tokens_file": str(tmp_path / "tokens")}) as service:
+        service.generator.gates["extend"].shut()
+        first = service.stub.Generate(seeded(0), metadata=metadata)
+        await until(lambda: service.admission.running == 1)
+        place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 900}))
+        error = await failure_of(service.stub.Generate(seeded(1), metadata=metadata))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert error.details() == "480 candidate-tokens of 900 are under way"
+        place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 960}))
+        second = service.stub.Generate(seeded(1), metadata=metadata)
+        await until(lambda: service.admission.running == 2)
+        service.generator.gates["extend"].open()
+        assert (await first).text and (await second).text
 
 
 async def test_a_full_generator_is_resource_exhausted() -> None:

@@ -15,6 +15,7 @@ from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
 from specrej.contracts import GenerationRequest, Prompt, RewardDescription, Scorer, Selection
 from specrej.errors import InvalidRequest
+from specrej.security import Share
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import new_cache
@@ -101,7 +102,7 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run() -
     )
     request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=5))
     with pytest.raises(InvalidRequest) as raised:
-        _ = [event async for event in orchestrator.generate(request, tenant="")]
+        _ = [event async for event in orchestrator.generate(request, tenant="", share=Share())]
     assert [violation.field for violation in raised.value.violations] == ["selection.rewards[0]"]
 
 

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from specrej import Client, RewardClient, errors
 from specrej.channel import open_channel
 from specrej.credentials import check_credentials, is_local
-from specrej.security import Access, read_tokens
+from specrej.security import Access, Share, read_tokens
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.certificates import place
@@ -100,6 +100,20 @@ def test_only_a_gateway_names_tenants(path: Path) -> None:
     assert Access().admit(GENERATE, []).tenant == ""
 
 
+def test_a_tenant_has_one_share(tmp_path: Path) -> None:
+    """Guards new tokens of a tenant, and tenants of a gateway, against the default share."""
+    path = tokens_file(tmp_path / "tokens", acme=None, other=None, edge=["gateway"])
+    more = line(tenant="acme", weight=2.5, tenant_tokens=0)
+    place(path, f"{path.read_text()}\n{more}")
+    access, header = Access(path), ("specrej-tenant", "acme")
+    assert access.admit(GENERATE, bearer("acme-token")).share == Share(2.5, 0)
+    assert access.admit(GENERATE, [*bearer("edge-token"), header]).share == Share(2.5, 0)
+    assert access.admit(GENERATE, bearer("edge-token")).share == Share()
+    assert access.admit(GENERATE, bearer("other-token")).share == Share()
+    place(path, path.read_text().replace("2.5", "4"))
+    assert access.admit(GENERATE, bearer("acme-token")).share == Share(4, 0)
+
+
 def test_every_entry_is_compared(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against shorter comparisons for the first entries: their time reveals the tenant."""
     results: list[bool] = []
@@ -114,6 +128,7 @@ def test_every_entry_is_compared(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert results == [True, False, False, False]
 
 
+BAD_WEIGHTS: list[object] = [0, -1, 0.001, 101, True, "s3cret", [], float("nan"), float("inf")]
 BAD_ROLES: list[object] = [[], "admin", ["s3cret"], [{}]]
 
 
@@ -130,7 +145,10 @@ def line(**changes: object) -> str:
         *((line(tenant=tenant), "tenant must be a name") for tenant in (None, "", 3)),
         *((line(sha256=digest), "line 1: sha256 must be 64") for digest in (None, "s3cret")),
         *((line(roles=roles), "roles must be") for roles in BAD_ROLES),
+        *((line(weight=weight), "weight must be from 0.01 to 100") for weight in BAD_WEIGHTS),
+        *((line(tenant_tokens=n), "tenant_tokens must be 0 or more") for n in (-1, 1.5, "s3cret")),
         (f"{line()}\n{line()}", "twice"),
+        (f"{line(weight=2)}\n{line(sha256='cd' * 32, weight=3)}", "two weights or limits"),
     ],
 )
 def test_errors_of_bad_lines_do_not_quote_them(tmp_path: Path, text: str, message: str) -> None:
