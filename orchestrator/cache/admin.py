@@ -1,4 +1,4 @@
-"""`specrej cache`: list, show and purge stored answers.
+"""`specrej cache`: list, show and purge stored answers; list the purges.
 
 Unlike the cache it reports errors of Redis. Exit codes: 0 success, 2 bad usage or no such key, 3
 Redis cannot be reached, 1 any other error. It uses SCAN, as KEYS blocks the server.
@@ -7,10 +7,13 @@ Redis cannot be reached, 1 any other error. It uses SCAN, as KEYS blocks the ser
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -30,6 +33,7 @@ from specrej.contracts import Generation
 TIMEOUT_S = 5.0  # of each call
 MAX_BYTES = 64 << 20  # of a value that is read
 _BATCH = 500
+_AUDIT, _AUDIT_SIZE = f"{PREFIX}:audit", 10_000  # a stream of the latest purges
 _ANSWERS = f"{PREFIX}:v*"
 _INDEXES = f"{PREFIX}:comparable:v*"
 _TENANTS = f"{PREFIX}:tenant:v*"
@@ -94,9 +98,13 @@ class _Store:
     def keys(self, pattern: str, tenant: str | None = None) -> list[str]:
         """The keys of a pattern, of a tenant or all, each once: SCAN may return one again."""
         if tenant is not None:
-            pattern = f"{pattern}:{hashed_tenant(tenant, self._secret)}*"
+            pattern = f"{pattern}:{self.tenant(tenant)}*"
         keys = self.redis.scan_iter(match=pattern, count=_BATCH)
         return list(dict.fromkeys(key.decode(errors="replace") for key in keys))
+
+    def tenant(self, name: str) -> str:
+        """The keyed hash of a tenant's name, as in keys."""
+        return hashed_tenant(name, self._secret)
 
     def answers(
         self, pattern: str, tenant: str | None = None
@@ -181,16 +189,35 @@ def _purge(store: _Store, arguments: argparse.Namespace) -> None:
     else:
         # "" is the tenant of callers without tokens.
         is_tenant = arguments.tenant is not None
-        what = f"all answers of tenant {arguments.tenant!r}" if is_tenant else "all answers"
+        what = f"all answers of {store.tenant(arguments.tenant)}" if is_tenant else "all answers"
         kinds = (_ANSWERS, _INDEXES, _TENANTS)
         keys = [key for kind in kinds for key in store.keys(kind, arguments.tenant)]
     if not arguments.yes:
         _confirm(f"Purge {what}: {len(keys)} keys?")
+    # Before the purge: without an entry nothing is deleted.
+    user = f"{getpass.getuser()}@{socket.gethostname()}"
+    entry: Any = {"by": user, "purge": what, "keys": len(keys)}
+    store.redis.xadd(_AUDIT, entry, maxlen=_AUDIT_SIZE)
     batches = [keys[start : start + _BATCH] for start in range(0, len(keys), _BATCH)]
     purged = sum(int(store.redis.unlink(*batch)) for batch in batches)
     _print_fields({"purged": purged}, as_json=arguments.json)
     if arguments.key and not purged:
         raise AdminError(f"no such key: {arguments.key}", _BAD_USAGE)
+
+
+def _audit(store: _Store, arguments: argparse.Namespace) -> None:
+    """The latest purges, youngest first: when, by which user, and what."""
+    rows: Any = store.redis.xrevrange(_AUDIT)
+    entries = [
+        {"at": datetime.fromtimestamp(int(number.split(b"-")[0]) / 1000, UTC).isoformat()}
+        | {name.decode(): value.decode() for name, value in fields.items()}
+        for number, fields in rows
+    ]
+    if arguments.json:
+        print(json.dumps(entries, indent=2))
+        return
+    for entry in entries:
+        print(*entry.values(), sep="  ")
 
 
 def _fields(key: str, value: object, left_ms: int, entry: CacheEntry | None) -> Fields:
@@ -254,7 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         common.add_argument(flag, help=f"{field.description}; default: {variable}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     added = {}
-    for run in (_stats, _list, _show, _purge):
+    for run in (_stats, _list, _show, _purge, _audit):
         name = run.__name__.removeprefix("_")
         added[name] = commands.add_parser(name, parents=[common], help=run.__doc__)
         added[name].set_defaults(run=run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 import os
@@ -150,8 +151,25 @@ def test_purge_deletes_one_answer_a_tenants_or_all(
         assert value_of(run("purge", *flags, "--yes", "--json")) == {"purged": num_purged}
         stored = {key.decode() for key in admin.scan_iter()}
         assert (umbrella in stored) is (num_purged < 5)
-    assert stored == {"foreign:key", flight_key(first)}
+    assert stored == {"foreign:key", flight_key(first), "specrej:audit"}
     assert run("purge", "--key", first, "--yes").returncode == 2
+
+
+@pytest.mark.usefixtures("keys")
+def test_purges_are_recorded_before_they_happen(run: Run, admin: redis.Redis) -> None:
+    """Guards against a purge without a trace, and against tenants' names in Redis."""
+    for flags in (("--tenant", "acme"), ("--all",)):
+        assert run("purge", *flags, "--yes").returncode == 0
+    every, of_acme = value_of(run("audit", "--json"))
+    assert (every["purge"], every["keys"]) == ("all answers", "5")
+    assert of_acme["keys"] == "4" and "acme" not in str(admin.xrange("specrej:audit"))
+    assert getpass.getuser() in of_acme["by"] and of_acme["at"] <= every["at"]
+    assert run("audit").stdout.count("\n") == 2
+    admin.delete("specrej:audit")
+    admin.set("specrej:audit", "of another type")
+    admin.set("specrej:v9:kept", "x")
+    assert run("purge", "--all", "--yes").returncode == 1
+    assert admin.exists("specrej:v9:kept")
 
 
 @pytest.mark.usefixtures("keys")
@@ -183,7 +201,7 @@ def test_all_keys_are_listed_without_the_keys_command(
     admin.mset({f"{prefix}:{number:064x}": "x" for number in range(3000)})
     assert value_of(run("purge", "--tenant", "t", "--yes", "--json")) == {"purged": 3000}
     assert "cmdstat_keys" not in admin.info("commandstats")
-    assert admin.dbsize() == 0
+    assert admin.dbsize() == admin.exists("specrej:audit") == 1
 
 
 def test_the_documented_rights_are_enough(

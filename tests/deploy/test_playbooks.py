@@ -1,0 +1,102 @@
+"""Every command of docs/playbooks.md, run against a stack with TLS and tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from deploy.local.stack import Stack
+from orchestrator.cache import tenant_digest
+from specrej.client import Client
+from specrej.credentials import Credentials
+from specrej.errors import Unauthenticated
+from specrej.security import new_token
+from tests.certificates import Authority, place
+from tests.serving import until
+
+_ROOT = Path(__file__).parents[2]
+_PLAYBOOKS = dict(
+    re.findall(
+        r"^## (.+)\n(?:(?!^## )[^\0])*?^```sh\n([^`]+)^```",
+        (_ROOT / "docs/playbooks.md").read_text(),
+        re.MULTILINE,
+    )
+)
+_TOYS = {
+    "SPECREJ_GENERATOR_MODEL": "toy:",
+    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+}
+
+
+async def shell(title: str, variables: dict[str, str], directory: Path) -> str:
+    """Run a playbook's commands; returns what they print, and fails if one of them does."""
+    path = f"{_ROOT / '.venv/bin'}:{os.environ['PATH']}"
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-euc", _PLAYBOOKS[title]),
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(_ROOT), **variables},
+        cwd=directory,
+        stdout=PIPE,
+        stderr=PIPE,
+    )
+    output, errors = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, errors.decode()
+    return output.decode()
+
+
+def test_every_playbook_has_commands() -> None:
+    """Guards against a section that the test below does not run."""
+    titles = re.findall("^## (.+)$", (_ROOT / "docs/playbooks.md").read_text(), re.MULTILINE)
+    assert list(_PLAYBOOKS) == titles
+
+
+async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
+    """Guards against instructions that fail when they are needed."""
+    authority = Authority(tmp_path)
+    pair, successor = authority.issue("orchestrator"), authority.issue("successor")
+    own, own_line = new_token("operator")
+    acme, acme_line = new_token("acme")
+    tokens = tmp_path / "tokens"
+    place(tokens, f"{own_line}\n{acme_line}\n")
+    environment = {
+        **_TOYS,
+        "SPECREJ_ORCHESTRATOR_TLS_CERT": str(pair.cert),
+        "SPECREJ_ORCHESTRATOR_TLS_KEY": str(pair.key),
+        "SPECREJ_ORCHESTRATOR_TOKENS_FILE": str(tokens),
+    }
+    trusted = Credentials(tls_ca=authority.path)
+    async with (
+        Stack(environment=environment, credentials=trusted) as stack,
+        Client(stack.orchestrator_address, token=acme, tls_ca=authority.path) as client,
+    ):
+        variables = {
+            "TOKENS": str(tokens),
+            "TENANT": "acme",
+            "GENERATOR": str(stack.processes["generator"]),
+            "CERT": str(pair.cert),
+            "KEY": str(pair.key),
+            "NEW_CERT": str(shutil.copy(successor.cert, tmp_path / "new-cert")),
+            "NEW_KEY": str(shutil.copy(successor.key, tmp_path / "new-key")),
+            "SPECREJ_ADDRESS": stack.orchestrator_address,
+            "SPECREJ_TOKEN": own,
+            "SPECREJ_TLS_CA": str(authority.path),
+            "SPECREJ_ORCHESTRATOR_REDIS_URL": stack.redis_url,
+        }
+        await client.generate("why?", n=2, max_tokens=16)
+        digest = await shell("Which tenant is it?", variables, tmp_path)
+        assert digest.strip() == tenant_digest("acme")
+        assert "toy" in await shell("Rotate a token", variables, tmp_path)
+        await shell("Rotate a certificate", variables, tmp_path)
+        assert pair.cert.read_bytes() == successor.cert.read_bytes()
+        assert "all answers of" in await shell("Drop a tenant", variables, tmp_path)
+        with pytest.raises(Unauthenticated):
+            await client.generate("why?", n=2, max_tokens=16)
+        assert await shell("Answers in the cache are wrong", variables, tmp_path)
+        await shell("Drain one generator", variables, tmp_path)
+        await until(lambda: not psutil.pid_exists(int(variables["GENERATOR"])))
