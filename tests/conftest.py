@@ -6,6 +6,7 @@ same process, so that they do not slow each other down.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import settings
 
 from specrej import threads
 
+# A shell's background jobs ignore SIGINT, and so would the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before any test imports torch.
 threads.bound_spinning()
 # Examples have no deadline: their time depends on the machine's load. Benchmarks measure speed.
