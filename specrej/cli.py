@@ -31,7 +31,7 @@ from specrej.client import Client, RewardClient
 from specrej.contracts import Generation, Message, Options, Prompt, ServiceDescription
 from specrej.credentials import Credentials
 from specrej.rounds_view import watch
-from specrej.security import Role, append_line, new_token
+from specrej.security import Role, append_line, new_token, time_of
 from specrej.trace_view import drawing
 
 _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
@@ -243,6 +243,9 @@ def token(
             "for the tenants that the metadata specrej-tenant names) or admin (describe only)."
         ),
     ] = None,
+    expires: Annotated[
+        str, typer.Option(help="End of its validity, as 2030-12-31T23:59:59Z; default: none.")
+    ] = "",
     append: Annotated[
         Path | None, typer.Option(help="Append the line to this tokens file instead.")
     ] = None,
@@ -256,7 +259,12 @@ def token(
     """
     if not tenant:
         raise typer.BadParameter("TENANT must not be empty")
-    made, line = new_token(tenant, role or ())
+    if expires:
+        try:
+            time_of(expires)
+        except ValueError as error:
+            raise typer.BadParameter(f"--expires {error}") from None
+    made, line = new_token(tenant, role or (), expires)
     if append is None:
         note(line)
     else:

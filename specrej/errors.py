@@ -100,13 +100,13 @@ class SlotsExceeded(InvalidRequest):
 
 
 class Unauthenticated(SpecrejError):
-    """The token is missing or unknown."""
+    """The token is missing, unknown or expired."""
 
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(SpecrejError):
-    """The token lacks the role for this call."""
+    """The token lacks the role for this call, or the certificate an allowed name."""
 
     reason = "PERMISSION_DENIED"
 

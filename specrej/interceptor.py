@@ -10,9 +10,10 @@ import inspect
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from sys import intern
 from typing import Any, TypeAlias
 
@@ -36,6 +37,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Handler = Callable[[Any, Context], Awaitable[Any]]
 
+_RECHECK_S = 2.0  # between two checks of a running call's token
 
 # The deadline of the call in this context, by time.monotonic().
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
@@ -69,16 +71,21 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(details)
+        admit = partial(self._access.admit, details.method, details.invocation_metadata or ())
         try:
-            caller = self._access.admit(details.method, details.invocation_metadata or ())
+            caller = admit()
         except Exception as error:
             # Unauthenticated callers cannot choose span names.
             return self._refuse(details.method if handler else "unknown", error)
         if handler is None:
             return None
         if details.method.startswith(OURS):
-            return _wrapped(handler, lambda behavior: self._guard(details.method, behavior, caller))
-        return _wrapped(handler, lambda behavior: _with_status(details.method, behavior))
+            return _wrapped(
+                handler, lambda behavior: self._guard(details.method, behavior, caller, admit)
+            )
+        return _wrapped(
+            handler, lambda behavior: self._with_status(details.method, behavior, admit)
+        )
 
     def _refuse(self, method: str, error: Exception) -> RpcHandler:
         """A handler for any method that fails before it reads a message."""
@@ -86,9 +93,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def refuse(request: Any, context: Context) -> None:
             raise error
 
-        return grpc.stream_stream_rpc_method_handler(self._guard(method, refuse, Caller()))
+        return grpc.stream_stream_rpc_method_handler(self._guard(method, refuse, Caller(), Caller))
 
-    def _guard(self, method: str, behavior: Handler, caller: Caller) -> Handler:
+    def _guard(
+        self, method: str, behavior: Handler, caller: Caller, admit: Callable[[], Caller]
+    ) -> Handler:
         name = method.lstrip("/")
 
         async def guarded(request: Any, context: Context) -> Any:
@@ -98,7 +107,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     set_caller(caller)
                     left_s = self._deadline_s(context)
                     _deadline.set(None if left_s is None else time.monotonic() + left_s)
-                    async with asyncio.timeout(left_s):
+                    async with asyncio.timeout(left_s), self._admitted(method, context, admit):
                         return await behavior(request, context)
                 except Exception as error:
                     await _abort(context, method, error, call)
@@ -111,6 +120,58 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     await _abort(context, method, error, call)
 
         return guarded
+
+    def _with_status(self, method: str, behavior: Handler, admit: Callable[[], Caller]) -> Handler:
+        """A handler of health or reflection: without deadline and span, with our statuses."""
+
+        async def with_status(request: Any, context: Context) -> Any:
+            try:
+                async with self._admitted(method, context, admit):
+                    answer = behavior(request, context)
+                    if not inspect.isasyncgen(answer):
+                        return await answer
+                    async for message in answer:
+                        await context.write(message)
+            except grpc.aio.AbortError:
+                raise  # it carries its status
+            except Exception as error:
+                await context.abort(*to_status(_presentable(method, error)))
+
+        return with_status
+
+    @asynccontextmanager
+    async def _admitted(
+        self, method: str, context: Context, admit: Callable[[], Caller]
+    ) -> AsyncIterator[None]:
+        """Check the peer, then call `admit` every two seconds; its error ends what runs inside.
+
+        So a token that is revoked or expires ends its open calls.
+        """
+        # Only here: interceptors do not receive the peer's certificate.
+        if self._access.allowed_clients:
+            self._access.check_peer(method, context.auth_context())
+        loop, refusal = asyncio.get_running_loop(), None
+        timer: asyncio.TimerHandle
+
+        def check() -> None:
+            nonlocal timer, refusal
+            try:
+                admit()
+                timer = loop.call_later(_RECHECK_S, check)
+            except Exception as error:
+                refusal = error
+                bound.reschedule(loop.time())
+
+        timer = loop.call_later(_RECHECK_S, check)
+        try:
+            async with asyncio.timeout(None) as bound:
+                yield
+        except TimeoutError:
+            if refusal:
+                raise refusal from None
+            raise
+        finally:
+            timer.cancel()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -182,24 +243,6 @@ def _wrapped(handler: Any, wrap: Callable[[Handler], Handler]) -> Any:
         return behavior(decode(data), context)
 
     return handler._replace(**{kind: wrap(decoding)}, request_deserializer=None)
-
-
-def _with_status(method: str, behavior: Handler) -> Handler:
-    """A handler of health or reflection: without deadline and span, with our statuses."""
-
-    async def with_status(request: Any, context: Context) -> Any:
-        try:
-            answer = behavior(request, context)
-            if not inspect.isasyncgen(answer):
-                return await answer
-            async for message in answer:
-                await context.write(message)
-        except grpc.aio.AbortError:
-            raise  # it carries its status
-        except Exception as error:
-            await context.abort(*to_status(_presentable(method, error)))
-
-    return with_status
 
 
 def _decoder(handler: RpcHandler) -> Callable[[bytes], Any]:

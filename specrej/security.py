@@ -7,6 +7,7 @@ A tokens file has one JSON object per line, blank lines and lines that begin wit
 The file holds digests only, so that reading it grants no access. Roles are `generate` (the
 default), `gateway` (generate for the tenant that the metadata names) and `admin` (describe only).
 One line of a tenant may also have its `weight` and its `tenant_tokens`, see `Share`.
+A line may have `"expires": "2030-12-31T23:59:59Z"` (RFC 3339), the end of its token's validity.
 """
 
 from __future__ import annotations
@@ -14,28 +15,33 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specrej.errors import PermissionDenied, Unauthenticated
+from specrej.errors import InvalidRequest, PermissionDenied, Unauthenticated, Violation
 from specrej.reloading_file import ReloadingFile
 
 TENANT_METADATA = "specrej-tenant"
 TOKEN_METADATA = "authorization"
 _SCHEME = "bearer "
+_CERTIFIED_NAMES = "x509_subject_alternative_name"
 
 OURS = "/specrej.v1."
 _HEALTH = "/grpc.health.v1.Health/"
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
-_FIELDS = {"tenant", "sha256", "roles", "weight", "tenant_tokens"}
+_RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)")
+_FIELDS = {"tenant", "sha256", "roles", "weight", "tenant_tokens", "expires"}
 _LEAST_WEIGHT = 0.01
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -90,13 +96,20 @@ class Entry:
 
     digest: bytes
     caller: Caller
+    expires: float = math.inf  # seconds since the epoch
 
 
 class Access:
-    """Admits calls by token and role; without a tokens file, every call."""
+    """Admits calls by the peer's certificate, token and role; without a tokens file, any token."""
 
-    def __init__(self, tokens_file: Path | None = None) -> None:
-        """Raises OSError or ValueError: the file cannot be read."""
+    def __init__(
+        self, tokens_file: Path | None = None, allowed_clients: Collection[str] = ()
+    ) -> None:
+        """`allowed_clients`: names of certificates, one of which a peer must have; empty: any.
+
+        Raises OSError or ValueError: the file cannot be read.
+        """
+        self.allowed_clients = frozenset(allowed_clients)
         self._entries = tokens_file and ReloadingFile(
             (tokens_file,), partial(read_tokens, tokens_file)
         )
@@ -106,12 +119,23 @@ class Access:
         """Whether the tokens file has changed and cannot be used."""
         return bool(self._entries and self._entries.is_rejected)
 
+    def check_peer(self, method: str, identity: Mapping[str, Iterable[bytes]]) -> None:
+        """Check the certificate of a call's peer, grpc's `auth_context`; health accepts any.
+
+        Raises:
+            PermissionDenied: it has none of the allowed names.
+        """
+        names = {name.decode(errors="replace") for name in identity.get(_CERTIFIED_NAMES, ())}
+        if not (names & self.allowed_clients or method.startswith(_HEALTH)):
+            raise PermissionDenied("the client's certificate has none of the allowed names")
+
     def admit(self, method: str, metadata: Metadata) -> Caller:
         """The caller of `method`, "/package.Service/Method".
 
         Raises:
-            Unauthenticated: a missing or unknown token.
+            Unauthenticated: a missing, unknown or expired token.
             PermissionDenied: the token lacks the role.
+            InvalidRequest: two tenants.
         """
         given = tuple(metadata)
         if method.startswith(_HEALTH):
@@ -126,8 +150,9 @@ class Access:
             raise PermissionDenied(
                 "the token lacks the role for this call", metadata={"roles": names}
             )
+        named = _tenant_of(given)
         if Role.GATEWAY in caller.roles:
-            tenant = _tenant_of(given) or caller.tenant
+            tenant = named or caller.tenant
             of_tenant = (entry.caller.share for entry in entries if entry.caller.tenant == tenant)
             return Caller(tenant, caller.roles, next(of_tenant, Share()))
         return caller
@@ -141,7 +166,10 @@ def _roles_for(method: str) -> frozenset[Role]:
 
 
 def _tenant_of(metadata: Metadata) -> str:
-    return str(dict(metadata).get(TENANT_METADATA, ""))
+    tenants = [str(value) for key, value in metadata if key == TENANT_METADATA]
+    if len(tenants) > 1:
+        raise InvalidRequest([Violation(TENANT_METADATA, "must be given once")])
+    return tenants[0] if tenants else ""
 
 
 def _token_of(metadata: Metadata) -> str:
@@ -153,14 +181,16 @@ def _token_of(metadata: Metadata) -> str:
 
 def _find(entries: Iterable[Entry], token: str) -> Caller:
     presented = _digest(token)
-    caller: Caller | None = None
+    known: Entry | None = None
     for entry in entries:
         # All entries, each in constant time: the duration reveals nothing about any entry.
         if hmac.compare_digest(entry.digest, presented):
-            caller = entry.caller
-    if caller is None:
+            known = entry
+    if known is None:
         raise Unauthenticated("unknown token")
-    return caller
+    if time.time() >= known.expires:
+        raise Unauthenticated("the token has expired")
+    return known.caller
 
 
 def _digest(token: str) -> bytes:
@@ -206,7 +236,28 @@ def _entry(line: str, where: str) -> Entry:
         raise ValueError(f"{where}: tenant must be a name")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{where}: sha256 must be 64 hex digits")
-    return Entry(bytes.fromhex(digest), Caller(tenant, _roles(roles, where), _share(given, where)))
+    caller = Caller(tenant, _roles(roles, where), _share(given, where))
+    return Entry(bytes.fromhex(digest), caller, _expires(given.get("expires"), where))
+
+
+def _expires(given: object, where: str) -> float:
+    if given is None:
+        return math.inf
+    try:
+        return time_of(given)
+    except ValueError:
+        raise ValueError(f"{where}: expires must be a time as 2030-12-31T23:59:59Z") from None
+
+
+def time_of(given: object) -> float:
+    """Seconds since the epoch of a time in RFC 3339.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(given, str) or not _RFC_3339.fullmatch(given):
+        raise ValueError("must be a time as 2030-12-31T23:59:59Z")
+    return datetime.fromisoformat(given).timestamp()
 
 
 def _roles(given: object, where: str) -> frozenset[Role]:
@@ -226,12 +277,14 @@ def _share(given: Mapping[str, Any], where: str) -> Share:
     return Share(float(weight), tokens)
 
 
-def new_token(tenant: str, roles: Iterable[Role] = ()) -> tuple[str, str]:
-    """A new token, and its line for a tokens file."""
+def new_token(tenant: str, roles: Iterable[Role] = (), expires: str = "") -> tuple[str, str]:
+    """A new token, and its line for a tokens file; `expires` is in RFC 3339, empty: never."""
     token = secrets.token_urlsafe(32)
     line: dict[str, object] = {"tenant": tenant, "sha256": _digest(token).hex()}
     if names := sorted(set(roles)):
         line["roles"] = names
+    if expires:
+        line["expires"] = expires
     return token, json.dumps(line)
 
 

@@ -141,7 +141,7 @@ class Server:
         self._is_warm = False
         self._health = health_aio.HealthServicer()
         self._lag_s = 0.0  # longest delay of the event loop since the last export
-        self._access = Access(settings.tokens_path)
+        self._access = Access(settings.tokens_path, settings.allowed_names)
         self._certificates = settings.tls_files and settings.tls_files.watch()
         self._calls = StatusInterceptor(default_deadline_s, self._access)
         self._server = grpc.aio.server(
@@ -274,6 +274,8 @@ class Server:
         log.info("listening on %s:%d", self._settings.host, self.port)
         if self._settings.shows_tokens:
             log.warning("tokens arrive in plaintext: set tls_cert, unless a proxy terminates TLS")
+        if self._settings.accepts_any_certificate:
+            log.warning("every certificate of tls_client_ca is accepted: set allowed_clients")
         for metric, values in (
             (telemetry.names.HEARTBEAT_AGE, self._heartbeat_age),
             (telemetry.names.EVENT_LOOP_LAG, self._event_loop_lag),

@@ -67,8 +67,16 @@ class ServiceSettings(BaseSettings):
     tls_client_ca: str = Field(
         "", description="PEM file of authorities; clients must have a certificate from one of them"
     )
+    allowed_clients: str = Field(
+        "",
+        pattern=r"^([^\s,]+(,[^\s,]+)*)?$",
+        description="names, separated by commas, of which a client's certificate must have one as a"
+        " subject alternative name; empty: every certificate of tls_client_ca",
+    )
     tokens_file: str = Field(
-        "", description="JSON lines of tenant, sha256, roles; all calls except health need a token"
+        "",
+        description="JSON lines of tenant, sha256, roles, expires; all calls except health need a"
+        " token",
     )
     allow_anonymous: CliImplicitFlag[bool] = Field(
         False,
@@ -98,9 +106,19 @@ class ServiceSettings(BaseSettings):
         return TLSFiles(cert, key, ca) if cert or key or ca else None
 
     @property
+    def allowed_names(self) -> tuple[str, ...]:
+        """Names of client certificates; empty: any."""
+        return tuple(name for name in self.allowed_clients.split(",") if name)
+
+    @property
     def tokens_path(self) -> Path | None:
         """None: no tokens."""
         return Path(self.tokens_file) if self.tokens_file else None
+
+    @property
+    def accepts_any_certificate(self) -> bool:
+        """Whether every program with a certificate of the authority is served."""
+        return bool(self.tls_client_ca) and not (self.allowed_clients or self.tokens_file)
 
     @property
     def shows_tokens(self) -> bool:
@@ -120,6 +138,8 @@ class ServiceSettings(BaseSettings):
             if not files.cert:
                 raise ValueError("tls_cert and tls_key are needed for TLS")
             _check(files.read)
+        if self.allowed_clients and not self.tls_client_ca:
+            raise ValueError("allowed_clients needs tls_client_ca")
         return self
 
     @model_validator(mode="after")

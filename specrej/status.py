@@ -117,7 +117,7 @@ def from_backend_error(failure: Any, backend: str) -> errors.SpecrejError:
     ):
         return errors.Unavailable(f"{backend} gave up: {error.message}")
     if isinstance(error, errors.Unauthenticated | errors.PermissionDenied):
-        return errors.Unavailable(f"{backend} refused this service's token")
+        return errors.Unavailable(f"{backend} refused this service's token or certificate")
     if DETAILS_TRAILER not in dict(failure.trailing_metadata() or ()):
         # The text is grpc's or a foreign service's: it may contain addresses, class names, paths.
         if isinstance(error, errors.Unavailable):

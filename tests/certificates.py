@@ -25,9 +25,9 @@ class Authority:
         self.path = directory / f"{name}.pem"
         self._authority.cert_pem.write_to_path(str(self.path))
 
-    def issue(self, name: str = "server") -> Pair:
-        """A new certificate and key in place of those of that name."""
-        made = self._authority.issue_cert("localhost", "127.0.0.1")
+    def issue(self, name: str = "server", *identities: str) -> Pair:
+        """A new certificate and key in place of those of that name; `identities` are more names."""
+        made = self._authority.issue_cert("localhost", "127.0.0.1", *identities)
         pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         place(pair.key, made.private_key_pem.bytes())
         place(pair.cert, b"".join(blob.bytes() for blob in made.cert_chain_pems))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specrej import wire
 from specrej.channel import open_channel
 from specrej.contracts import GeneratorDescription, ServiceDescription
+from specrej.credentials import Credentials
 from specrej.serving import Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import generator_pb2, generator_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
@@ -76,9 +77,9 @@ def retry_info_s(error: grpc.aio.AioRpcError) -> float | None:
     return info.retry_delay.ToMilliseconds() / 1000 if has_info else None
 
 
-async def health_of(address: str, service: str = "") -> str:
+async def health_of(address: str, service: str = "", **credentials: Unpack[Credentials]) -> str:
     """SERVING, NOT_SERVING or the status code of the failed check."""
-    async with open_channel(address, retries=False) as channel:
+    async with open_channel(address, retries=False, **credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             request = health_pb2.HealthCheckRequest(service=service)

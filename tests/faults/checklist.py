@@ -29,7 +29,7 @@ NUM_FAULTS = {
     "starts": 7,
     "cache": 2,
     "telemetry": 5,
-    "trust": 5,
+    "trust": 9,
 }
 _COLLECTOR = "telemetry/test_setup.py::test_a_dead_collector_does_not_delay_the_end"
 _ELSEWHERE = {

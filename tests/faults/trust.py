@@ -1,13 +1,15 @@
-"""Trust: what readers and writers of Redis can learn and change, and whose budget is whose."""
+"""Trust: readers and writers of Redis, tenants, certificates and tokens."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,23 @@ from typing import Any
 from orchestrator.cache import Secret, cache_keys
 from orchestrator.cache.answers import ENTRY_OVERHEAD_BYTES, mac
 from specrej import wire
+from specrej.channel import open_channel
 from specrej.contracts import CacheControl, GeometricSchedule, WeightedReward
+from specrej.credentials import Credentials
+from specrej.security import Metadata
+from specrej.v1 import generator_pb2, generator_pb2_grpc
+from tests.certificates import Authority, Pair, place
 from tests.faults.case import Case, here
 from tests.faults.redis_faults import redis_client
-from tests.faults.world import CACHE_SECRET, TENANT_CACHE_BYTES, World, request, until
+from tests.faults.world import CACHE_SECRET, TENANT_CACHE_BYTES, Call, World, request, until
+from tests.serving import violations_of
 
 _SALARY = "My salary is 91,000"
 _USE: Mapping[str, Any] = {"cache": CacheControl.USE, "max_tokens": 8}
+
+
+def _tenant(name: str) -> Metadata:
+    return [("specrej-tenant", name)]
 
 
 async def _answer_keys(client: Any) -> list[str]:
@@ -94,14 +106,15 @@ async def tenant_flood(world: World) -> list[str]:
     """A tenant that fills its budget loses its own oldest answers, and no other tenant's."""
     async with redis_client(world) as client:
         await client.flushall()
-        first = await world.generate(tenant="small", seed=1, **_USE)
+        first = await world.generate(metadata=_tenant("small"), seed=1, **_USE)
         (small_key,) = await _answer_keys(client)
-        many = [await world.generate(tenant="large", seed=seed, **_USE) for seed in range(40)]
+        large = _tenant("large")
+        many = [await world.generate(metadata=large, seed=seed, **_USE) for seed in range(40)]
         large_keys = [key for key in await _answer_keys(client) if key != small_key]
         sizes = [await client.strlen(key) + ENTRY_OVERHEAD_BYTES for key in large_keys]
         assert TENANT_CACHE_BYTES / 2 < sum(sizes) <= TENANT_CACHE_BYTES, sizes
     cached = [
-        await world.generate(tenant=tenant, seed=seed, **_USE)
+        await world.generate(metadata=_tenant(tenant), seed=seed, **_USE)
         for tenant, seed in (("small", 1), ("large", 39), ("large", 0))
     ]
     assert [o.generation and o.generation.cached for o in cached] == [True, True, False]
@@ -126,10 +139,95 @@ async def stopped_loop(world: World) -> list[str]:
     return [outcome.label for outcome in (*first, *outcomes)]
 
 
+# Identity.
+
+
+async def wrong_name(world: World) -> list[str]:
+    """A certificate of the right authority with another program's name may only see health."""
+    authority = Authority(world.files)
+    server, right, wrong = (
+        authority.issue(name, name) for name in ("generator", "orchestrator", "reward")
+    )
+
+    def identity(pair: Pair) -> Credentials:
+        return Credentials(tls_ca=authority.path, tls_cert=pair.cert, tls_key=pair.key)
+
+    settings = {
+        "TLS_CERT": str(server.cert),
+        "TLS_KEY": str(server.key),
+        "TLS_CLIENT_CA": str(authority.path),
+        "ALLOWED_CLIENTS": "orchestrator",
+    }
+    codes = []
+    async with world.another("generator", identity(wrong), **settings) as address:
+        for pair in (right, wrong):
+            async with open_channel(address, retries=False, **identity(pair)) as channel:
+                stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
+                describe = stub.Describe(generator_pb2.GeneratorServiceDescribeRequest(), timeout=5)
+                session = stub.Session(timeout=5)
+                await session.done_writing()
+                codes += [(await call.code()).name for call in (describe, session)]
+    assert codes == ["OK", "OK", "PERMISSION_DENIED", "PERMISSION_DENIED"], codes
+    return codes
+
+
+async def ended_token(is_expiring: bool, world: World) -> list[str]:
+    """A token that is removed, or expires, ends its open stream; other streams go on."""
+    path = Path(world.files, "tokens")
+
+    def lines(**expires: str) -> str:
+        digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in expires}
+        entries = [{"tenant": name, "sha256": digests[name]} for name in expires]
+        return "\n".join(
+            json.dumps(entry | ({"expires": end} if end else {}))
+            for entry, end in zip(entries, expires.values(), strict=True)
+        )
+
+    place(path, lines(ending="", staying=""))
+    async with world.another("orchestrator", TOKENS_FILE=str(path)) as address:
+        calls = [
+            Call(address, stream=True, n=1, max_tokens=1400, metadata=_bearer(token))
+            for token in ("ending", "staying")
+        ]
+        for call in calls:
+            await call.begin()
+        began = time.monotonic()
+        soon = (datetime.now(UTC) + timedelta(seconds=2)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        place(path, lines(ending=soon, staying="") if is_expiring else lines(staying=""))
+        ended = await calls[0].outcome()
+        seconds = time.monotonic() - began
+        again = Call(address, n=1, metadata=_bearer("ending"))
+        outcomes = [ended, await again.outcome(), await calls[1].outcome()]
+    codes = [outcome.code for outcome in outcomes]
+    assert codes == ["UNAUTHENTICATED", "UNAUTHENTICATED", "OK"], codes
+    assert seconds < (5 if is_expiring else 3), f"the stream ended after {seconds:.1f} s"
+    return codes
+
+
+def _bearer(token: str) -> Metadata:
+    return [("authorization", f"Bearer {token}")]
+
+
+async def two_tenants(world: World) -> list[str]:
+    """A second tenant in the metadata is refused, and neither of them is served."""
+    async with redis_client(world) as client:
+        await client.flushall()
+        outcome = await world.generate(metadata=[*_tenant("own"), *_tenant("victim")], **_USE)
+        assert not await client.dbsize()
+    assert outcome.error and violations_of(outcome.error) == {
+        "specrej-tenant": "must be given once"
+    }
+    return [outcome.label]
+
+
 CASES: tuple[Case, ...] = (
     here("trust/redis-guessed-prompt", guessed_prompt, "OK", fast=True),
     here("trust/redis-forged-value", partial(written_value, _forged), "OK", fast=True),
     here("trust/redis-value-of-another-key", partial(written_value, _of_another_key), "OK"),
     here("trust/redis-tenant-flood", tenant_flood, "OK", fast=True),
     here("trust/redis-stopped-orchestrator", stopped_loop, "OK", fast=True),
+    here("trust/certificate-name", wrong_name, "OK", "PERMISSION_DENIED", fast=True),
+    here("trust/removed-token", partial(ended_token, False), "OK", "UNAUTHENTICATED", fast=True),
+    here("trust/expired-token", partial(ended_token, True), "OK", "UNAUTHENTICATED"),
+    here("trust/two-tenants", two_tenants, "INVALID_ARGUMENT", fast=True),
 )

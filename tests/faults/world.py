@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -23,6 +24,7 @@ from typing import Any
 import grpc.aio
 import psutil  # type: ignore[import-untyped]
 
+from deploy.local.processes import Processes, Program
 from deploy.local.stack import Ports, Stack
 from specrej import wire
 from specrej.channel import open_channel
@@ -34,7 +36,8 @@ from specrej.contracts import (
     ServiceDescription,
     TokensSchedule,
 )
-from specrej.security import TENANT_METADATA
+from specrej.credentials import Credentials
+from specrej.security import Metadata
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests import serving
 from tests.faults.proxy import HOST, Proxy, proxy
@@ -93,7 +96,7 @@ class Call:
         stream: bool = False,
         timeout_s: float | None = CALL_S,
         narrow: bool = False,
-        tenant: str = "",
+        metadata: Metadata = (),
         **options: Any,
     ) -> None:
         """`narrow`: limit the flow-control window to 64 KiB instead of 4 MiB."""
@@ -102,12 +105,12 @@ class Call:
         stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
         message = request(**options)
         self._stream = stream
-        metadata = ((TENANT_METADATA, tenant),) if tenant else ()
+        sent: Mapping[str, Any] = {"timeout": timeout_s, "metadata": tuple(metadata)}
         if stream:
             whole = orchestrator_pb2.GenerateStreamRequest(request=message)
-            self._rpc = stub.GenerateStream(whole, timeout=timeout_s, metadata=metadata)
+            self._rpc = stub.GenerateStream(whole, **sent)
         else:
-            self._rpc = stub.Generate(message, timeout=timeout_s, metadata=metadata)
+            self._rpc = stub.Generate(message, **sent)
         self._task = asyncio.ensure_future(self._run())
 
     @property
@@ -165,10 +168,12 @@ class World:
         proxies: Mapping[str, Proxy],
         other_children: frozenset[int],
         files: Path,
+        variables: Mapping[str, str],
     ) -> None:
         """`other_children`: process ids of children that do not belong to the stack."""
         self.stack = stack
         self.files = files  # directory of the files that settings name
+        self.variables = variables  # of all its services
         # Between the orchestrator and "generator", "reward", "redis", and before it: "front".
         self.proxies = proxies
         self._other_children = other_children
@@ -254,6 +259,33 @@ class World:
             if status == psutil.STATUS_ZOMBIE:
                 await self.stack.restart(name)
 
+    @asynccontextmanager
+    async def another(
+        self, kind: str, credentials: Credentials | None = None, **settings: str
+    ) -> AsyncIterator[str]:
+        """The address of one more process of a service, with these settings besides the world's.
+
+        `credentials`: of its health check.
+        """
+        port, prefix = Ports.free().orchestrator, f"SPECREJ_{kind.upper()}_"
+        address = f"{HOST}:{port}"
+
+        async def is_ready() -> bool:
+            return await health_of(address, **(credentials or {})) == "SERVING"
+
+        program = Program(
+            name=f"another-{kind}",
+            arguments=(sys.executable, "-m", Stack.modules[kind]),
+            is_ready=is_ready,
+            environment={
+                **self.variables,
+                **{f"{prefix}{name}": value for name, value in settings.items()},
+                f"{prefix}PORT": str(port),
+            },
+        )
+        async with Processes([program], self.files, grace_s=10):
+            yield address
+
     async def settle(self) -> float:
         """Return the seconds until the invariant holds.
 
@@ -335,7 +367,7 @@ async def world(
         (files / CACHE_SECRET).write_text(secrets.token_hex(32))
         variables = {**_environment(proxies, files), **(environment or {})}
         stack = await undo.enter_async_context(make_stack(ports, environment=variables, grace_s=10))
-        running = World(stack, proxies, other_children, files)
+        running = World(stack, proxies, other_children, files, variables)
         await running.settle()  # the first answer is the reference
         yield running
 

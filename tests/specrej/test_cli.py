@@ -296,6 +296,10 @@ async def test_a_new_token_goes_to_stdout_and_its_line_elsewhere(
     assert path.stat().st_mode & 0o077 == 0
     _, err = await command("token", "acme", "--append", str(tmp_path))
     assert err.startswith("specrej: ")
+    _, line = await command("token", "acme", "--expires", "2030-12-31T23:59:59Z")
+    assert json.loads(line)["expires"] == "2030-12-31T23:59:59Z"
+    with pytest.raises(typer.BadParameter, match="--expires must be a time"):
+        await command("token", "acme", "--expires", "tomorrow")
 
 
 async def test_unusable_credentials_are_errors(

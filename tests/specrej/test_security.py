@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,14 @@ import grpc.aio
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from specrej import Client, RewardClient, errors
+from specrej import Client, RewardClient, errors, interceptor
 from specrej.channel import open_channel
 from specrej.credentials import check_credentials, is_local
 from specrej.security import Access, Share, read_tokens
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.certificates import place
-from tests.serving import failure_of, health_of, listening, reason_of
+from tests.serving import failure_of, health_of, listening, reason_of, until
 from tests.specrej.fakes import FakeOrchestrator
 
 GENERATE = "/specrej.v1.OrchestratorService/Generate"
@@ -114,6 +116,35 @@ def test_a_tenant_has_one_share(tmp_path: Path) -> None:
     assert access.admit(GENERATE, bearer("acme-token")).share == Share(4, 0)
 
 
+def test_two_tenants_are_refused(path: Path) -> None:
+    """Guards against a proxy in front that checks the first header and forwards both."""
+    twice = [("specrej-tenant", "own"), ("specrej-tenant", "victim")]
+    with pytest.raises(errors.InvalidRequest, match="specrej-tenant: must be given once"):
+        Access().admit(GENERATE, twice)
+    for tenant in ("edge", "acme"):
+        with pytest.raises(errors.InvalidRequest, match="specrej-tenant: must be given once"):
+            Access(path).admit(GENERATE, [*bearer(f"{tenant}-token"), *twice])
+    with pytest.raises(errors.Unauthenticated):
+        Access(path).admit(GENERATE, twice)
+
+
+def test_a_token_expires(tmp_path: Path) -> None:
+    """Guards against a time that is ignored, or read in another zone."""
+    now = datetime.now(UTC)
+    digest = hashlib.sha256(b"token").hexdigest()
+    for zone, suffix in ((UTC, "Z"), (timezone(timedelta(hours=-9)), "-09:00")):
+        for minutes, is_valid in ((1, True), (-1, False)):
+            end = (now + timedelta(minutes=minutes)).astimezone(zone)
+            expires = end.strftime("%Y-%m-%dT%H:%M:%S") + suffix
+            place(tmp_path / "tokens", line(sha256=digest, expires=expires))
+            access = Access(tmp_path / "tokens")
+            if is_valid:
+                assert access.admit(GENERATE, bearer("token")).tenant == "a"
+            else:
+                with pytest.raises(errors.Unauthenticated, match="expired"):
+                    access.admit(GENERATE, bearer("token"))
+
+
 def test_every_entry_is_compared(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against shorter comparisons for the first entries: their time reveals the tenant."""
     results: list[bool] = []
@@ -130,6 +161,7 @@ def test_every_entry_is_compared(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 BAD_WEIGHTS: list[object] = [0, -1, 0.001, 101, True, "s3cret", [], float("nan"), float("inf")]
 BAD_ROLES: list[object] = [[], "admin", ["s3cret"], [{}]]
+BAD_TIMES = (3, "", "s3cret", "2030-01-01", "2030-01-01T00:00:00", "2030-13-01T00:00:00Z")
 
 
 def line(**changes: object) -> str:
@@ -147,6 +179,7 @@ def line(**changes: object) -> str:
         *((line(roles=roles), "roles must be") for roles in BAD_ROLES),
         *((line(weight=weight), "weight must be from 0.01 to 100") for weight in BAD_WEIGHTS),
         *((line(tenant_tokens=n), "tenant_tokens must be 0 or more") for n in (-1, 1.5, "s3cret")),
+        *((line(expires=time), "line 1: expires must be a time") for time in BAD_TIMES),
         (f"{line()}\n{line()}", "twice"),
         (f"{line(weight=2)}\n{line(sha256='cd' * 32, weight=3)}", "two weights or limits"),
     ],
@@ -270,6 +303,37 @@ async def test_token_files_of_both_sides_are_read_again(
         place(path, "")
         with pytest.raises(errors.Unauthenticated):
             await client.describe()
+
+
+@pytest.mark.parametrize("is_expiring", [False, True], ids=["removed", "expiring"])
+async def test_a_token_that_ends_ends_its_running_calls(
+    orchestrator: FakeOrchestrator,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_expiring: bool,
+) -> None:
+    """Guards against a revoked token that streams on, and an end of other tenants' calls."""
+    monkeypatch.setattr(interceptor, "_RECHECK_S", 0.02)
+    orchestrator.hangs = True
+    bound = listening(orchestrator.service(), tokens_file=str(path), reflection=True)
+    async with bound as address, open_channel(address, retries=False) as channel:
+        kinds = calls(channel)
+        ending = [
+            asyncio.ensure_future(kinds[kind](bearer("acme-token")))
+            for kind in ("unary", "stream", "reflection")
+        ]
+        staying = asyncio.ensure_future(kinds["stream"](bearer("edge-token")))
+        await until(lambda: len(orchestrator.requests) == 3)
+        digest = hashlib.sha256(b"acme-token").hexdigest()
+        expired = line(tenant="acme", sha256=digest, expires="2020-01-01T00:00:00Z")
+        kept = tokens_file(path.with_name("kept"), edge=["gateway"]).read_text()
+        place(path, f"{kept}\n{expired}" if is_expiring else kept)
+        for call in ending:
+            failure = await failure_of(call)
+            assert failure.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert failure.details() == "the token has expired" if is_expiring else "unknown token"
+        orchestrator.released.set()
+        assert await staying
 
 
 async def test_a_bug_in_the_check_refuses_calls(

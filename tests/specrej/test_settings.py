@@ -65,7 +65,8 @@ def test_unusable_settings_stop_the_service(
     """Guards against a service that starts in plaintext, or without its tokens, and against a limit
     that grpc reads as no limit."""
     authority = Authority(tmp_path)
-    key, ca = str(authority.issue().key), str(authority.path)
+    pair, ca = authority.issue(), str(authority.path)
+    cert, key = str(pair.cert), str(pair.key)
     bad, gone = str(tmp_path / "bad"), str(tmp_path / "gone")
     place(tmp_path / "bad", "s3cret")
     for flags, message in (
@@ -79,6 +80,8 @@ def test_unusable_settings_stop_the_service(
         (("--tokens-file", bad), "bad, line 1: must be a JSON object"),
         (("--tls-key", key), "tls_cert and tls_key are needed"),
         (("--tls-client-ca", ca), "tls_cert and tls_key are needed"),
+        (("--tls-cert", cert, "--tls-key", key, "--allowed-clients=a"), "needs tls_client_ca"),
+        (("--allowed-clients=a, b",), "allowed_clients"),
         (("--tls-cert", gone, "--tls-key", key), "gone"),
         (("--tls-cert", bad, "--tls-key", bad), "must be a PEM certificate"),
     ):

@@ -10,15 +10,18 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from specrej import Client, RewardClient, errors
-from specrej.channel import open_blocking_channel
+from specrej.channel import open_blocking_channel, open_channel
 from specrej.credentials import Credentials, TLSFiles
 from specrej.v1 import reward_pb2
 from specrej.v1.reward_pb2_grpc import RewardServiceStub
 from tests.certificates import Authority, Pair, place
-from tests.serving import listening
+from tests.serving import failure_of, listening
 from tests.specrej.fakes import FakeOrchestrator, FakeReward
 
 
@@ -127,6 +130,37 @@ async def test_both_sides_accept_their_authority_only(
             async with RewardClient(target, timeout_s=10, **credentials) as client:
                 with pytest.raises(errors.Unavailable):
                     await client.describe()
+
+
+async def test_only_allowed_names_are_served(authority: Authority) -> None:
+    """Guards against any program with a certificate of the authority; probes use their own."""
+    right = authority.issue("right", "orchestrator")
+    wrong = (authority.issue("none"), authority.issue("near", "orchestrator.evil", "orchestrato"))
+    settings = secured(authority.issue(), authority) | {"allowed_clients": "other,orchestrator"}
+    orchestrator = FakeOrchestrator()
+    async with listening(orchestrator.service(), reflection=True, **settings) as address:
+        for pair in wrong:
+            credentials = showing(pair, authority)
+            async with (
+                Client(address, **credentials) as client,
+                open_channel(address, retries=False, **credentials) as channel,
+            ):
+                for call in (client.generate("why?"), client.describe(), _last(client)):
+                    with pytest.raises(errors.PermissionDenied, match="allowed names"):
+                        await call
+                reflection: Any = ServerReflectionStub(channel)  # type: ignore[arg-type]
+                failure = await failure_of(reflection.ServerReflectionInfo().read())
+                assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
+                probes: Any = health_pb2_grpc.HealthStub(channel)
+                reply = await probes.Check(health_pb2.HealthCheckRequest())
+                assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert not orchestrator.requests
+        async with Client(address, **showing(right, authority)) as client:
+            assert (await client.generate("why?")).best.text
+
+
+async def _last(client: Client) -> object:
+    return [event async for event in client.stream("why?")][-1]
 
 
 async def test_running_calls_outlive_a_clients_old_certificate(authority: Authority) -> None:
