@@ -15,6 +15,7 @@ from orchestrator.loop import (
     check_expansion,
     expanded,
     fingerprint_of,
+    most_rounds,
 )
 from specrej.contracts import (
     Algorithm,
@@ -218,9 +219,15 @@ class _LastDescription(Generic[T]):
 
 
 def _candidate_tokens(request: GenerationRequest, generator: GeneratorDescription) -> int:
-    """Candidates times the tokens that each may grow to, at most the generator's slots."""
-    n = request.selection.n or generator.auto_candidates or generator.max_candidates
-    return max(1, min(n * request.sampling.max_tokens, generator.slots.capacity))
+    """The cost of a request: candidates times the tokens that each may grow to, at most the
+    generator's slots, and one per prefix that may be scored and per value that may be returned."""
+    selection, sampling = request.selection, request.sampling
+    n = selection.n or generator.auto_candidates or generator.max_candidates
+    grown = min(n * sampling.max_tokens, generator.slots.capacity)
+    is_cut = selection.algorithm is not Algorithm.BEST_OF_N
+    scored = n * (most_rounds(selection.schedule, sampling.max_tokens) if is_cut else 1)
+    values = sampling.max_tokens if sampling.logprobs else 1
+    return grown + scored + min(selection.return_candidates, n) * values
 
 
 def _check_batches(

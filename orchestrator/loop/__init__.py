@@ -10,6 +10,7 @@ from orchestrator.loop.composition import (
 )
 from orchestrator.loop.rejection import num_kept, rank
 from orchestrator.loop.run import first_round_tokens, run
+from orchestrator.loop.schedule import most_rounds
 from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer, fingerprint_of, judged
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "fingerprint_of",
     "first_round_tokens",
     "judged",
+    "most_rounds",
     "num_kept",
     "rank",
     "run",

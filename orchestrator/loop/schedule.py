@@ -24,6 +24,18 @@ def next_decision_token(schedule: Schedule, num_tokens: int, max_tokens: int) ->
             return max_tokens
 
 
+def most_rounds(schedule: Schedule, max_tokens: int) -> int:
+    """The most rounds that the schedule plans; full slots may add some."""
+    match schedule:
+        case GeometricSchedule(first, factor):
+            growth = max(max_tokens / first, 1.0)
+            return min(max_tokens, 1 + math.ceil(math.log(growth) / math.log(factor)))
+        case TokensSchedule(tokens):
+            return 1 + bisect_right(tokens, max_tokens - 1)
+        case MemorySchedule():
+            return 1
+
+
 def first_round_tokens(schedule: Schedule, max_tokens: int) -> int:
     """Tokens that every candidate must be able to reach before the first cut."""
     if isinstance(schedule, MemorySchedule):

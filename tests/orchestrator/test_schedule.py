@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.loop.schedule import next_decision_token
+from orchestrator.loop.schedule import most_rounds, next_decision_token
 from specrej.contracts import GeometricSchedule, MemorySchedule, Schedule, TokensSchedule
 
 
@@ -29,6 +29,7 @@ def test_decision_tokens_of_each_kind_of_schedule(
     while tokens[-1] < max_tokens:
         tokens.append(next_decision_token(schedule, tokens[-1], max_tokens))
     assert tokens == decision_tokens
+    assert len(tokens) == most_rounds(schedule, max_tokens)
 
 
 @given(st.integers(1, 10**6), st.floats(1.001, 16), st.integers(0, 5000), st.integers(1, 5000))
@@ -38,3 +39,15 @@ def test_a_round_has_at_least_one_token_and_ends_at_max_tokens(
     max_tokens = num_tokens + more_tokens
     schedule = GeometricSchedule(first=first, factor=factor)
     assert num_tokens < next_decision_token(schedule, num_tokens, max_tokens) <= max_tokens
+
+
+@given(st.integers(1, 200), st.floats(1.01, 16), st.integers(1, 300))
+def test_a_geometric_schedule_has_no_more_rounds_than_it_is_charged_for(
+    first: int, factor: float, max_tokens: int
+) -> None:
+    schedule = GeometricSchedule(first=first, factor=factor)
+    num_tokens = num_rounds = 0
+    while num_tokens < max_tokens:
+        num_tokens = next_decision_token(schedule, num_tokens, max_tokens)
+        num_rounds += 1
+    assert num_rounds <= most_rounds(schedule, max_tokens)
