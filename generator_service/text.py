@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from specrej.contracts import Prompt
 from specrej.errors import InvalidRequest, Violation
+from specrej.inference.control_tokens import ControlTokens
 
 # A tokenizer decodes an incomplete character to this.
 _INCOMPLETE = "\ufffd"
@@ -24,6 +25,7 @@ class Text:
 
     def __init__(self, tokenizer: Any, end_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._control_tokens = ControlTokens(tokenizer)
         self._end_ids = end_ids
 
     @classmethod
@@ -33,21 +35,29 @@ class Text:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids: of raw text, or of messages in the chat template up to the answer.
 
+        Control tokens in either are text, unless the prompt allows them.
+
         Raises:
             InvalidRequest: messages for a model without a chat template.
         """
+        as_text = self._control_tokens.mark
         if prompt.text:
-            return list(self._tokenizer(prompt.text)["input_ids"])
+            text = prompt.text if prompt.allow_special_tokens else as_text(prompt.text)
+            return self._encode(text, add_special_tokens=True)
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 [Violation("prompt.messages", "the model has no chat template: use prompt.text")]
             )
-        turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+        turns = [{"role": turn.role, "content": as_text(turn.content)} for turn in prompt.messages]
         rendered = self._tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, tokenize=False
         )
         # The template has written the special tokens already.
-        return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return self._encode(rendered, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        (ids,) = self._control_tokens.encode([text], add_special_tokens=add_special_tokens)
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens without special ones and without an incomplete last character."""

@@ -17,9 +17,10 @@ from reward_service.specs import CausalSpec, PairwiseSpec
 from reward_service.token_prefix import common_length
 from specrej.contracts import Message, Prompt
 from specrej.errors import InvalidRequest, Violation
+from specrej.inference.control_tokens import ControlTokens
 
-# Stands in a text where `Conversation.spliced_token` goes between the tokens of its parts: private
-# characters of Unicode, which no template changes and which are removed from responses.
+# Stands in a response where `Conversation.splice` goes: private characters of Unicode, which no
+# template changes and which are removed from prompts and responses.
 SPLICE = "\ue000\ue001\ue000"
 
 # An example of a response, to find what a template writes after it.
@@ -42,8 +43,10 @@ class Conversation:
         default = "tokenizer" if self._plain else "template"
         self._by_tokenizer = (spec.special_tokens or default) == "tokenizer"
         self.tokenizer = tokenizer
+        self._control_tokens = ControlTokens(tokenizer)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
-        self.spliced_token: int | None = None
+        # A token, to stand between the tokens of a text's parts, or a text.
+        self.splice: int | str = SPLICE
 
     def turns(self, prompt: Prompt) -> Turns:
         """A prompt, to which responses can be added.
@@ -54,17 +57,29 @@ class Conversation:
         return Turns(self, prompt)
 
     def render(self, prompt: Prompt, texts: Sequence[str]) -> list[str]:
-        """The conversation with each text as its last turn.
+        """The conversation with each text as its last turn, for `encode`.
 
         Raises:
             InvalidRequest: the model's template rejects it.
         """
-        messages = prompt.turns
+        messages = self.contents(prompt)
+        texts = [self.as_text(text) for text in texts]
         if not self._plain:
             return self.written([(*messages, Message("assistant", text)) for text in texts])
         before, after = self._plain.split("{response}")
         before = before.replace("{prompt}", "\n\n".join(message.content for message in messages))
         return [before + text + after for text in texts]
+
+    def contents(self, prompt: Prompt) -> list[Message]:
+        """A prompt's turns, in which control tokens are text unless it allows them."""
+        turns = [Message(turn.role, turn.content.replace(SPLICE, "")) for turn in prompt.turns]
+        if prompt.allow_special_tokens:
+            return turns
+        return [Message(turn.role, self.as_text(turn.content)) for turn in turns]
+
+    def as_text(self, text: str) -> str:
+        """A text for a template, in which control tokens are text."""
+        return self._control_tokens.mark(text)
 
     def written(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
         """Conversations by the model's chat template.
@@ -94,25 +109,19 @@ class Conversation:
         """Token ids, not cut."""
         if self._by_tokenizer and (bos := self.tokenizer.bos_token):
             rendered = [text.removeprefix(bos) for text in rendered]
-        if self.spliced_token is None:
-            return self._encode(rendered, special_tokens=self._by_tokenizer)
-        return [self._spliced(text.split(SPLICE), self.spliced_token) for text in rendered]
+        splice, encode = self.splice, self._control_tokens.encode
+        if isinstance(splice, int):
+            return [self._spliced(text.split(SPLICE), splice) for text in rendered]
+        rendered = [text.replace(SPLICE, splice) for text in rendered]
+        return encode(rendered, add_special_tokens=self._by_tokenizer)
 
     def _spliced(self, parts: list[str], token_id: int) -> list[int]:
         """The parts' tokens, with the spliced token between them."""
-        (token_ids,) = self._encode(parts[:1], special_tokens=self._by_tokenizer)
-        for part in self._encode(parts[1:], special_tokens=False):
+        encode = self._control_tokens.encode
+        (token_ids,) = encode(parts[:1], add_special_tokens=self._by_tokenizer)
+        for part in encode(parts[1:], add_special_tokens=False):
             token_ids += [token_id, *part]
         return token_ids
-
-    def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
-        if not texts:
-            return []
-        encoded = self.tokenizer(
-            list(texts), add_special_tokens=special_tokens, padding=False, verbose=False
-        )
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from reward_service.reward import StatelessSession, Text, TextTask, distinct
 from reward_service.specs import CrossEncoderSpec, RelevanceSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt
+from specrej.inference.control_tokens import ControlTokens
 
 # The relevance model's published limit (sentence_bert_config.json), so that scores are those of its
 # card. Tokens after it do not count: a longer prefix has the same score.
@@ -39,6 +40,7 @@ class _EncoderReward(ABC):
         self.token_budget = resources.token_budget
         self._device = resources.device
         self._tokenizer = tokenizer
+        self._control_tokens = ControlTokens(tokenizer)
         self._model = model.eval()
 
     @abstractmethod
@@ -72,11 +74,17 @@ class _EncoderReward(ABC):
 
     def _tokenize(self, *texts: list[str], **options: Any) -> tuple[list[Text], list[int]]:
         """Different texts, longest first as neighbours share a pass, and each one's index."""
-        rows = self._tokenizer(*texts, padding=False, **options)
-        encoded = zip(
-            map(tuple, rows["input_ids"]), map(tuple, rows["token_type_ids"]), strict=True
+        as_text, cut_id = self._control_tokens.as_text, self._control_tokens.cut_id
+        rows = self._tokenizer(
+            *([as_text(text) for text in column] for column in texts), padding=False, **options
         )
-        unique, where = distinct(list(encoded))
+
+        def uncut(values: list[int], token_ids: list[int]) -> tuple[int, ...]:
+            pairs = zip(values, token_ids, strict=True)
+            return tuple(value for value, token in pairs if token != cut_id)
+
+        encoded = zip(rows["input_ids"], rows["token_type_ids"], strict=True)
+        unique, where = distinct([(uncut(ids, ids), uncut(types, ids)) for ids, types in encoded])
         order = sorted(range(len(unique)), key=lambda index: -len(unique[index][0]))
         place = {index: rank for rank, index in enumerate(order)}
         return [Text(*unique[index]) for index in order], [place[index] for index in where]

@@ -52,7 +52,7 @@ class PairwiseReward:
         self.scorer.compute(pieces)
 
     def encode(self, context: str, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """Tokens of the request to compare, one list per pair.
+        """Tokens of the request to compare, one list per pair of texts as a template takes them.
 
         Raises:
             InvalidRequest: the model's template rejects it.
@@ -71,14 +71,16 @@ class PairwiseReward:
 class _PairwiseSession:
     def __init__(self, reward: PairwiseReward, prompt: Prompt) -> None:
         self._reward = reward
-        self._context = "\n\n".join(message.content for message in prompt.turns)
+        contents = reward.conversation.contents(prompt)
+        self._context = "\n\n".join(message.content for message in contents)
         one, other = reward.encode(self._context, [("a", "a"), ("b", "b")])
         reward.conversation.check_length(one)
         self._kept = KeptSession(one[: common_length(one, other)], keeps_texts=False)
 
     def begin(self, candidates: Sequence[Candidate]) -> CausalTask:
         """Every pair in both orders; equal texts score alike and are not compared."""
-        texts, where = distinct([candidate.text for candidate in candidates])
+        as_text = self._reward.conversation.as_text
+        texts, where = distinct([as_text(candidate.text) for candidate in candidates])
         pairs = _pairs(len(texts), self._reward.spec.opponents)
         encoded = self._reward.encode(self._context, [(texts[i], texts[j]) for i, j in pairs])
         limit = self._reward.conversation.max_tokens

@@ -35,12 +35,13 @@ class _Steps:
         self._step_token = step_token
 
     def prepare(self, text: str, closed: bool) -> str:
-        """Every step that has ended, with its token; of an open text, also the rest."""
+        """Every step that has ended, and the splice for its token; of an open text, also the
+        rest."""
         *ended, rest = text.replace(SPLICE, "").split(self._spec.separator)
         ended = [step for step in ended if step.strip()]
         if rest.strip() and (closed or not ended):
             ended, rest = [*ended, rest], ""
-        return "".join(step + (self._spec.step_text or SPLICE) for step in ended) + rest
+        return "".join(step + SPLICE for step in ended) + rest
 
     def marks(self, tokens: Tokenized) -> list[int]:
         response = range(tokens.start, len(tokens.token_ids))
@@ -64,7 +65,7 @@ def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
     conversation = load_conversation(spec, model.config)
     tokenizer = conversation.tokenizer
     step_token = single_token(tokenizer, spec.step_token, "the step token")
-    conversation.spliced_token = None if spec.step_text else step_token
+    conversation.splice = spec.step_text or step_token
     reading = _Steps(spec, step_token)
     text = reading.prepare(f"One is one.{spec.separator}Two is two.", True)
     (tokens,) = conversation.turns(Prompt.from_user("Count.")).tokenize([text], [True])

@@ -37,9 +37,11 @@ _REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
 
 
 def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
-    """Exactly one of messages and text, neither blank nor too long."""
+    """Exactly one of messages and text, neither blank nor too long; special tokens in text only."""
     if bool(prompt.messages) == bool(prompt.text):
         yield Violation(path, "must have exactly one of messages and text")
+    if prompt.messages and prompt.allow_special_tokens:
+        yield Violation(f"{path}.allow_special_tokens", "must be false with messages")
     if prompt.text and not prompt.text.strip():
         yield Violation(f"{path}.text", "must not be blank")
     for index, message in enumerate(prompt.messages):

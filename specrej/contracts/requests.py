@@ -42,10 +42,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation or raw text, exactly one of the two."""
+    """A conversation or raw text, exactly one of the two.
+
+    Control tokens such as `<|im_start|>` in either are text, unless `allow_special_tokens` is set,
+    which only raw text may have.
+    """
 
     messages: tuple[Message, ...] = ()
     text: str = ""
+    allow_special_tokens: bool = False
 
     @classmethod
     def from_user(cls, content: str) -> Prompt:

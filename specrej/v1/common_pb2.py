@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specrej/v1/common.proto\x12\nspecrej.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\x06Prompt\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.specrej.v1.Message\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x90\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x05\x88\x01\x01\x12\x10\n\x08logprobs\x18\t \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_min_tokens\"M\n\tSlotGauge\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\x03\x12\r\n\x05owned\x18\x02 \x01(\x03\x12\x0f\n\x07session\x18\x03 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specrej/v1/common.proto\x12\nspecrej.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"[\n\x06Prompt\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.specrej.v1.Message\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1c\n\x14\x61llow_special_tokens\x18\x03 \x01(\x08\"\x90\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x05\x88\x01\x01\x12\x10\n\x08logprobs\x18\t \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_min_tokens\"M\n\tSlotGauge\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\x03\x12\r\n\x05owned\x18\x02 \x01(\x03\x12\x0f\n\x07session\x18\x03 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrej.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=498
-  _globals['_FINISHREASON']._serialized_end=593
+  _globals['_FINISHREASON']._serialized_start=528
+  _globals['_FINISHREASON']._serialized_end=623
   _globals['_MESSAGE']._serialized_start=39
   _globals['_MESSAGE']._serialized_end=79
   _globals['_PROMPT']._serialized_start=81
-  _globals['_PROMPT']._serialized_end=142
-  _globals['_SAMPLING']._serialized_start=145
-  _globals['_SAMPLING']._serialized_end=417
-  _globals['_SLOTGAUGE']._serialized_start=419
-  _globals['_SLOTGAUGE']._serialized_end=496
+  _globals['_PROMPT']._serialized_end=172
+  _globals['_SAMPLING']._serialized_start=175
+  _globals['_SAMPLING']._serialized_end=447
+  _globals['_SLOTGAUGE']._serialized_start=449
+  _globals['_SLOTGAUGE']._serialized_end=526
 # @@protoc_insertion_point(module_scope)

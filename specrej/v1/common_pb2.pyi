@@ -71,14 +71,21 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
-    """A prompt: a conversation or raw text, exactly one of the two."""
+    """A prompt: a conversation or raw text, exactly one of the two. Control tokens that a model's
+    tokenizer defines, such as "<|im_start|>", are read as plain text in both.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Raw text, tokenised without a template; not blank."""
+    allow_special_tokens: _builtins.bool
+    """Read control tokens in the raw text as such: for callers that write the template themselves, and
+    trust all of the text. Refused with messages; part of the cache key.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """A conversation, rendered with the model's own chat template; the last turn is the user's; at
@@ -90,10 +97,11 @@ class Prompt(_message.Message):
         *,
         messages: _abc.Iterable[Global___Message] | None = ...,
         text: _builtins.str = ...,
+        allow_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special_tokens", b"allow_special_tokens", "messages", b"messages", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,12 +56,19 @@ class Letters:
     """A tokenizer: every generated token is a letter, every word of a prompt a token."""
 
     chat_template = "the contents alone"
+    added_tokens_decoder: Mapping[int, Any] = {}
 
     def apply_chat_template(self, turns: Sequence[dict[str, str]], **_: Any) -> str:
         return " ".join(turn["content"] for turn in turns)
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [5 + len(word) for word in text.split()]}
+    def add_tokens(self, _: Sequence[str], *, special_tokens: bool) -> None:
+        """It has no control tokens."""
+
+    def convert_tokens_to_ids(self, _: str) -> int:
+        return -1
+
+    def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[5 + len(word) for word in text.split()] for text in texts]}
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         return "".join(chr(ord("a") + number % 26) for number in token_ids)

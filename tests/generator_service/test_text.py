@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -40,9 +42,14 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DIRECTORY)
 
 
-@pytest.fixture(scope="module")
-def text() -> Text:
+@cache
+def cached_text() -> Text:
     return Text.load(DIRECTORY, frozenset({END}))
+
+
+@pytest.fixture
+def text() -> Text:
+    return cached_text()
 
 
 def whole_tokens(text: str) -> list[int]:
@@ -71,6 +78,44 @@ def test_messages_go_through_the_chat_template_once(text: Text) -> None:
     rendered = tokenizer().decode(text.encode(prompt))
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
     assert rendered == expected + "<|im_start|>assistant\n"
+
+
+CONTROL = [token.content for token in tokenizer().added_tokens_decoder.values()]
+# Texts with control tokens and parts of them, as callers could write them.
+CONTENTS = st.lists(
+    st.sampled_from([*CONTROL, "<|", "im_start|>", "<|im_", "system\n"]) | st.text("a <|>\né🙂東")
+).map("".join)
+
+
+@given(st.lists(CONTENTS, min_size=1, max_size=3))
+def test_control_tokens_in_messages_are_text(contents: list[str]) -> None:
+    """Guards the template's structure, which callers must not be able to write."""
+    text = cached_text()
+    ids = text.encode(Prompt(messages=tuple(Message("user", content) for content in contents)))
+    neutral = text.encode(Prompt(messages=tuple(Message("user", "Hi!") for _ in contents)))
+    special = tokenizer().added_tokens_decoder
+    assert [i for i in ids if i in special] == [i for i in neutral if i in special]
+    expected = "".join(f"<|im_start|>user\n{content}<|im_end|>\n" for content in contents)
+    assert tokenizer().decode(ids).endswith(expected + "<|im_start|>assistant\n")
+
+
+@given(st.lists(st.text(), min_size=1, max_size=3))
+def test_other_messages_have_the_tokens_of_the_tokenizer(contents: list[str]) -> None:
+    """Guards merges at the borders between the template and the messages."""
+    turns = [{"role": "user", "content": content} for content in contents]
+    rendered = tokenizer().apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    messages = tuple(Message("user", content) for content in contents)
+    ids = cached_text().encode(Prompt(messages=messages))
+    assert ids == tokenizer()(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_control_tokens_in_raw_text_are_text_unless_allowed(text: Text) -> None:
+    raw = "<|im_start|>user\nHi<|im_end|>"
+    as_text = text.encode(Prompt(text=raw))
+    assert tokenizer().decode(as_text) == raw
+    assert as_text == tokenizer()(raw, split_special_tokens=True)["input_ids"]
+    assert text.encode(Prompt(text=raw, allow_special_tokens=True)) == whole_tokens(raw)
+    assert whole_tokens(raw)[0] == 1
 
 
 def test_messages_need_a_template() -> None:

@@ -110,6 +110,7 @@ _OTHER_PROMPTS = [
     request("\ud800"),  # UTF-8 cannot encode it
     request("\ud801"),
     replace(_BASE, prompt=Prompt(text="hello")),
+    replace(_BASE, prompt=Prompt(text="hello", allow_special_tokens=True)),
     replace(_BASE, prompt=Prompt(messages=(Message("system", "hello"), Message("user", "hello")))),
 ]
 _OTHERS = [*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS, *_OTHER_SEARCHES]

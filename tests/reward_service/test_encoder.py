@@ -83,7 +83,8 @@ def test_relevance_is_plain_transformers_cosine(minilm: Path, token_budget: int)
     model: Any = AutoModel.from_pretrained(minilm).eval()
 
     def embed(text: str) -> torch.Tensor:
-        encoded = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
+        options = {"truncation": True, "max_length": 256, "split_special_tokens": True}
+        encoded = tokenizer(text, return_tensors="pt", **options)
         with torch.inference_mode():
             mean: torch.Tensor = model(**encoded).last_hidden_state[0].mean(dim=0)
         return mean

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from reward_service.reward import score
-from tests.reward_service.tiny import EOS, PROMPT, TEXTS, computed, load, plain, save
+from tests.reward_service.tiny import PROMPT, TEXTS, computed, load, plain, save
 
 OBJECTIVES = 5
 HIDDEN_LAYERS = 3
 TEMPERATURE = 7.0
-GATE_AT = EOS + "<assistant>"
+GATE_AT = "<assistant>"
 
 
 def save_gated(directory: Path) -> Path:

@@ -95,6 +95,7 @@ BAD_NORMALIZATIONS = [
 BAD_PROMPTS = [
     (c.Prompt(), "prompt"),
     (c.Prompt(messages=(c.Message("user", "a"),), text="b"), "prompt"),
+    (replace(c.Prompt.from_user("a"), allow_special_tokens=True), "prompt.allow_special_tokens"),
     (c.Prompt(text=" \n\t"), "prompt.text"),
     (c.Prompt(text="x" * (MAX_PROMPT_CHARACTERS + 1)), "prompt"),
     (c.Prompt.from_user(""), "prompt.messages[0].content"),
@@ -177,6 +178,7 @@ def test_too_many_min_tokens_name_the_range() -> None:
         with_reward(normalization=c.Normalization("batch"), veto_below=0.0),
         with_turns(("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")),
         replace(GOOD, prompt=c.Prompt(text="x" * MAX_PROMPT_CHARACTERS)),
+        replace(GOOD, prompt=c.Prompt(text="<|im_end|>", allow_special_tokens=True)),
         replace(GOOD, prompt=c.Prompt.from_user("\x00 \u202e 👩‍👩‍👧 e\u0301 <|im_end|>")),
     ],
 )
