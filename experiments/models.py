@@ -11,14 +11,13 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from experiments.flops import Sizes, read_sizes
-from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
 from specrej.channel import open_channel
 from specrej.contracts import Generator, GeneratorDescription, RewardDescription, Scorer
 from specrej.credentials import credentials_from
+from specrej.remote import RemoteGenerator, RemoteRewards
 
 if TYPE_CHECKING:
     from reward_service.specs import RewardSpec
@@ -58,8 +57,9 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
     from generator_service.loading import load_generator
     from generator_service.settings import GeneratorSettings
     from generator_service.toy import is_toy, load_toy
+    from reward_service.scoring import RewardWorker
     from reward_service.settings import RewardSettings
-    from reward_service.worker import Worker
+    from reward_service.start import start_worker
     from specrej.settings import load
 
     reward_settings = load(RewardSettings, [])
@@ -74,10 +74,10 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
     else:
         generator = await asyncio.to_thread(load_generator, generator_settings)
         sizes["generator"] = read_sizes(generator_settings.model_directory, with_head=True)
-    workers: dict[str, Worker] = {}
+    workers: dict[str, RewardWorker] = {}
     try:
         for name in rewards:
-            workers[name] = await Worker.start(partial(specs[name].load, reward_settings.resources))
+            workers[name] = await start_worker(specs[name], reward_settings.resources)
         yield Models(
             generator,
             await generator.describe(),
@@ -89,7 +89,7 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
         for worker in workers.values():
             worker.close()
         for worker in workers.values():  # torch must not be computing when the interpreter exits
-            await asyncio.to_thread(worker.join, 60.0)
+            await worker.join(60.0)
 
 
 def _encoder_sizes(spec: RewardSpec) -> Sizes | None:

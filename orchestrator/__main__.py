@@ -15,8 +15,6 @@ from orchestrator.backends import (
     FleetGenerator,
     FleetRewards,
     Peer,
-    RemoteGenerator,
-    RemoteRewards,
     Resolver,
     Target,
 )
@@ -29,6 +27,7 @@ from specrej import telemetry
 from specrej.channel import open_channel
 from specrej.contracts import GeneratorDescription, RewardDescription
 from specrej.errors import SpecrejError
+from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.serving import Server
 from specrej.settings import load
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
+from reward_service.scoring import RewardWorker
 from reward_service.servicer import RewardServicer
 from reward_service.settings import RewardSettings
-from reward_service.worker import Worker
+from reward_service.start import start_worker
 from specrej import settings as settings_loader
 from specrej import telemetry, threads
 from specrej.serving import Server
@@ -29,12 +29,12 @@ async def serve(settings: RewardSettings) -> None:
     """Listens at once; healthy once every reward is loaded."""
     servicer = RewardServicer(settings.max_batch, settings.lease_s)
     server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
-    workers: list[Worker] = []
+    workers: list[RewardWorker] = []
 
     async def warm_up() -> None:
         for spec in settings.rewards:
-            load = partial(spec.load, settings.resources)
-            worker = await Worker.start(load, settings.queue_limit, settings.merge_ms / 1000)
+            limits = settings.queue_limit, settings.merge_ms / 1000
+            worker = await start_worker(spec, settings.resources, *limits)
             server.watch(worker.heartbeat_s)
             workers.append(worker)
         servicer.serve(workers)
@@ -45,7 +45,7 @@ async def serve(settings: RewardSettings) -> None:
         for worker in workers:
             worker.close()
         for worker in workers:  # torch must not be in a pass when the interpreter ends
-            worker.join(settings.grace_s)
+            await worker.join(settings.grace_s)
 
 
 if __name__ == "__main__":

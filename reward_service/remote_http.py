@@ -2,51 +2,70 @@
 
 POST {"messages": [{"role", "content"}, ...], "responses": [...], "finished": [...]} as JSON; the
 answer is {"scores": [...]}, a number for each response, higher is better. `finished`: whether the
-response ended by itself.
+response ended by itself. The header Specrej-Timeout-Ms has the time after which the answer is not
+read; a call that is cancelled closes its connection.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx2
 
-from reward_service.reward import WholeBatchReward, WholeBatchTask
-from reward_service.specs import HTTPSpec, Resources
+from reward_service.remote import answering
+from reward_service.specs import HTTPSpec
 from specrej import fingerprint
-from specrej.contracts import Candidate, FinishReason, Prompt, Scores
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores, ScoringSession
 from specrej.errors import RewardInvalid, Unavailable
+from specrej.reloading_file import ReloadingFile
 
-# Requests under way at the same time.
-_CONCURRENT = 8
+_MAX_ANSWER_BYTES = 1 << 20
+_MAX_SECRET_BYTES = 8192
+_KEPT_CONNECTIONS = 8  # while idle
+_TIMEOUT_HEADER = "Specrej-Timeout-Ms"
 
-_MAX_ANSWER_BYTES = 1 << 24
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    score: Callable[[Sequence[Candidate]], Coroutine[Any, Any, Scores]]
 
 
-class HTTPReward(WholeBatchReward):
-    """Scores by the server at the spec's URL."""
+class HTTPReward:
+    """Scores by the server at the spec's URL.
 
-    token_budget = _CONCURRENT
+    Raises:
+        OSError, ValueError: a file of a header cannot be used.
+    """
 
-    def __init__(self, spec: HTTPSpec, resources: Resources) -> None:
-        super().__init__(
-            spec.name,
-            fingerprint.of_values(kind="http", url=spec.url, version=spec.version),
-            "The scores of a reward model behind HTTP.",
-        )
-        self._spec = spec
-        self._client = httpx2.Client(timeout=spec.timeout_s, headers=spec.headers)
-        self._threads = ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="http-reward")
+    def __init__(self, spec: HTTPSpec) -> None:
+        self.name = spec.name
+        self.fingerprint = fingerprint.of_values(kind="http", url=spec.url, version=spec.version)
+        self.description = "The scores of a reward model behind HTTP."
+        self._url, self._timeout_s = spec.url, spec.timeout_s
+        self._secrets = {
+            name: ReloadingFile((path,), partial(_read_value, path))
+            for name, path in spec.header_files.items()
+        }
+        # Compressed answers are not read: a few bytes could be gigabytes.
+        headers = {**spec.headers, "Accept-Encoding": "identity"}
+        limits = httpx2.Limits(max_keepalive_connections=_KEPT_CONNECTIONS)
+        # Timeouts are those of `answering`: httpx2 bounds only the time between two parts.
+        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
 
-    def compute(self, pieces: Sequence[WholeBatchTask]) -> None:
-        """At the same time, as the server may merge them."""
-        list(self._threads.map(WholeBatchTask.run, pieces))
+    @asynccontextmanager
+    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+        yield _Session(partial(self.score, prompt))
 
-    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         """Raises:
         Unavailable: it cannot be reached, is too slow, or answers with status 429 or 5xx.
         RewardInvalid: any other answer without scores.
@@ -57,7 +76,8 @@ class HTTPReward(WholeBatchReward):
             "finished": [candidate.finish is FinishReason.STOP for candidate in candidates],
         }
         try:
-            status, answer = self._post(request)
+            async with answering(self.name, self._timeout_s) as timeout_s:
+                status, answer = await self._post(request, timeout_s)
         except httpx2.HTTPError as error:
             # Without its text, which holds internal addresses.
             text = f"reward {self.name} cannot be reached: {type(error).__name__}"
@@ -66,15 +86,16 @@ class HTTPReward(WholeBatchReward):
             raise Unavailable(f"reward {self.name} answers with status {status}")
         return self._scores(status, answer)
 
-    def _post(self, request: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and answer; httpx2 limits only the time between two parts, this limits all."""
-        until = time.monotonic() + self._spec.timeout_s
+    async def _post(self, request: dict[str, Any], timeout_s: float) -> tuple[int, bytes]:
+        headers = {name: secret.get() for name, secret in self._secrets.items()}
+        headers[_TIMEOUT_HEADER] = str(round(timeout_s * 1000))
+        posting = self._client.stream("POST", self._url, json=request, headers=headers)
         answer = b""
-        with self._client.stream("POST", self._spec.url, json=request) as response:
-            for part in response.iter_bytes():
+        async with posting as response:
+            async for part in response.aiter_raw():
                 answer += part
-                if time.monotonic() > until or len(answer) > _MAX_ANSWER_BYTES:
-                    raise httpx2.ReadTimeout("too slow, or too long")
+                if len(answer) > _MAX_ANSWER_BYTES:
+                    raise httpx2.ReadError("too long")
         return response.status_code, answer
 
     def _scores(self, status: int, answer: bytes) -> Scores:
@@ -89,3 +110,15 @@ class HTTPReward(WholeBatchReward):
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             text = f"reward {self.name} answers no scores: {type(error).__name__}"
             raise RewardInvalid(text, metadata={"reward": self.name}) from error
+
+
+async def connect(spec: HTTPSpec) -> HTTPReward:
+    """The reward; connections are made by its calls."""
+    return HTTPReward(spec)
+
+
+def _read_value(path: Path) -> str:
+    value = path.read_text("ascii", "replace").strip()
+    if not (value.isascii() and value.isprintable() and 0 < len(value) <= _MAX_SECRET_BYTES):
+        raise ValueError(f"{path} must hold one line of 1 to {_MAX_SECRET_BYTES} characters")
+    return value

@@ -41,12 +41,17 @@ class RewardSession(Protocol):
         """Free what is kept; a session that is used again computes it again."""
 
 
-class Reward(Protocol):
-    """Scores responses to a prompt; called by one thread at a time, always the same one."""
+class Described(Protocol):
+    """What every reward has."""
 
     name: str  # in requests
     fingerprint: str  # digest of weights and settings
     description: str  # what it measures, in a sentence
+
+
+class Reward(Described, Protocol):
+    """Scores responses to a prompt; called by one thread at a time, always the same one."""
+
     token_budget: int  # most tokens per `compute`, unless a single piece has more
 
     def open(self, prompt: Prompt, *, once: bool = False) -> RewardSession:

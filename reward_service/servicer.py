@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
-from reward_service.worker import Worker, WorkerSession
+from reward_service.scoring import RewardWorker, WorkerSession
 from specrej import serving, telemetry, wire
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.errors import (
@@ -31,9 +31,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, max_batch: int, lease_s: float) -> None:
         self._max_batch = max_batch
         self._lease_s = lease_s
-        self._workers: dict[str, Worker] = {}  # by reward name, the default first
+        self._workers: dict[str, RewardWorker] = {}  # by reward name, the default first
 
-    def serve(self, workers: Sequence[Worker]) -> None:
+    def serve(self, workers: Sequence[RewardWorker]) -> None:
         """Serve these from now on; the first is the default."""
         self._workers = {worker.description.name: worker for worker in workers}
 
@@ -79,7 +79,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         if not self._workers:
             raise Unavailable("the rewards are being loaded")
 
-    def find(self, name: str) -> Worker:
+    def find(self, name: str) -> RewardWorker:
         """The worker of that reward, or the default for "".
 
         Raises:

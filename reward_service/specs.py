@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specrej import fingerprint
-from specrej.credentials import Credentials
+from specrej.credentials import Credentials, is_loopback
 
 if TYPE_CHECKING:
+    from reward_service.remote import RemoteReward
     from reward_service.reward import Reward
 
 # The generator's own mean log-likelihood has this name in requests.
@@ -29,7 +32,11 @@ _PATHS = ("directory", "head", "adapter", "reference")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TimeoutSeconds = Annotated[float, Field(gt=0, le=3600)]
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
 LabelWeights = Annotated[tuple[Finite, ...], Field(min_length=1, max_length=256)]
+
+# Headers that carry credentials, in lower case: their values come from files.
+_SECRET_HEADERS = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"}
 
 # How an unfinished text is scored: as if its turn ended here, or as a turn that goes on.
 Unfinished = Literal["closed", "open"]
@@ -74,6 +81,16 @@ class Spec(_Options):
             raise ValueError(f"{_RESERVED} is the generator's own reward, choose another name")
         return name
 
+    def loaded_by(self) -> Callable[..., Any]:
+        """What `loader` names."""
+        module, _, function = self.loader.partition(":")
+        made: Callable[..., Any] = getattr(import_module(f"reward_service.{module}"), function)
+        return made
+
+
+class ComputedSpec(Spec):
+    """A reward that is computed in this process."""
+
     def load(self, resources: Resources) -> Reward:
         """The reward that this spec describes.
 
@@ -86,20 +103,34 @@ class Spec(_Options):
             if path and not path.exists():
                 what = "model directory" if option == "directory" else option
                 raise FileNotFoundError(f"reward {self.name}: no {what} {path}")
-        module, _, function = self.loader.partition(":")
-        load = getattr(import_module(f"reward_service.{module}"), function)
-        reward: Reward = load(self, resources)
+        reward: Reward = self.loaded_by()(self, resources)
         return reward
 
 
-class ToySpec(Spec):
+class RemoteSpec(Spec):
+    """A reward of another server, which has `timeout_s` seconds for each answer."""
+
+    timeout_s: TimeoutSeconds = 60.0
+    allow_plaintext_token: bool = False
+
+    async def connect(self) -> RemoteReward:
+        """The reward that this spec describes.
+
+        Raises:
+            OSError, ValueError, RuntimeError: it is no such reward, or cannot be reached.
+        """
+        reward: RemoteReward = await self.loaded_by()(self)
+        return reward
+
+
+class ToySpec(ComputedSpec):
     """The share of vowels, for dry runs."""
 
     loader = "toy:load_toy"
     kind: Literal["toy"] = "toy"
 
 
-class RelevanceSpec(Spec):
+class RelevanceSpec(ComputedSpec):
     """Cosine of all-MiniLM-L6-v2 embeddings of prompt and response."""
 
     loader = "encoder:RelevanceReward"
@@ -107,7 +138,7 @@ class RelevanceSpec(Spec):
     directory: Path
 
 
-class LocalSpec(Spec):
+class LocalSpec(ComputedSpec):
     """A model in a local directory; code that comes with it runs only if trusted."""
 
     directory: Path
@@ -273,7 +304,7 @@ class PairwiseSpec(LocalSpec):
         return template
 
 
-class FunctionSpec(Spec):
+class FunctionSpec(ComputedSpec):
     """A Python function, by its dotted path such as "my_rewards:brevity"."""
 
     loader = "function:FunctionReward"
@@ -281,35 +312,50 @@ class FunctionSpec(Spec):
     function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 
-class HTTPSpec(Spec):
+class HTTPSpec(RemoteSpec):
     """A reward behind HTTP.
 
-    headers: sent with every request; version: part of the fingerprint, for changes of the server's
-    reward, which cannot be seen from here.
+    headers: sent with every request; header_files: the same for secrets, each in a file that is
+    read again when it changes; allow_plaintext_token: send them without TLS, too; version: part of
+    the fingerprint, for changes of the server's reward, which cannot be seen from here.
     """
 
-    loader = "remote_http:HTTPReward"
+    loader = "remote_http:connect"
     kind: Literal["http"] = "http"
     url: str = Field(pattern=r"^https?://\S+$")
     timeout_s: TimeoutSeconds = 30.0
-    headers: dict[str, str] = Field(default_factory=dict, repr=False)
+    headers: dict[HeaderName, str] = Field(default_factory=dict, repr=False)
+    header_files: dict[HeaderName, Path] = Field(default_factory=dict)
     version: str = ""
 
+    @model_validator(mode="after")
+    def _secrets_are_protected(self) -> HTTPSpec:
+        parts = urlsplit(self.url)
+        if parts.username or parts.password:
+            raise ValueError("url must not hold credentials: put them in header_files")
+        if secret := sorted(name for name in self.headers if name.lower() in _SECRET_HEADERS):
+            raise ValueError(f"{secret[0]} is a secret: put it in header_files")
+        if not self.header_files or self.allow_plaintext_token or parts.scheme == "https":
+            return self
+        if not is_loopback(parts.hostname or ""):
+            raise ValueError(
+                "secrets would be sent in plaintext: use https, or allow_plaintext_token"
+            )
+        return self
 
-class GRPCSpec(Spec):
+
+class GRPCSpec(RemoteSpec):
     """A reward of another reward service; reward: its name there, empty for the default."""
 
-    loader = "remote_grpc:GRPCReward"
+    loader = "remote_grpc:connect"
     kind: Literal["grpc"] = "grpc"
     address: str = Field(pattern=r"^\S+:\d{1,5}$")
     reward: str = ""
-    timeout_s: TimeoutSeconds = 60.0
     token_file: str = ""
     tls: bool = False
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
-    allow_plaintext_token: bool = False
 
     @property
     def credentials(self) -> Credentials:

@@ -20,17 +20,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from reward_service.reward import Reward, RewardSession, ScoringTask, take_fairly, whole_answers
-from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
-from specrej.errors import Overloaded, RewardInvalid, Unavailable
+from reward_service.reward import Reward, RewardSession, ScoringTask, take_fairly
+from reward_service.scoring import RewardWorker, WorkerSession, full, stopped
+from specrej.contracts import Candidate, Prompt, Scores
 from specrej.telemetry import metrics, names
 from specrej.threads import ComputeThread, settle
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_WARM_UP_PROMPT = Prompt.from_user("Hello?")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class _Batch(_Request[Scores]):
     is_alone: bool = False  # in passes of its own, since a pass that it shared failed
 
 
-class Worker:
+class Worker(RewardWorker):
     """Scores with one reward; made by `start`, ended by `close`.
 
     At most `queue_limit` calls wait or run. A call that is cancelled while it waits is never
@@ -93,38 +91,18 @@ class Worker:
         worker = cls(load, queue_limit, merge_s)
         try:
             await asyncio.wrap_future(worker._loaded)
-            await worker.score(_WARM_UP_PROMPT, ["Hello."])
+            await worker.warm_up()
         except BaseException:
             worker.close()
             raise
         return worker
 
     @property
-    def description(self) -> RewardDescription:
-        reward = self._reward
-        return RewardDescription(reward.name, reward.fingerprint, reward.description)
-
-    async def score(self, prompt: Prompt, texts: Sequence[str], *, whole: bool = True) -> Scores:
-        """Finite scores, one per text; `whole`: they are complete answers.
-
-        Raises:
-            InvalidRequest: the model cannot take this prompt.
-            Overloaded: `queue_limit` calls wait or run already.
-            RewardInvalid: the reward returned something else.
-            Unavailable: the worker is closed.
-        """
-        candidates = whole_answers(texts)
-        if not whole:
-            candidates = [Candidate(c.id, c.text, 0, 0.0) for c in candidates]
-        async with self.open(prompt, once=True) as session:
-            return await session.score(candidates)
+    def reward(self) -> Reward:
+        return self._reward
 
     @asynccontextmanager
     async def open(self, prompt: Prompt, *, once: bool = False) -> AsyncIterator[WorkerSession]:
-        """A session, which frees what it keeps when the context is left; `once`: for one batch.
-
-        Raises as `score` does.
-        """
         opening = _Call(partial(self._open, prompt, once))
         try:
             session = await self._submit(opening)
@@ -133,7 +111,7 @@ class Worker:
             opening.future.add_done_callback(self._close_late)
             raise
         try:
-            yield WorkerSession(self, session)
+            yield WorkerSession(self._reward.name, partial(self._score, session))
         finally:
             self._close_session(session)
 
@@ -151,9 +129,12 @@ class Worker:
             return math.inf
         return time.monotonic() - began if began is not None else 0.0
 
-    def join(self, timeout_s: float) -> None:
+    async def join(self, timeout_s: float) -> None:
         """Wait for the end of the pass under way, after `close`."""
-        self._thread.join(timeout_s)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    async def _score(self, session: RewardSession, candidates: Sequence[Candidate]) -> Scores:
+        return await self._submit(_Batch(session, candidates))
 
     async def _submit(self, request: _Request[T]) -> T:
         """The result of a request to the thread.
@@ -162,15 +143,14 @@ class Worker:
             Overloaded, Unavailable: as `score` does.
         """
         if not self._room.acquire(blocking=False):
-            text = f"reward {self._reward.name}: {self._queue_limit} calls wait already"
-            raise Overloaded(text)
+            raise full(self._reward.name, self._queue_limit)
         metrics.add(names.REWARD_QUEUED, 1, reward=self._reward.name)
         # Called when the thread is done with it, or when it is cancelled before the thread begins.
         request.future.add_done_callback(self._make_room)
         with self._closing:
             if self._closed or self._dead:
                 request.future.cancel()
-                raise _stopped()
+                raise stopped()
             self._arrivals.put(request)
         try:
             return await asyncio.wrap_future(request.future)
@@ -224,11 +204,11 @@ class Worker:
         with self._closing:
             self._dead = not self._closed  # no request arrives after this
         for batch in under_way:
-            _fail(batch, _stopped())
+            _fail(batch, stopped())
         with suppress(queue.Empty):
             while True:
                 if request := self._arrivals.get_nowait():
-                    _fail(request, _stopped())
+                    _fail(request, stopped())
 
     def _take_in(self, under_way: list[_Batch]) -> bool:
         """Begin with what has arrived, and wait if nothing is under way; False once closed.
@@ -296,39 +276,11 @@ class Worker:
     def _is_done(self, batch: _Batch) -> bool:
         if not batch.future.done() and batch.task and not batch.task.next_tokens:
             try:
-                scores = self._checked(batch.task.scores(), len(batch.candidates))
-                batch.future.set_result(scores)
+                batch.future.set_result(batch.task.scores())
             except BaseException as error:
                 batch.session.close()
                 _fail(batch, error)
         return batch.future.done()
-
-    def _checked(self, scores: Scores, num_texts: int) -> Scores:
-        name, num_scores = self._reward.name, len(scores.values)
-        if num_scores != num_texts:
-            text = f"reward {name} returned {num_scores} scores for {num_texts} texts"
-            raise RewardInvalid(text, metadata={"reward": name})
-        if not all(map(math.isfinite, scores.values)):
-            text = f"reward {name} returned a score that is not finite"
-            raise RewardInvalid(text, metadata={"reward": name})
-        return scores
-
-
-class WorkerSession:
-    """One reward, bound to one prompt; made by `Worker.open`."""
-
-    def __init__(self, worker: Worker, session: RewardSession) -> None:
-        self._worker = worker
-        self._session = session
-
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        """Raises as `Worker.score` does."""
-        began, label = time.perf_counter(), {names.REWARD: self._worker._reward.name}
-        scores = await self._worker._submit(_Batch(self._session, candidates))
-        metrics.record(names.REWARD_DURATION, time.perf_counter() - began, **label)
-        metrics.record(names.REWARD_BATCH, len(candidates), **label)
-        metrics.add(names.REWARD_TOKENS, scores.computed_tokens, **label)
-        return scores
 
 
 def _begin(batch: _Batch) -> bool:
@@ -359,7 +311,3 @@ def _fail(request: _Request[Any], error: BaseException) -> None:
         error = wrapped
     with suppress(InvalidStateError):  # done already, or cancelled
         request.future.set_exception(error)
-
-
-def _stopped() -> Unavailable:
-    return Unavailable("the reward is being stopped")

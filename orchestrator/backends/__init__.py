@@ -2,7 +2,6 @@
 
 from orchestrator.backends.fleet import Fleet, Peer, PollSettings
 from orchestrator.backends.generators import FleetGenerator
-from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
 from orchestrator.backends.resolving import Resolver, Target
 from orchestrator.backends.rewards import FleetRewards
 
@@ -12,8 +11,6 @@ __all__ = [
     "FleetRewards",
     "Peer",
     "PollSettings",
-    "RemoteGenerator",
-    "RemoteRewards",
     "Resolver",
     "Target",
 ]

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from orchestrator.backends.fleet import Fleet
 from orchestrator.backends.placement import prefix_of
-from orchestrator.backends.remote import RemoteGenerator
 from orchestrator.backends.sessions import (
     FailoverSession,
     GeneratorBackend,
@@ -19,6 +18,7 @@ from orchestrator.backends.sessions import (
 from orchestrator.backends.split import CapacityEstimates, SplitSession, shares_of, together
 from specrej.contracts import GeneratorDescription, Session, SessionSpec
 from specrej.errors import InvalidRequest, SlotsExceeded, Unavailable
+from specrej.remote import RemoteGenerator
 
 # Added to the load of a generator without enough free slots: more than any number of sessions.
 _FULL = 1e6

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Self
 
 from orchestrator.backends.fleet import Backend
-from orchestrator.backends.remote import RemoteGenerator
 from specrej.contracts import (
     Pruned,
     Round,
@@ -23,6 +22,7 @@ from specrej.contracts import (
     SlotGauge,
 )
 from specrej.errors import InvalidRequest, Overloaded, Unavailable
+from specrej.remote import RemoteGenerator
 from specrej.telemetry import metrics, names
 
 log = logging.getLogger(__name__)

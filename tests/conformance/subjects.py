@@ -19,10 +19,10 @@ from generator_service.steps import Step
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Fleet, PollSettings
 from orchestrator.backends.generators import FleetGenerator
-from orchestrator.backends.remote import RemoteGenerator
 from orchestrator.backends.resolving import Resolver, Target
 from specrej.channel import open_channel
 from specrej.contracts import Generator, GeneratorDescription, Prompt
+from specrej.remote import RemoteGenerator
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 from tests.serving import listening, serving
 

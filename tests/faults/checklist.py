@@ -12,6 +12,7 @@ from tests.faults import (
     killed,
     load,
     redis_faults,
+    remote_rewards,
     starts,
     stream_order,
     trust,
@@ -31,6 +32,7 @@ NUM_FAULTS = {
     "cache": 2,
     "telemetry": 5,
     "trust": 9,
+    "remote": 4,
 }
 _COLLECTOR = "telemetry/test_setup.py::test_a_dead_collector_does_not_delay_the_end"
 _ELSEWHERE = {
@@ -61,5 +63,6 @@ CASES: tuple[Case, ...] = (
     *starts.CASES,
     *caching.CASES,
     *trust.CASES,
+    *remote_rewards.CASES,
     *(Case(name, elsewhere=f"tests/{test}") for name, test in _ELSEWHERE.items()),
 )

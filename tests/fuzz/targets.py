@@ -27,7 +27,7 @@ from orchestrator.loop.composition import check_composites
 from orchestrator.settings import OrchestratorSettings
 from reward_service.remote_http import HTTPReward
 from reward_service.settings import RewardSettings
-from reward_service.specs import HTTPSpec, Resources
+from reward_service.specs import HTTPSpec
 from specrej import contracts as c
 from specrej import limits, wire
 from specrej.credentials import Credentials, watch_token
@@ -166,7 +166,7 @@ def http_scores(data: bytes) -> None:
 
 @cache
 def _far() -> HTTPReward:
-    return HTTPReward(HTTPSpec(name="far", url="http://127.0.0.1:1/"), Resources())
+    return HTTPReward(HTTPSpec(name="far", url="http://127.0.0.1:1/"))
 
 
 class _Failure(grpc.aio.AioRpcError):

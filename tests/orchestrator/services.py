@@ -18,7 +18,6 @@ import grpc.aio
 
 from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
-from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
 from orchestrator.cache import Cache, SharedSingleFlight
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
@@ -46,6 +45,7 @@ from specrej.contracts import (
     SlotGauge,
     Timings,
 )
+from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.serving import Context, Server, time_left_s
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2_grpc, reward_pb2

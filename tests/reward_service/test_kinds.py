@@ -18,7 +18,7 @@ from specrej.contracts import Prompt
 from specrej.errors import InvalidRequest
 from tests.reward_service.test_encoder import CONFIGS, save_cross_encoder
 from tests.reward_service.test_gated import GATE_AT, save_gated
-from tests.reward_service.tiny import PROMPT, SPECS, batch, load, make_config, save
+from tests.reward_service.tiny import PROMPT, batch, load, make_config, save
 
 
 def brevity(prompt: Prompt, responses: list[str]) -> list[int]:
@@ -184,10 +184,3 @@ def test_code_that_comes_with_a_model_runs_only_if_trusted(
     assert marker.exists()
     expected = score(load("classifier", plain), PROMPT, ["a", "b"]).values
     assert score(trusted, PROMPT, ["a", "b"]).values == pytest.approx(expected, abs=1e-5)
-
-
-def test_remote_kinds_need_their_servers() -> None:
-    spec = SPECS.validate_python({"name": "r", "kind": "http", "url": "http://127.0.0.1:1/"})
-    assert "HTTP" in spec.load(Resources()).description
-    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:1"):
-        load("grpc", address="127.0.0.1:1", timeout_s=0.1)

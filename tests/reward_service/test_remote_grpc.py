@@ -3,86 +3,135 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reward_service.reward import WholeBatchReward, score, score_batch
+from reward_service.remote import RemoteWorker
 from reward_service.servicer import RewardServicer
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
+from specrej import interceptor
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
-from specrej.errors import InvalidRequest, RewardInvalid, Unavailable
+from specrej.errors import InternalError, InvalidRequest, RewardInvalid, Unavailable
 from specrej.security import new_token
+from specrej.serving import Context, Service
+from specrej.v1 import reward_pb2 as pb
+from specrej.v1 import reward_pb2_grpc
 from tests.certificates import Authority, place
 from tests.faults.rogue import grpc_rogue
 from tests.reward_service.conftest import Start
-from tests.reward_service.fakes import FinishedReward, FixedReward, GatedReward
-from tests.reward_service.tiny import load
-from tests.serving import listening
+from tests.reward_service.fakes import FinishedReward, FixedReward
+from tests.reward_service.tiny import connect
+from tests.serving import listening, until
 
 PROMPT = Prompt.from_user("Write it.")
 
 
-async def connected(start: Start, *rewards: WholeBatchReward, **options: Any) -> Any:
-    address = await start(*rewards)
-    return await asyncio.to_thread(lambda: load("grpc", address=address, **options))
+@asynccontextmanager
+async def front_of(address: str, **options: Any) -> AsyncIterator[RemoteWorker]:
+    """A worker of the default reward at `address`."""
+    worker = RemoteWorker(await connect("grpc", address=address, **options), 4)
+    try:
+        yield worker
+    finally:
+        worker.close()
+        await worker.join(1)
 
 
 async def test_scores_are_those_of_the_other_service(start: Start) -> None:
-    reward = await connected(start, ToyReward(), FixedReward([1.0]))
-    assert (reward.name, reward.fingerprint) == ("r", ToyReward().fingerprint)
-    assert reward.description == ToyReward().description
-    scores = await asyncio.to_thread(score, reward, PROMPT, ["aab", "", "b"])
-    assert scores == Scores((2 / 3, 0.0, 0.0), 2)
+    async with front_of(await start(ToyReward(), FixedReward([1.0]))) as worker:
+        described, toy = worker.description, ToyReward()
+        assert (described.name, described.fingerprint) == ("r", toy.fingerprint)
+        assert described.description == toy.description
+        assert await worker.score(PROMPT, ["aab", "", "b"]) == Scores(
+            (2 / 3, 0.0, 0.0), 2, toy.fingerprint
+        )
 
 
-async def test_a_session_sends_what_has_ended_and_goes_on_after_close(start: Start) -> None:
-    """Guards the other service's option `unfinished`, and the contract of sessions."""
-    reward = await connected(start, FinishedReward())
+async def test_a_session_sends_what_has_ended(start: Start) -> None:
+    """Guards the other service's option `unfinished`."""
     batch = [Candidate(0, "a", 0, 0.0), Candidate(1, "a", 0, 0.0, FinishReason.STOP)]
-
-    def twice() -> list[Scores]:
-        session = reward.open(PROMPT)
-        first = score_batch(session, reward, batch)
-        session.close()
-        return [first, score_batch(session, reward, batch[1:])]
-
-    assert await asyncio.to_thread(twice) == [Scores((0.0, 1.0), 7), Scores((1.0,), 7)]
+    async with front_of(await start(FinishedReward())) as worker, worker.open(PROMPT) as session:
+        assert (await session.score(batch)).values == (0.0, 1.0)
+        assert (await session.score(batch[1:])).values == (1.0,)
 
 
 async def test_errors_of_the_other_service_are_raised(start: Start) -> None:
-    reward = await connected(start, FixedReward([float("nan")]))
-    with pytest.raises(RewardInvalid):
-        await asyncio.to_thread(score, reward, PROMPT, ["a"])
-    with pytest.raises(InvalidRequest):
-        await asyncio.to_thread(score, reward, Prompt(text=" "), ["a"])
+    async with front_of(await start(FixedReward([float("nan")]))) as worker:
+        with pytest.raises(RewardInvalid):
+            await worker.score(PROMPT, ["a"])
+        with pytest.raises(InvalidRequest):
+            await worker.score(Prompt(text=" "), ["a"])
 
 
 @pytest.mark.parametrize("fault", ["wrong_ids", "no_scores", "stale"])
 async def test_answer_to_another_request_is_refused(fault: str) -> None:
     """Guards against the scores of one batch being taken for those of another."""
-    async with grpc_rogue(fault) as port:
-        reward = await asyncio.to_thread(lambda: load("grpc", address=f"127.0.0.1:{port}"))
-        with pytest.raises(RewardInvalid, match="does not belong to the request"):
-            await asyncio.to_thread(score, reward, PROMPT, ["a", "b"])
+    async with grpc_rogue(fault) as port, front_of(f"127.0.0.1:{port}") as worker:
+        with pytest.raises(InternalError, match="the answer of another command"):
+            await worker.score(PROMPT, ["a", "b"])
 
 
 async def test_a_reward_that_is_not_served_there_is_refused(start: Start) -> None:
     with pytest.raises(ValueError, match="serves toy"):
-        await connected(start, ToyReward(), reward="other")
+        await connect("grpc", address=await start(ToyReward()), reward="other")
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:1"):
+        await connect("grpc", address="127.0.0.1:1", timeout_s=0.1)
 
 
-async def test_late_answer_is_unavailable(start: Start) -> None:
-    """Guards the reward's thread, for which all of its sessions wait."""
-    gated = GatedReward()
-    reward = await connected(start, gated, timeout_s=0.5)
+class Hanging(reward_pb2_grpc.RewardServiceServicer):
+    """Opens sessions and answers no batch."""
+
+    def __init__(self) -> None:
+        self.times_left: list[float] = []  # of batches
+        self.num_cancelled = 0
+
+    async def Describe(self, _: object, context: Context) -> pb.RewardServiceDescribeResponse:  # noqa: N802
+        return pb.RewardServiceDescribeResponse(rewards=[pb.RewardDescription(name="toy")])
+
+    async def ScoreSession(self, _: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        number = (await context.read()).sequence
+        opened = pb.ScoringOpened(fingerprint="f")
+        await context.write(pb.ScoreSessionResponse(sequence=number, opened=opened))
+        await context.read()
+        self.times_left.append(context.time_remaining() or math.inf)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+async def test_a_late_or_cancelled_call_ends_there() -> None:
+    """Guards against a call without an end, and work there for a caller that is gone."""
+    hanging = Hanging()  # type: ignore[abstract]
+    register = partial(reward_pb2_grpc.add_RewardServiceServicer_to_server, hanging)
+    deadline = interceptor._deadline.set(time.monotonic() + 20)
     try:
-        with pytest.raises(Unavailable):
-            await asyncio.to_thread(score, reward, PROMPT, ["a"])
+        async with (
+            listening(Service("specrej.v1.RewardService", register)) as address,
+            front_of(address, timeout_s=0.5) as impatient,
+            front_of(address) as patient,
+        ):
+            with pytest.raises(Unavailable, match=r"did not answer within 0\.5 s"):
+                await impatient.score(PROMPT, ["a"])
+            await until(lambda: hanging.num_cancelled == 1)
+            call = asyncio.create_task(patient.score(PROMPT, ["a"]))
+            await until(lambda: len(hanging.times_left) == 2)
+            call.cancel()
+            await until(lambda: hanging.num_cancelled == 2)
+            with pytest.raises(asyncio.CancelledError):
+                await call
     finally:
-        gated.gate.set()
+        interceptor._deadline.reset(deadline)
+    assert all(10 < left_s < 22 for left_s in hanging.times_left)
 
 
 async def test_token_is_sent_over_tls(tmp_path: Path) -> None:
@@ -98,16 +147,16 @@ async def test_token_is_sent_over_tls(tmp_path: Path) -> None:
     secured: dict[str, Any] = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
     secured["tokens_file"] = str(tmp_path / "tokens")
 
-    def check(address: str) -> None:
+    async def check(address: str) -> None:
         spec: dict[str, Any] = {"address": address, "tls_ca": str(authority.path), "timeout_s": 10}
-        reward = load("grpc", **spec, token_file=str(tmp_path / "token"))
-        assert score(reward, PROMPT, ["aab"]).values == (2 / 3,)
-        place(tmp_path / "tokens", "")
-        with pytest.raises(Unavailable, match="refused this service's token"):
-            score(reward, PROMPT, ["aab"])
+        async with front_of(**spec, token_file=str(tmp_path / "token")) as front:
+            assert (await front.score(PROMPT, ["aab"])).values == (2 / 3,)
+            place(tmp_path / "tokens", "")
+            with pytest.raises(Unavailable, match="refused this service's token"):
+                await front.score(PROMPT, ["aab"])
         with pytest.raises(RuntimeError, match="UNAUTHENTICATED"):
-            load("grpc", **spec)
+            await connect("grpc", **spec)
 
     async with listening(servicer.service(), **secured) as address:
-        await asyncio.to_thread(check, address)
+        await check(address)
     worker.close()

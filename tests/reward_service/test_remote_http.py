@@ -2,87 +2,110 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import asyncio
+import gzip
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reward_service.reward import score, score_batch, take_fairly
-from specrej.contracts import Candidate, FinishReason, Message, Prompt
-from specrej.errors import RewardInvalid, Unavailable
-from tests.reward_service.tiny import batch, load
+from reward_service.remote import RemoteWorker
+from specrej import interceptor
+from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores
+from specrej.errors import Overloaded, RewardInvalid, Unavailable
+from tests.certificates import place
+from tests.reward_service.endpoint import served
+from tests.reward_service.tiny import connect
+from tests.serving import until
 
 PROMPT = Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi")))
 
 
-@contextmanager
-def served(answer: Any, status: int = 200, together: int = 1) -> Iterator[tuple[str, list[Any]]]:
-    """A server's address and the requests it got; it answers once `together` are there."""
-    requests: list[Any] = []
-    barrier = threading.Barrier(together)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append((dict(self.headers), body))
-            barrier.wait(10)
-            content = answer(body) if callable(answer) else answer
-            with suppress(OSError):  # the client has given up
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(
-                    content if isinstance(content, bytes) else json.dumps(content).encode()
-                )
-
-        def log_message(self, *_: Any) -> None:
-            """Not into the tests' output."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
+@asynccontextmanager
+async def worker_of(url: str, queue_limit: int = 4, **options: Any) -> AsyncIterator[RemoteWorker]:
+    """A worker of the reward at `url`."""
+    worker = RemoteWorker(await connect("http", url=url, **options), queue_limit)
     try:
-        yield f"http://127.0.0.1:{server.server_port}/score", requests
+        yield worker
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+        worker.close()
+        await worker.join(1)
 
 
-def lengths(body: Any) -> dict[str, list[int]]:
-    return {"scores": [len(response) for response in body["responses"]]}
+async def score_at(url: str, *texts: str, **options: Any) -> Scores:
+    """The scores of complete answers."""
+    async with worker_of(url, **options) as worker:
+        return await worker.score(PROMPT, texts)
 
 
-def test_batch_is_one_request_with_what_is_finished() -> None:
-    with served(lengths) as (url, requests):
-        reward = load("http", url=url, headers={"Authorization": "Bearer secret"})
+async def test_batch_is_one_request_with_what_is_finished() -> None:
+    async with served() as endpoint, worker_of(endpoint.url, headers={"X-Team": "a"}) as worker:
         candidates = [
             Candidate(0, "abc", 0, 0.0),
             Candidate(1, "", 0, 0.0, FinishReason.STOP),
             Candidate(2, "é", 0, 0.0, FinishReason.LENGTH),
         ]
-        assert score_batch(reward.open(PROMPT), reward, candidates).values == (3.0, 0.0, 1.0)
-        ((headers, body),) = requests
+        async with worker.open(PROMPT) as session:
+            assert (await session.score(candidates)).values == (3.0, 0.0, 1.0)
+        (request,) = endpoint.requests
         # The server's reward may change: its version is in the fingerprint.
-        assert load("http", url=url, version="2").fingerprint != reward.fingerprint
-    assert headers["Authorization"] == "Bearer secret"
-    assert body == {
+        other = await connect("http", url=endpoint.url, version="2")
+        assert other.fingerprint != worker.description.fingerprint
+        await other.aclose()
+    assert request.headers["x-team"] == "a"
+    assert request.headers["specrej-timeout-ms"] == "30000"
+    assert request.body == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
         "responses": ["abc", "", "é"],
         "finished": [False, True, False],
     }
 
 
-def test_batches_of_several_sessions_are_sent_at_the_same_time() -> None:
-    """Guards against one slow answer after the other: the server waits for both requests."""
-    with served(lengths, together=2) as (url, _):
-        reward = load("http", url=url, timeout_s=10)
-        tasks = [reward.open(PROMPT).begin(batch({0: text})) for text in ("a", "bb")]
-        reward.compute(take_fairly(tasks, reward.token_budget))
-        assert [task.scores().values for task in tasks] == [(1.0,), (2.0,)]
+async def test_a_slow_answer_delays_no_other_caller() -> None:
+    """Guards against one call after the other, and against passes that wait for all of theirs."""
+    async with served() as endpoint, worker_of(endpoint.url, queue_limit=3) as worker:
+        slow = [asyncio.create_task(worker.score(PROMPT, ["slow"])) for _ in range(2)]
+        await until(lambda: len(endpoint.requests) == 2)
+        for _ in range(3):
+            assert (await worker.score(PROMPT, ["fast"])).values == (4.0,)
+        assert not any(task.done() for task in slow)
+        assert worker.heartbeat_s() == 0.0
+        last = asyncio.create_task(worker.score(PROMPT, ["slow"]))
+        await until(lambda: len(endpoint.requests) == 6)
+        with pytest.raises(Overloaded, match="3 calls"):
+            await worker.score(PROMPT, ["fast"])
+        endpoint.release.set()
+        assert [(await task).values for task in (*slow, last)] == [(4.0,)] * 3
+
+
+async def test_a_cancelled_call_ends_its_request() -> None:
+    """Guards against a server that computes for a caller that is gone."""
+    async with served() as endpoint, worker_of(endpoint.url) as worker:
+        call = asyncio.create_task(worker.score(PROMPT, ["slow"]))
+        await until(lambda: len(endpoint.requests) == 1)
+        call.cancel()
+        await until(lambda: endpoint.num_gone == 1)
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await worker.score(PROMPT, ["fast"])).values == (4.0,)
+
+
+@pytest.mark.parametrize("left_s", [0.25, 9.0])
+async def test_the_time_that_is_left_goes_with_the_call(
+    monkeypatch: pytest.MonkeyPatch, left_s: float
+) -> None:
+    """Guards against a server that works for longer than its caller waits."""
+    deadline = interceptor._deadline.set(time.monotonic() + left_s)
+    try:
+        async with served() as endpoint:
+            await score_at(endpoint.url, "a", timeout_s=2.0)
+        sent_ms = int(endpoint.requests[0].headers["specrej-timeout-ms"])
+    finally:
+        interceptor._deadline.reset(deadline)
+    assert sent_ms <= 250 if left_s < 2 else sent_ms == 2000
 
 
 @pytest.mark.parametrize(
@@ -97,34 +120,114 @@ def test_batches_of_several_sessions_are_sent_at_the_same_time() -> None:
         ({"scores": ["1"]}, 200, RewardInvalid),
         ({"scores": [True]}, 200, RewardInvalid),
         ({"scores": [10**400]}, 200, RewardInvalid),
+        ({"scores": [1, 2]}, 200, RewardInvalid),
+        (b'{"scores": [NaN]}', 200, RewardInvalid),
         (b"[" * 100_000, 200, RewardInvalid),
         ([1.0], 200, RewardInvalid),
+        (gzip.compress(b'{"scores": [1]}'), 200, RewardInvalid),
+        (b'{"scores": [1' + b" " * (2 << 20) + b"]}", 200, Unavailable),
+        ({"scores": [1]}, 302, RewardInvalid),
         ({"scores": [1]}, 404, RewardInvalid),
         ({"scores": [1]}, 429, Unavailable),
         ({"scores": [1]}, 503, Unavailable),
     ],
 )
-def test_bad_answer_is_the_error_that_it_stands_for(
+async def test_bad_answer_is_the_error_that_it_stands_for(
     answer: Any, status: int, error: type[Exception]
 ) -> None:
     """Guards the caller's choice between a retry and another reward."""
-    with served(answer, status) as (url, _), pytest.raises(error) as failure:
-        score(load("http", url=url), PROMPT, ["a"])
+    async with served(lambda body: answer, status) as endpoint:
+        with pytest.raises(error) as failure:
+            await score_at(endpoint.url, "a")
     assert "127.0.0.1" not in str(failure.value)
 
 
-def test_late_answer_and_refused_connection_are_unavailable() -> None:
-    """Guards the reward's thread, for which all of its sessions wait."""
+async def test_late_answer_and_refused_connection_are_unavailable() -> None:
+    """Guards against a call without an end."""
     with pytest.raises(Unavailable, match="cannot be reached"):
-        score(load("http", url="http://127.0.0.1:1/score"), PROMPT, ["a"])
-    late = threading.Event()
+        await score_at("http://127.0.0.1:1/score", "a")
+    async with served() as endpoint:
+        with pytest.raises(Unavailable, match=r"did not answer within 0\.2 s"):
+            await score_at(endpoint.url, "slow", timeout_s=0.2)
+        await until(lambda: endpoint.num_gone == 1)
 
-    def answer(body: Any) -> Any:
-        late.wait(10)
-        return lengths(body)
 
-    with served(answer) as (url, _), pytest.raises(Unavailable, match="Timeout"):
-        try:
-            score(load("http", url=url, timeout_s=0.2), PROMPT, ["a"])
-        finally:
-            late.set()
+async def test_a_server_that_is_away_at_the_start_is_used_later() -> None:
+    """Guards the other rewards of a service against one server."""
+    async with served() as endpoint:
+        port = endpoint.port
+    reward = connect("http", url=f"http://127.0.0.1:{port}/score")
+    worker = await RemoteWorker.start(lambda: reward)
+    try:
+        with pytest.raises(Unavailable):
+            await worker.score(PROMPT, ["a"])
+        async with served(port=port):
+            assert (await worker.score(PROMPT, ["a"])).values == (1.0,)
+    finally:
+        worker.close()
+        await worker.join(1)
+    with pytest.raises(Unavailable, match="stopped"):
+        await worker.score(PROMPT, ["a"])
+
+
+async def test_a_server_without_scores_stops_the_start() -> None:
+    async with served(lambda body: {}) as endpoint:
+        with pytest.raises(RewardInvalid):
+            await RemoteWorker.start(lambda: connect("http", url=endpoint.url))
+
+
+# Secrets
+
+
+async def test_secrets_of_headers_are_read_from_files(tmp_path: Path) -> None:
+    """Guards against a secret in the environment, and a change that needs a restart."""
+    file = tmp_path / "token"
+    place(file, "Bearer one\n")
+    async with (
+        served() as endpoint,
+        worker_of(endpoint.url, header_files={"Authorization": file}) as worker,
+    ):
+        await worker.score(PROMPT, ["a"])
+        place(file, "Bearer two")
+        await worker.score(PROMPT, ["a"])
+        sent = [request.headers["authorization"] for request in endpoint.requests]
+    assert sent == ["Bearer one", "Bearer two"]
+    for content in ("", "a\nb", "é", "x" * 9000):
+        place(file, content)
+        with pytest.raises(ValueError, match="one line") as raised:
+            await connect("http", url="http://127.0.0.1:1/", header_files={"X": file})
+        assert content.strip() not in str(raised.value) or not content
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"headers": {"authorization": "s3cret"}}, "put it in header_files"),
+        ({"headers": {"X-API-Key": "s3cret"}}, "put it in header_files"),
+        ({"url": "https://user:s3cret@rewards.internal/"}, "must not hold credentials"),
+        ({"url": "http://rewards.internal/", "header_files": {"X": "f"}}, "in plaintext"),
+        ({"url": "http://10.0.0.1/", "header_files": {"X": "f"}}, "in plaintext"),
+        ({"headers": {"X\r\nY": "s3cret"}}, "match pattern"),
+    ],
+)
+async def test_secrets_stay_secret(options: dict[str, Any], message: str) -> None:
+    """Guards against secrets in settings, or on the network in plaintext."""
+    with pytest.raises(ValueError, match=message):
+        await connect("http", **{"url": "https://rewards.internal/", **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"url": "https://rewards.internal/"},
+        {"url": "http://localhost:1/"},
+        {"url": "http://[::1]:1/"},
+        {"url": "http://rewards.internal/", "allow_plaintext_token": True},
+    ],
+)
+async def test_secrets_may_be_sent_over_tls_and_within_this_machine(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    place(tmp_path / "token", "secret")
+    reward = await connect("http", **options, header_files={"X-Key": tmp_path / "token"})
+    await reward.aclose()

@@ -187,7 +187,7 @@ async def test_session_is_closed_when_it_ends() -> None:
     reward = PiecewiseReward()
     async with started(reward) as worker, worker.open(PROMPT):
         num_closed = reward.num_closed  # that of the warm-up
-    worker.join(10)
+    await worker.join(10)
     assert (num_closed, reward.num_closed) == (1, 2)
 
 

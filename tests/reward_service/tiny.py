@@ -49,12 +49,17 @@ SPECS: TypeAdapter[Any] = TypeAdapter(RewardSpec)
 
 
 def load(kind: str, directory: Path | None = None, **options: Any) -> Any:
-    """A reward by its spec's options; those named as `Resources` does are its resources."""
+    """A reward of this process by its spec's options; those of `Resources` are its resources."""
     resources = {key: options.pop(key) for key in Resources.__slots__ if key in options}
     if directory:
         options["directory"] = directory
     spec = SPECS.validate_python({"name": "r", "kind": kind, **options})
     return spec.load(Resources(**{"threads": 1, **resources}))
+
+
+async def connect(kind: str, **options: Any) -> Any:
+    """A reward of another server by its spec's options."""
+    return await SPECS.validate_python({"name": "r", "kind": kind, **options}).connect()
 
 
 def batch(texts: dict[int, str], finish: FinishReason | None = None) -> list[Candidate]:

@@ -13,7 +13,6 @@ import grpc.aio
 from orchestrator.__main__ import _version_of, _versions_of
 from orchestrator.backends.fleet import Fleet, PollSettings
 from orchestrator.backends.generators import FleetGenerator
-from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
 from orchestrator.backends.resolving import Target
 from orchestrator.backends.rewards import FleetRewards
 from reward_service.reward import Reward
@@ -27,6 +26,7 @@ from specrej.contracts import (
     Schedule,
     Selection,
 )
+from specrej.remote import RemoteGenerator, RemoteRewards
 from tests.orchestrator.services import Backend, HeldGenerator, generator_backend, reward_backend
 from tests.serving import until
 

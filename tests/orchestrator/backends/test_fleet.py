@@ -12,10 +12,10 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.fleet import Backend, Fleet
-from orchestrator.backends.remote import RemoteGenerator
 from orchestrator.backends.resolving import Target
 from specrej.contracts import Sampling, SessionSpec
 from specrej.errors import Unavailable
+from specrej.remote import RemoteGenerator
 from tests.orchestrator import services
 from tests.orchestrator.backends.fleets import (
     ONCE,

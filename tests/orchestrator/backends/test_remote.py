@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
 from orchestrator.loop.scoring import fingerprint_of
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
@@ -44,6 +43,7 @@ from specrej.errors import (
     Unavailable,
     Violation,
 )
+from specrej.remote import RemoteGenerator, RemoteRewards
 from tests.faults.rogue import grpc_rogue
 from tests.orchestrator.runs import PROMPT, events_of, request
 from tests.orchestrator.services import (

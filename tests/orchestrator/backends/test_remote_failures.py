@@ -11,13 +11,13 @@ import grpc.aio
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.backends import remote
-from orchestrator.backends.remote import RemoteGenerator, RemoteRewards
 from orchestrator.edge.planning import _LastDescription
 from orchestrator.loop.scoring import LikelihoodScorer
+from specrej import remote
 from specrej.channel import open_channel
 from specrej.contracts import Sampling, SessionSpec
 from specrej.errors import InvalidRequest, SpecrejError, Unavailable
+from specrej.remote import RemoteGenerator, RemoteRewards
 from tests.orchestrator.runs import PROMPT, answer, request
 from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, dead_port, whole
 from tests.serving import turns, until

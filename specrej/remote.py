@@ -269,7 +269,7 @@ class RemoteScoringSession:
         fingerprint: str,
     ) -> None:
         self._stream = stream
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint  # of the reward
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
         batch = reward_pb2.ScoreBatch(
@@ -281,4 +281,4 @@ class RemoteScoringSession:
             ]
         )
         scores = (await self._stream.call(batch=batch)).scores
-        return Scores(tuple(scores.scores), scores.computed_tokens, self._fingerprint)
+        return Scores(tuple(scores.scores), scores.computed_tokens, self.fingerprint)
