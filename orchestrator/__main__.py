@@ -59,8 +59,13 @@ async def _serve(settings: OrchestratorSettings) -> None:
     ):
         orchestrator = _orchestrator(settings, redis, generators, rewards)
         instruments.observe_backends({"generator": generators.counts, "reward": rewards.counts})
-        servicer = OrchestratorServicer(orchestrator)
-        server = Server(settings, [servicer.service()], default_deadline_s=settings.deadline_s)
+        servicer = OrchestratorServicer(orchestrator, unread_s=settings.unread_s)
+        server = Server(
+            settings,
+            [servicer.service()],
+            default_deadline_s=settings.deadline_s,
+            max_deadline_s=settings.max_deadline_s,
+        )
         try:
             await server.run(partial(_backends_ready, orchestrator, generators, rewards))
         finally:
@@ -92,6 +97,7 @@ def _orchestrator(
         default_schedule=settings.default_schedule,
         composites=settings.composites,
         default_reward=settings.default_reward,
+        lead_s=settings.lead_s,
         shared_flights=SharedSingleFlight(cache) if settings.shared_flights else None,
         refreshes=BackgroundTasks("refreshing a stale answer", deadline_s=settings.deadline_s),
         shadows=Shadows(

@@ -43,6 +43,17 @@ def num_values(value: object) -> int:
             return 0
 
 
+async def ended(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end, whatever that is.
+
+    `asyncio.wait` and not `await task`, which would also swallow a cancellation of this task.
+    """
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # otherwise asyncio logs it as lost
+
+
 class BackgroundTasks:
     """At most one task per key and `limit` in all, each cancelled after `deadline_s` seconds.
 

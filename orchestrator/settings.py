@@ -166,6 +166,18 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     deadline_s: Seconds = Field(
         600, description="seconds a request may take whose client set no deadline"
     )
+    max_deadline_s: Annotated[float, Field(gt=0, le=1_000_000)] = Field(
+        3600, description="seconds a request may take; longer deadlines are shortened to it"
+    )
+    unread_s: Seconds = Field(
+        30,
+        description="seconds that the client of a stream may take to read an event; then the call "
+        "ends, once its run is over",
+    )
+    lead_s: Seconds = Field(
+        120,
+        description="seconds without a round after which equal requests no longer wait for a run",
+    )
     journal_requests: Annotated[int, Field(ge=0, le=100_000)] = Field(
         256,
         description="latest requests whose rounds and rewards are kept for specrej trace, without"
@@ -243,6 +255,12 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
             tls_key=self.backend_tls_key,
             allow_plaintext_token=self.backend_allow_plaintext_token,
         )
+
+    @model_validator(mode="after")
+    def _deadlines_are_in_order(self) -> Self:
+        if self.deadline_s > self.max_deadline_s:
+            raise ValueError("deadline_s must be at most max_deadline_s")
+        return self
 
     @model_validator(mode="after")
     def _backends_can_be_called(self) -> Self:

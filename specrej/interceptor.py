@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from sys import intern
@@ -53,13 +53,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Runs each handler in a span, within its deadline, and maps its exception to a status.
 
     Calls that `access` does not admit are refused here, before any handler, for every method.
-    `default_deadline_s` bounds calls without a deadline; None leaves them unbounded.
+    `default_deadline_s` bounds calls without a deadline, `max_deadline_s` those with one; None
+    leaves them unbounded.
     """
 
     def __init__(
-        self, default_deadline_s: float | None = None, access: Access | None = None
+        self,
+        default_deadline_s: float | None = None,
+        access: Access | None = None,
+        max_deadline_s: float | None = None,
     ) -> None:
         self._default_deadline_s = default_deadline_s
+        self._max_deadline_s = max_deadline_s
         self._access = access or Access()
         self._num_running = 0
         self.idle = asyncio.Event()  # set while no call of specrej.v1 runs
@@ -187,11 +192,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def _deadline_s(self, context: Context) -> float | None:
         remaining = context.time_remaining()
         # grpc reports "no deadline" as None or as one many years ahead.
-        return self._default_deadline_s if remaining is None or remaining > 1e7 else remaining
+        if remaining is None or remaining > 1e7:
+            return self._default_deadline_s
+        return min(remaining, self._max_deadline_s or remaining)
 
 
 # grpc cancels late calls; a client's own cancellation at its deadline arrives slightly earlier.
 _LATE_S = 0.05
+
+# The time for a status to leave. A client that reads later still receives it.
+_STATUS_S = 1.0
 
 
 def _code_of_cancellation(context: Context) -> grpc.StatusCode:
@@ -203,7 +213,9 @@ def _code_of_cancellation(context: Context) -> grpc.StatusCode:
 async def _abort(context: Context, method: str, error: BaseException, call: telemetry.Call) -> None:
     code, text, trailers = to_status(_presentable(method, error))
     call.code = code.name
-    await context.abort(code, text, trailers)
+    with suppress(TimeoutError):  # grpc waits until the client has read what was written before
+        async with asyncio.timeout(_STATUS_S):
+            await context.abort(code, text, trailers)
 
 
 def _presentable(method: str, error: BaseException) -> SpecrejError:

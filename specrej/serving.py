@@ -134,7 +134,9 @@ class Server:
         services: Sequence[Service],
         *,
         default_deadline_s: float | None = None,
+        max_deadline_s: float | None = None,
     ) -> None:
+        """`default_deadline_s`, `max_deadline_s`: see `StatusInterceptor`."""
         self._settings = settings
         self._services = services
         self._heartbeats: list[Heartbeat] = []
@@ -143,7 +145,7 @@ class Server:
         self._lag_s = 0.0  # longest delay of the event loop since the last export
         self._access = Access(settings.tokens_path, settings.allowed_names)
         self._certificates = settings.tls_files and settings.tls_files.watch()
-        self._calls = StatusInterceptor(default_deadline_s, self._access)
+        self._calls = StatusInterceptor(default_deadline_s, self._access, max_deadline_s)
         self._server = grpc.aio.server(
             interceptors=[self._calls],
             options=[
@@ -157,8 +159,8 @@ class Server:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.max_connection_age_ms", _CONNECTION_AGE_MS),
-                # No limit: a call ends at its own deadline.
-                ("grpc.max_connection_age_grace_ms", 2**31 - 1),
+                # Longer than calls take. It ends those whose answer is never read.
+                ("grpc.max_connection_age_grace_ms", _grace_ms(max_deadline_s)),
                 # A second server on the same port must fail to start.
                 ("grpc.so_reuseport", 0),
             ],
@@ -307,6 +309,12 @@ class Server:
                 draining.cancel()
                 await asyncio.wait({draining})
                 await self.stop(0)
+
+
+def _grace_ms(max_deadline_s: float | None) -> int:
+    """Milliseconds that calls have after the connection's age; 2**31 - 1 means no limit."""
+    most_ms = 2**31 - 1
+    return most_ms if max_deadline_s is None else min(most_ms, int((max_deadline_s + 60) * 1e3))
 
 
 async def _within(seconds: float, end: Awaitable[object]) -> None:

@@ -24,10 +24,19 @@ _POLL_S = 2.0  # timeout of a health check or a description
 
 @asynccontextmanager
 async def listening(
-    service: Service, *, default_deadline_s: float | None = None, **settings: Any
+    service: Service,
+    *,
+    default_deadline_s: float | None = None,
+    max_deadline_s: float | None = None,
+    **settings: Any,
 ) -> AsyncIterator[str]:
     """The address of a server of one service."""
-    server = Server(ServiceSettings(**settings), [service], default_deadline_s=default_deadline_s)
+    server = Server(
+        ServiceSettings(**settings),
+        [service],
+        default_deadline_s=default_deadline_s,
+        max_deadline_s=max_deadline_s,
+    )
     await server.start()
     await server.set_serving(True)
     try:

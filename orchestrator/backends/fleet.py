@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.backends.placement import order
 from orchestrator.backends.resolving import Target
+from orchestrator.background import ended
 from specrej.errors import InternalError, Overloaded, SpecrejError, Unavailable
 from specrej.status import from_backend_error
 
@@ -105,7 +106,7 @@ class Backend(Generic[P]):
                 self._give_up()
             self.polled.set()
         finally:
-            await _ended(answer)
+            await ended(answer)
 
     async def update(self) -> None:
         """Update the state, however long that takes."""
@@ -221,7 +222,7 @@ class Fleet(Generic[P]):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await _ended(self._resolving)
+        await ended(self._resolving)
         for target in [*self._backends]:
             await self._remove(target)
 
@@ -345,15 +346,6 @@ class Fleet(Generic[P]):
     async def _remove(self, target: Target) -> None:
         watcher, backend = self._watchers.pop(target), self._backends.pop(target)
         try:
-            await _ended(watcher)
+            await ended(watcher)
         finally:
             await backend.close()
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end.
-
-    `asyncio.wait` and not `await task`, which would also swallow a cancellation of this task.
-    """
-    task.cancel()
-    await asyncio.wait({task})

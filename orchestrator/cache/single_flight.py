@@ -3,15 +3,17 @@
 `SingleFlight` is within this process. `SharedSingleFlight` is across all orchestrators of one
 Redis, by a lease: the process that gets it leads; the others poll for the stored answer and for the
 lease. If Redis fails, a request stops waiting and runs alone. Neither starts the generation: the
-leader runs it in its own task, with its own deadline, and streams events meanwhile.
+leader runs it in its own task, with its own deadline. Without progress it loses both leads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -22,6 +24,8 @@ from specrej import telemetry
 from specrej.contracts import Generation
 from specrej.errors import Cancelled, DeadlineExceeded, TooLate
 from specrej.telemetry import names
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -50,8 +54,12 @@ return 1
 class Flight(Generic[T]):
     """One generation under way, or its result."""
 
-    def __init__(self) -> None:
-        self.landed = False
+    def __init__(self, lead_s: float, lose: Callable[[], None]) -> None:
+        """`lose` is called after `lead_s` seconds without progress."""
+        self.landed = self.is_lost = False
+        self._lead_s = lead_s
+        self._lose = lose
+        self._timer = asyncio.get_running_loop().call_later(lead_s, lose)
         self._result: T | None = None
         self._error: Exception | None = None
         self._traceback: TracebackType | None = None
@@ -67,6 +75,12 @@ class Flight(Generic[T]):
         if not self.landed:
             raise RuntimeError("the flight has not landed")
         return self._result  # type: ignore[return-value]  # T may itself be optional
+
+    def note_progress(self) -> None:
+        """Keep the lead: the generation has advanced."""
+        if not self.is_lost:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(self._lead_s, self._lose)
 
     def land(self, result: T) -> None:
         """Publish the result: waiting callers return now, even if the leader continues."""
@@ -93,7 +107,9 @@ class SingleFlight(Generic[T]):
             flight.land(generation)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lead_s: float = 120.0) -> None:
+        """A leader without progress for `lead_s` seconds loses the lead to one that waits."""
+        self._lead_s = lead_s
         self._flights: dict[str, Flight[T]] = {}
         self._watches: dict[str, set[Watch[T]]] = {}
         self.num_waiting = 0  # callers, over all flights
@@ -142,7 +158,7 @@ class SingleFlight(Generic[T]):
             if flight._error is not None:
                 # Reset the traceback: otherwise it grows with every waiter that raises it.
                 raise flight._error.with_traceback(flight._traceback)
-        flight = self._flights[key] = Flight()
+        flight = self._flights[key] = Flight(self._lead_s, partial(self._lose, key))
         try:
             yield flight
         except OWN_REASONS:
@@ -154,8 +170,17 @@ class SingleFlight(Generic[T]):
             if flight.landed:
                 for watch in self._watches.get(key, ()):
                     watch.landed = flight
-            del self._flights[key]
-            flight._over.set()
+            flight._timer.cancel()
+            if not flight.is_lost:
+                del self._flights[key]
+                flight._over.set()
+
+    def _lose(self, key: str) -> None:
+        """Wake those that wait for the flight of `key`: one of them leads, its leader goes on."""
+        flight = self._flights.pop(key)
+        flight.is_lost = True
+        flight._over.set()
+        log.warning("a run has not advanced for %g s: equal requests wait no longer", self._lead_s)
 
 
 class SharedSingleFlight:
@@ -175,19 +200,21 @@ class SharedSingleFlight:
         self._lease_s = lease_s
 
     @asynccontextmanager
-    async def join(self, key: str) -> AsyncIterator[Lease]:
+    async def join(self, key: str, flight: Flight[Generation]) -> AsyncIterator[Lease]:
         """Wait for another process's answer to `key`; without one, lead or run alone.
+
+        `flight`: this process's; the lease is renewed until it is lost.
 
         If the leader is cancelled, runs out of time or dies, one of those that wait leads. If it
         fails otherwise, or its answer could not be stored, each of them runs alone.
         """
         lease = Lease(self._cache.redis, flight_key(key), self._lease_s)
         try:
-            lease.answer = await self._wait(key, lease)
+            lease.answer = await self._wait(key, lease, flight)
             if lease.answer is not None or not lease.held:
                 yield lease
                 return
-            async with lease.renewed():
+            async with lease.renewed(flight):
                 yield lease
         except OWN_REASONS:
             raise
@@ -198,7 +225,7 @@ class SharedSingleFlight:
             # Does nothing after `land`. A leader that leaves without landing hands over.
             await lease.release(handing_over=True)
 
-    async def _wait(self, key: str, lease: Lease) -> Generation | None:
+    async def _wait(self, key: str, lease: Lease, flight: Flight[Generation]) -> Generation | None:
         """The answer; None if the lease is held or there is no leader to wait for."""
         pause_s = FIRST_PAUSE_S
         while True:
@@ -211,6 +238,7 @@ class SharedSingleFlight:
                 return None
             if pause_s == FIRST_PAUSE_S:
                 telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
+            flight.note_progress()  # of the other process, which may lose its lead
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * PAUSE_GROWTH, LONGEST_PAUSE_S)
 
@@ -253,9 +281,9 @@ class Lease:
         return reply.value if reply else None
 
     @asynccontextmanager
-    async def renewed(self) -> AsyncIterator[None]:
-        """Renew the lease while the context lasts."""
-        renewing = asyncio.create_task(self._renew())
+    async def renewed(self, flight: Flight[Generation]) -> AsyncIterator[None]:
+        """Renew the lease while the context lasts, until the flight is lost."""
+        renewing = asyncio.create_task(self._renew(flight))
         try:
             yield
         finally:
@@ -283,9 +311,11 @@ class Lease:
             if cancelled:
                 raise cancelled
 
-    async def _renew(self) -> None:
+    async def _renew(self, flight: Flight[Generation]) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
+            if flight.is_lost:
+                return
             holder, _ = await self._redis.pipeline(
                 "flight",
                 ("GETRANGE", self._key, 0, _TOKEN_CHARACTERS),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,6 +58,11 @@ class _Lead:
     flight: Flight[Generation] | None = None
     lease: Lease | None = None
 
+    def note_progress(self) -> None:
+        """Keep the lead: the run has advanced."""
+        if self.flight:
+            self.flight.note_progress()
+
 
 class Orchestrator:
     """Answers requests with the best of many candidates."""
@@ -72,6 +77,7 @@ class Orchestrator:
         default_schedule: Schedule | None = None,
         composites: Sequence[Composite] = (),
         default_reward: str = "",
+        lead_s: float = 120.0,
         shared_flights: SharedSingleFlight | None = None,
         refreshes: BackgroundTasks | None = None,
         shadows: Shadows | None = None,
@@ -79,6 +85,7 @@ class Orchestrator:
         log_texts: bool = False,
     ) -> None:
         """Without `shared_flights`, equal requests are one generation in this process only.
+        `lead_s`: see `SingleFlight`.
 
         `default_schedule` is for requests that name none; the servicer fills it in. `composites`
         must be valid. `default_reward`: see `Planner`. `log_texts`: a request's log line has its
@@ -90,7 +97,7 @@ class Orchestrator:
         self._generator = generator
         self._cache = cache
         self._admission = admission
-        self._flights: SingleFlight[Generation] = SingleFlight()
+        self._flights: SingleFlight[Generation] = SingleFlight(lead_s)
         self._shared_flights = shared_flights
         self._refreshes = refreshes or BackgroundTasks("refreshing a stale answer")
         self._shadows = shadows or Shadows(share=0.0)
@@ -131,16 +138,17 @@ class Orchestrator:
     async def generate(
         self,
         request: GenerationRequest,
+        emit: Callable[[Event], None],
         *,
         tenant: str,
         share: Share,
         violations: Sequence[Violation] = (),
         time_left_s: float | None = None,
-    ) -> AsyncGenerator[Event, None]:
-        """Events of one request, the last one `Finished`. Close it with `contextlib.aclosing`.
+    ) -> None:
+        """Answer one request: `emit` receives each event as it happens, `Finished` last.
 
-        `share` is the tenant's; `violations` are those of the message's conversion; `time_left_s`:
-        to the deadline.
+        No reader can delay the run: `emit` returns at once. `share` is the tenant's; `violations`
+        are those of the message's conversion; `time_left_s`: to the deadline.
 
         Raises:
             SpecrejError: see `specrej.errors`.
@@ -164,7 +172,7 @@ class Orchestrator:
                 async for event in events:
                     record.add(event)
                     instruments.note_event(event, with_texts=self._log_texts)
-                    yield _signed(event, request_id, plan.reward_order)
+                    emit(_signed(event, request_id, plan.reward_order))
 
     async def _answer(
         self, plan: Plan, record: OpenRecord | None = None, *, is_refresh: bool = False
@@ -181,6 +189,7 @@ class Orchestrator:
                 plan.tenant, plan.candidate_tokens, plan.left_s(), plan.share
             )
             queue_ms = await instruments.admitted(stack, permit)
+            lead.note_progress()
             if record:
                 record.running()
             before_run_ms = _ms_since(plan.arrived)
@@ -193,6 +202,7 @@ class Orchestrator:
             async with aclosing(events):
                 try:
                     async for event in events:
+                        lead.note_progress()
                         if isinstance(event, RoundCompleted):
                             instruments.count_round(event.trace)
                         if isinstance(event, Finished):
@@ -238,7 +248,7 @@ class Orchestrator:
             return Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
         if not self._shared_flights:
             return _Lead(stores=True, flight=flight)
-        leasing = self._shared_flights.join(key)
+        leasing = self._shared_flights.join(key, flight)
         lease = await instruments.entered(stack, names.SPAN_SHARED_FLIGHT, leasing)
         if lease.answer:
             flight.land(lease.answer)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+from collections import deque
+from collections.abc import Callable
 
-from orchestrator.background import packed
+from orchestrator.background import ended, packed
 from orchestrator.edge.service import Orchestrator
 from specrej import wire
 from specrej.contracts import Event, Finished, RequestRecord
-from specrej.errors import InternalError, Violation
+from specrej.errors import Cancelled, Violation
 from specrej.security import current_caller
 from specrej.serving import Context, Service, time_left_s
 from specrej.v1 import orchestrator_pb2 as pb
@@ -19,8 +20,10 @@ from specrej.v1 import orchestrator_pb2_grpc
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """`specrej.v1.OrchestratorService`."""
 
-    def __init__(self, orchestrator: Orchestrator) -> None:
+    def __init__(self, orchestrator: Orchestrator, *, unread_s: float = 30.0) -> None:
+        """A stream whose client does not read for `unread_s` seconds ends once its run is over."""
         self._orchestrator = orchestrator
+        self._unread_s = unread_s
 
     def service(self) -> Service:
         """This servicer, for `specrej.serving.Server`."""
@@ -34,19 +37,30 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
-        async with aclosing(self._events(request, context)) as events:
-            async for event in events:
-                if isinstance(event, Finished):
-                    return await packed(_answer_reply, event)
-        raise InternalError("a run ended without an answer")
+        last: deque[Event] = deque(maxlen=1)
+        await self._run(request, last.append)
+        return await packed(_answer_reply, last[0])
 
     # A coroutine, although the stubs declare an async generator; specrej/serving.py has the reason.
     async def GenerateStream(  # type: ignore[override] # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> None:
-        async with aclosing(self._events(request.request, context)) as events:
-            async for event in events:
-                await context.write(await packed(wire.event_to_message, event))
+        # At most an event per round, and two: the run never waits for its reader.
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        run = asyncio.create_task(self._run(request.request, events.put_nowait))
+        run.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while event := await events.get():
+                message = await packed(wire.event_to_message, event)
+                try:
+                    async with asyncio.timeout(self._unread_s):
+                        await context.write(message)
+                except TimeoutError:
+                    await asyncio.wait({run})  # equal requests may wait for its answer
+                    raise Cancelled(f"the client did not read for {self._unread_s:g} s") from None
+            await run
+        finally:
+            await ended(run)
 
     async def Describe(  # noqa: N802
         self, request: pb.OrchestratorServiceDescribeRequest, context: Context
@@ -61,14 +75,15 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         record = self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
         return await packed(_record_reply, record)
 
-    def _events(self, message: pb.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
+    async def _run(self, message: pb.GenerateRequest, emit: Callable[[Event], None]) -> None:
         violations: list[Violation] = []
         request = wire.request_from_message(
             message, self._orchestrator.default_schedule, violations
         )
         caller = current_caller()
-        return self._orchestrator.generate(
+        await self._orchestrator.generate(
             request,
+            emit,
             tenant=caller.tenant,
             share=caller.share,
             violations=violations,
@@ -76,7 +91,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         )
 
 
-def _answer_reply(event: Finished) -> pb.GenerateResponse:
+def _answer_reply(event: Event) -> pb.GenerateResponse:
+    assert isinstance(event, Finished), "the last event of every run"
     return wire.generation_to_message(event.generation)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from specrej.contracts import GeneratorDescription, TokensSchedule
 from tests.faults import phases
 from tests.faults.case import Case, here
 from tests.faults.phases import Phase, held_at
-from tests.faults.world import PROMPT, SERVICES, Call, Outcome, World
+from tests.faults.readers import LARGE
+from tests.faults.world import PROMPT, SERVICES, Call, Outcome, World, until
 
 POINTS = {
     "queue": phases.QUEUED,
@@ -25,15 +24,7 @@ POINTS = {
 WAYS = ("cancel", "deadline", "channel-closed")
 # Longer than any point takes to be reached, shorter than the requests.
 _DEADLINE_S = 1.5
-# Many rounds with large events: a client that does not read blocks the writer soon.
-_BLOCKING = {
-    "n": 256,
-    "alpha": 0.0,
-    "max_tokens": 400,
-    "schedule": TokensSchedule(tuple(range(1, 400))),
-}
 _FLAT_BYTES = 6 << 20
-_STANDSTILL_S = 0.5
 
 
 async def leave(phase: Phase, way: str, stream: bool, world: World) -> list[str]:
@@ -56,22 +47,16 @@ async def _end(call: Call, way: str) -> None:
 
 
 async def leave_blocked(way: str, world: World) -> list[str]:
-    """Block the orchestrator in a write, then end the call."""
+    """Block the orchestrator in a write: the run goes on to its end. Then end the call."""
     world.proxies["front"].hold_replies_after(PROMPT.encode())
-    options: dict[str, Any] = {"stream": True, "through_front": True, "narrow": True, **_BLOCKING}
-    call = world.call(timeout_s=2.5 if way == "deadline" else 20.0, **options)
-    owned, unchanged_since = -1, 0.0
-
-    def has_stopped(generator: GeneratorDescription) -> bool:
-        """Whether the session has not grown for half a second."""
-        nonlocal owned, unchanged_since
-        if generator.slots.owned != owned:
-            owned, unchanged_since = generator.slots.owned, time.monotonic()
-        return owned > 0 and time.monotonic() - unchanged_since > _STANDSTILL_S
-
+    options: dict[str, Any] = {"stream": True, "through_front": True, "narrow": True, **LARGE}
+    call = world.call(**{**options, "timeout_s": 2.5 if way == "deadline" else 20.0})
     try:
-        await world.until_generator(has_stopped)
+        await world.until_service(lambda service: service.running > 0)
+        await world.until_service(lambda service: service.running == 0)
+        assert not call.events, "the case did not occur"
         await _end(call, way)
+        await until(lambda: call.is_over)
         await world.until_free()
     finally:
         await world.heal()

@@ -7,11 +7,13 @@ from typing import Any
 
 from orchestrator.loop.run_state import MAX_TRACED
 from specrej.contracts import CacheControl, TokensSchedule
+from specrej.security import TENANT_METADATA
 from tests.faults.case import Case, here
 from tests.faults.world import MAX_QUEUED, MAX_RUNNING, SERVICES, World, until
 from tests.serving import retry_info_s
 
 _TOO_MANY = 7
+_FLOOD, _LIGHT = [(TENANT_METADATA, "flood")], [(TENANT_METADATA, "light")]
 # For cases of hundreds of calls, whose speed depends on the machine's other load.
 _MANY_S = 90.0
 _HEALTH_S = 1.0
@@ -46,13 +48,13 @@ async def flood(world: World) -> list[str]:
     of one of the flood's, and no other request is refused."""
     options: dict[str, Any] = {"max_tokens": 400, "timeout_s": 3600.0}
     full = MAX_RUNNING + MAX_QUEUED
-    calls = [world.call(tenant="flood", seed=seed, **options) for seed in range(full)]
+    calls = [world.call(metadata=_FLOOD, seed=seed, **options) for seed in range(full)]
     try:
         await world.until_service(
             lambda service: (service.running, service.queued) == (MAX_RUNNING, MAX_QUEUED),
             bound_s=_MANY_S,
         )
-        light = [world.call(tenant="light", seed=seed, **options) for seed in range(3)]
+        light = [world.call(metadata=_LIGHT, seed=seed, **options) for seed in range(3)]
         answered = [await call.outcome() for call in light]
         over = [call for call in calls if call.is_over]
         assert len(over) < full / 2, f"{len(over)} requests of the flood were served before"

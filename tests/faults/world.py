@@ -47,6 +47,7 @@ RECOVERY_S = 10.0  # bound of the invariant
 until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
 CALL_S = 20.0  # a call that takes longer hangs
 LEASE_S = 3.0
+UNREAD_S = 3.0
 MAX_RUNNING = 4
 MAX_QUEUED = 128
 CACHE_SECRET = "cache-secret"  # a file
@@ -96,11 +97,15 @@ class Call:
         stream: bool = False,
         timeout_s: float | None = CALL_S,
         narrow: bool = False,
+        pause_s: float = 0,
         metadata: Metadata = (),
         **options: Any,
     ) -> None:
-        """`narrow`: limit the flow-control window to 64 KiB instead of 4 MiB."""
+        """`narrow`: limit the flow-control window to 64 KiB instead of 4 MiB; `pause_s`: between
+        two events of a stream, until `resume`."""
         self.events: list[Any] = []
+        self._pause_s = pause_s
+        self._resumed = asyncio.Event()
         self._channel = _narrow_channel(address) if narrow else open_channel(address, retries=False)
         stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
         message = request(**options)
@@ -132,6 +137,11 @@ class Call:
     def cancel(self) -> None:
         """Cancel the call."""
         self._rpc.cancel()
+        self.resume()
+
+    def resume(self) -> None:
+        """Read without pauses from now on."""
+        self._resumed.set()
 
     async def close_channel(self) -> None:
         """Close the channel during the call."""
@@ -156,6 +166,10 @@ class Call:
             return await self._rpc
         async for message in self._rpc:
             self.events.append(message)
+            if self._pause_s:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s):
+                        await self._resumed.wait()
         return self.events[-1].finished
 
 
@@ -401,6 +415,7 @@ def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
         "SPECREJ_ORCHESTRATOR_TENANT_CACHE_BYTES": str(TENANT_CACHE_BYTES),
         "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
         "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
+        "SPECREJ_ORCHESTRATOR_UNREAD_S": str(UNREAD_S),
         **{f"SPECREJ_{name.upper()}_GRACE_S": "2" for name in SERVICES},
     }
 

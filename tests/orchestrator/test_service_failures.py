@@ -186,19 +186,47 @@ async def test_a_cancelled_call_frees_everything(
     await until(lambda: service.is_idle)
 
 
+# Its answer of 16 MiB is more than a stream buffers.
+_LARGE = small_request(selection=rewards(("likelihood", 1)) | {"n": 64, "return_candidates": 64})
+
+
 async def test_cancel_ends_a_blocked_write() -> None:
-    """16 MiB are more than the stream buffers, so the handler waits in its write."""
+    """Guards permits, sessions and tasks against a client that does not read, and against what its
+    call leaves."""
+    num_tasks = len(asyncio.all_tasks())
     generator = LongTexts(2**17, FinishReason.STOP)
-    async with whole(generator) as service:
-        message = small_request(
-            selection=rewards(("likelihood", 1)) | {"n": 64, "return_candidates": 64}
-        )
-        call = start_call(service, message, stream=True)
+    async with whole(generator, max_running=1) as service:
+        call = start_call(service, _LARGE, stream=True)
         await until(lambda: generator.num_closed == 1)
-        await turns(100)
-        assert service.admission.running == 1, "the case did not occur"
-        call.cancel()
         await until(lambda: service.is_idle)
+        await turns(100)
+        assert not call.done(), "the case did not occur"
+        call.cancel()
+    await until(lambda: len(asyncio.all_tasks()) == num_tasks)
+
+
+async def test_a_call_whose_client_does_not_read_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards memory against answers that are never read; the client learns why when it reads."""
+    caplog.set_level("INFO", "specrej.requests")
+    async with whole(LongTexts(2**17, FinishReason.STOP), unread_s=0.1) as service:
+        call = start_call(service, _LARGE, stream=True)
+        await until(lambda: bool(caplog.records))
+        error = await error_of_call(call, stream=True)
+        assert (error.code(), reason_of(error)) == (Code.CANCELLED, "CANCELLED")
+        assert error.details() == "the client did not read for 0.1 s"
+
+
+@BY_METHOD
+async def test_a_long_deadline_is_shortened(stream: bool) -> None:
+    """Guards against a client that holds a permit for eleven days."""
+    async with whole(server_settings={"max_deadline_s": 0.1}) as service:
+        service.shut("extend")
+        error = await error_of_call(
+            start_call(service, small_request(), stream, timeout=1e6), stream
+        )
+        assert reason_of(error) == "DEADLINE_EXCEEDED"
+        (left_s,) = service.generator.times_left_s
+        assert left_s is not None and left_s < 2
 
 
 @BY_METHOD

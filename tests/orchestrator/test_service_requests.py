@@ -102,7 +102,7 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run() -
     )
     request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=5))
     with pytest.raises(InvalidRequest) as raised:
-        _ = [event async for event in orchestrator.generate(request, tenant="", share=Share())]
+        await orchestrator.generate(request, print, tenant="", share=Share())
     assert [violation.field for violation in raised.value.violations] == ["selection.rewards[0]"]
 
 

@@ -24,7 +24,7 @@ from orchestrator.cache.keys import flight_key
 from specrej.contracts import Generation
 from specrej.errors import DeadlineExceeded, InternalError
 from tests.faults.proxy import proxy
-from tests.orchestrator.caching import generation, new_keys, open_cache
+from tests.orchestrator.caching import generation, new_flight, new_keys, open_cache
 from tests.orchestrator.held_runs import ACTIONS, BOUND_S, HeldRuns, Script, play
 from tests.serving import until
 
@@ -37,6 +37,7 @@ class Process:
     def __init__(self, cache: Cache, runs: Processes, lease_s: float) -> None:
         self.cache = cache
         self.outcomes: Counter[str] = Counter()
+        self.lead_s = 60.0
         self._flights = SharedSingleFlight(cache, lease_s=lease_s)
         self._runs = runs
         self._read, self._num_polls = cache.read, 0
@@ -44,7 +45,9 @@ class Process:
 
     async def request(self) -> Generation:
         keys = self._runs.keys
-        async with asyncio.timeout(BOUND_S), self._flights.join(keys.answer) as lease:
+        self.flight = new_flight(self.lead_s)
+        joining = self._flights.join(keys.answer, self.flight)
+        async with asyncio.timeout(BOUND_S), joining as lease:
             self.outcomes["joined" if lease.answer else "led" if lease.held else "alone"] += 1
             if lease.answer is not None:
                 return lease.answer
@@ -134,6 +137,30 @@ async def test_a_lease_is_renewed_while_the_leader_runs(redis_url: str) -> None:
         assert len(runs.steps) == 1
         runs.end(generation())
         await asyncio.gather(*tasks)
+
+
+async def test_a_leader_without_progress_loses_the_lease(redis_url: str) -> None:
+    """Guards other processes against a leader that is stuck, and whose process is not."""
+    async with processes(redis_url, 3, lease_s=0.5) as runs:
+        runs.all[0].lead_s = 0.3
+        leader, *waiters = await runs.lead_and_wait()
+        await until(lambda: len(runs.steps) == 2)
+        first, second = runs.steps
+        second.set_result(generation())
+        assert sorted(answer.cached for answer in await asyncio.gather(*waiters)) == [False, True]
+        first.set_result(generation("late"))
+        assert (await leader).best.text == "late"
+
+
+async def test_a_process_that_waits_for_another_keeps_its_own_lead(runs: Processes) -> None:
+    """Guards against requests of one process that each wait for the lease by themselves."""
+    runs.all[1].lead_s = 0.3
+    tasks = await runs.lead_and_wait()
+    began = time.monotonic()
+    await until(lambda: time.monotonic() - began > 1.0)
+    assert not runs.all[1].flight.is_lost
+    runs.end(generation())
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), DeadlineExceeded("late"), None])

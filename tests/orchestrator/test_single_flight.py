@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 
 import pytest
@@ -12,15 +13,15 @@ from hypothesis import strategies as st
 from orchestrator.cache.single_flight import SingleFlight
 from specrej.errors import Cancelled, DeadlineExceeded, InternalError, TooLate
 from tests.orchestrator.held_runs import ACTIONS, BOUND_S, HeldRuns, Script, play
-from tests.serving import turns
+from tests.serving import turns, until
 
 
 class Callers(HeldRuns[str]):
     """Equal requests in one process; an empty answer does not land."""
 
-    def __init__(self) -> None:
+    def __init__(self, lead_s: float = BOUND_S) -> None:
         super().__init__()
-        self.flights: SingleFlight[str] = SingleFlight()
+        self.flights: SingleFlight[str] = SingleFlight(lead_s)
 
     async def request(self, key: str = "k") -> str:
         async with self.flights.join(key) as flight:
@@ -115,6 +116,30 @@ async def test_a_leader_that_does_not_land_hands_over(callers: Callers) -> None:
     await turns()
     callers.end("answer")
     assert (await leader, await waiter) == ("", "answer")
+
+
+async def test_a_leader_without_progress_loses_the_lead() -> None:
+    """Guards callers against a leader that is stuck, and against what it does later."""
+    callers = Callers(lead_s=0.05)
+    leader, *waiters = await start(callers, 4)
+    await until(lambda: len(callers.steps) == 2)
+    first, second = callers.steps
+    first.set_result("late")
+    assert await leader == "late" and not any(waiter.done() for waiter in waiters)
+    second.set_result("answer")
+    assert await asyncio.gather(*waiters) == ["answer"] * 3
+    assert (len(callers.steps), callers.flights.num_flying) == (2, 0)
+
+
+async def test_a_leader_with_progress_keeps_the_lead() -> None:
+    """Guards long runs against being repeated."""
+    flights: SingleFlight[str] = SingleFlight(lead_s=0.2)
+    began = time.monotonic()
+    async with flights.join("k") as flight:
+        while time.monotonic() - began < 0.6:
+            flight.note_progress()
+            await asyncio.sleep(0)
+        assert not flight.is_lost and flights.num_flying == 1
 
 
 async def test_a_new_leader_that_is_cancelled_hands_over(callers: Callers) -> None:

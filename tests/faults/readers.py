@@ -1,0 +1,96 @@
+"""Clients that read slowly or not at all, or leave: nothing waits for them but their own calls."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from specrej.contracts import CacheControl, TokensSchedule
+from specrej.security import TENANT_METADATA
+from tests.faults.case import Case, here
+from tests.faults.phases import FIRST_ROUND, held_at
+from tests.faults.world import MAX_RUNNING, UNREAD_S, World, until
+
+_TOKENS = 80
+# A round per token: events that are more than a narrow connection buffers.
+LARGE: dict[str, Any] = {
+    "n": 64,
+    "alpha": 0.0,
+    "max_tokens": _TOKENS,
+    "schedule": TokensSchedule(tuple(range(1, _TOKENS))),
+    "timeout_s": 60,
+}
+_STREAM: dict[str, Any] = {"stream": True, "narrow": True, **LARGE}
+_NEVER_S = 3600.0
+_NUM_UNREAD, _NUM_FOLLOWERS = 2 * MAX_RUNNING, 3
+_BOUND_S = 60.0
+
+
+async def unread(world: World) -> list[str]:
+    """Twice as many streams as may run are not read: all run to their end, another tenant is
+    served meanwhile, and each call ends with the reason."""
+    num_ended = _num_unread(world)
+    calls = [world.call(**_STREAM, pause_s=_NEVER_S, seed=seed) for seed in range(_NUM_UNREAD)]
+    await world.until_service(lambda service: service.running == MAX_RUNNING)
+    other = await world.generate(metadata=[(TENANT_METADATA, "other")], timeout_s=_BOUND_S)
+    assert other.label == "OK", other.label
+    await until(lambda: _num_unread(world) == num_ended + _NUM_UNREAD, bound_s=_BOUND_S)
+    for call in calls:
+        assert not call.is_over
+        call.resume()
+    outcomes = [await call.outcome() for call in calls]
+    texts = {outcome.error.details() for outcome in outcomes if outcome.error}
+    assert texts == {f"the client did not read for {UNREAD_S:g} s"}, texts
+    return [outcome.label for outcome in outcomes]
+
+
+async def slow_leader(pause_s: float, world: World) -> list[str]:
+    """Requests equal to that of a client that reads slowly, or nothing, have its answer before it
+    does, from the same run."""
+    options: dict[str, Any] = {"cache": CacheControl.USE, "seed": round(10 * pause_s)}
+    leader = world.call(**_STREAM, **options, pause_s=pause_s)
+    await leader.begin()
+    followers = [world.call(**LARGE, **options) for _ in range(_NUM_FOLLOWERS)]
+    outcomes = [await call.outcome() for call in followers]
+    assert [outcome.label for outcome in outcomes] == ["OK"] * _NUM_FOLLOWERS
+    assert all(outcome.generation and outcome.generation.cached for outcome in outcomes)
+    assert not leader.is_over and len(leader.events) < _TOKENS / 2, "the case did not occur"
+    if pause_s > UNREAD_S:
+        num_ended = _num_unread(world)
+        await until(lambda: _num_unread(world) > num_ended, bound_s=_BOUND_S)
+    leader.resume()
+    outcome = await leader.outcome()
+    assert not (outcome.generation and outcome.generation.cached)
+    return [outcome.label]
+
+
+async def cancelled_leader(world: World) -> list[str]:
+    """The client of a run leaves while equal requests wait: one of them runs, all are answered."""
+    options: dict[str, Any] = {"cache": CacheControl.USE, "seed": 77}
+    async with held_at(FIRST_ROUND, world, **options) as leader:
+        followers = [
+            world.call(**{**FIRST_ROUND.options, **options}) for _ in range(_NUM_FOLLOWERS)
+        ]
+        leader.cancel()
+        left = await leader.outcome()
+        outcomes = [await call.outcome() for call in followers]
+    assert left.label == "CANCELLED", left.label
+    answers = [outcome.generation for outcome in outcomes if outcome.generation]
+    assert sorted(answer.cached for answer in answers) == [False, True, True]
+    return [outcome.label for outcome in outcomes]
+
+
+def _num_unread(world: World) -> int:
+    """Streams that have ended because they were not read, from the log of requests."""
+    lines = (world.stack.log_dir / "orchestrator.log").read_text().splitlines()
+    return sum("code=CANCELLED" in line and "source=run" in line for line in lines)
+
+
+CASES: tuple[Case, ...] = (
+    here("readers/unread-streams", unread, "CANCELLED", limit_s=3 * _BOUND_S, fast=True),
+    here("readers/leader-crawls", partial(slow_leader, 0.2), "OK", limit_s=2 * _BOUND_S, fast=True),
+    here(
+        "readers/leader-unread", partial(slow_leader, _NEVER_S), "CANCELLED", limit_s=2 * _BOUND_S
+    ),
+    here("readers/leader-cancels", cancelled_leader, "OK", fast=True),
+)
