@@ -56,7 +56,7 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     ) -> None:
         async with AsyncExitStack() as resources:
             commands = _Commands(self._loaded(), resources)
-            await answer_commands(context, commands.answer, _stale, self._lease_s)
+            await answer_commands(request_iterator, context, commands.answer, _stale, self._lease_s)
 
     async def Describe(  # noqa: N802
         self, request: pb.GeneratorServiceDescribeRequest, context: Context

@@ -55,13 +55,15 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     # The stub's type has async generators only; `specrej.serving` explains why this is none.
     async def ScoreSession(  # type: ignore[override]  # noqa: N802
-        self, _requests: AsyncIterator[pb.ScoreSessionRequest], context: Context
+        self, request_iterator: AsyncIterator[pb.ScoreSessionRequest], context: Context
     ) -> None:
         self.check_loaded()
         async with AsyncExitStack() as stack:
             stream = _ScoringStream(self, stack)
             stale = partial(pb.ScoreSessionResponse, stale=pb.StaleScoring())
-            await serving.answer_commands(context, stream.answer, stale, self._lease_s)
+            await serving.answer_commands(
+                request_iterator, context, stream.answer, stale, self._lease_s
+            )
 
     async def Describe(  # noqa: N802
         self, request: pb.RewardServiceDescribeRequest, context: Context

@@ -107,6 +107,8 @@ def options(
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # No compressed replies, which may be a thousand times as large.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         # A restarted backend is reconnected before the retries of a call end. The second option is

@@ -6,7 +6,6 @@ Handlers raise `SpecrejError`s and never catch; this is the only place where the
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 import uuid
@@ -14,28 +13,35 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from sys import intern
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from specrej import limits, telemetry
+from specrej.call_bounds import CallBounds, Context, Handler, RpcHandler, bounded
 from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     SpecrejError,
+    Violation,
 )
 from specrej.security import OURS, Access, Caller, set_caller
 from specrej.status import to_status
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
-# Quoted: the class is generic only for type checkers.
-RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Handler = Callable[[Any, Context], Awaitable[Any]]
+# Calls that may wait for their first message at once, and for how long; others displace them.
+_MAX_WAITING = 128
+_MESSAGE_S = 10.0
+# The same for each method of health and reflection, whose messages are small; how many of its
+# calls may run, and for how long.
+_MAX_WAITING_PROBES = 4
+_PROBE_MESSAGE_S = 2.0
+_MAX_PROBE_BYTES = 4096
+_MAX_PROBES = 64
+_PROBE_S = 600.0
 
 _RECHECK_S = 2.0  # between two checks of a running call's token
 
@@ -54,18 +60,22 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     Calls that `access` does not admit are refused here, before any handler, for every method.
     `default_deadline_s` bounds calls without a deadline, `max_deadline_s` those with one; None
-    leaves them unbounded.
+    leaves them unbounded. At most `max_calls` of specrej.v1 run at once.
     """
 
     def __init__(
         self,
-        default_deadline_s: float | None = None,
-        access: Access | None = None,
-        max_deadline_s: float | None = None,
+        default_deadline_s: float | None,
+        access: Access,
+        max_deadline_s: float | None,
+        *,
+        max_calls: int,
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
-        self._access = access or Access()
+        self._access = access
+        self._bounds = CallBounds(max_calls, _MAX_WAITING, _MESSAGE_S)
+        self._probe_bounds: dict[str, CallBounds] = {}  # by method of health and reflection
         self._num_running = 0
         self.idle = asyncio.Event()  # set while no call of specrej.v1 runs
         self.idle.set()
@@ -85,12 +95,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if details.method.startswith(OURS):
-            return _wrapped(
-                handler, lambda behavior: self._guard(details.method, behavior, caller, admit)
-            )
-        return _wrapped(
-            handler, lambda behavior: self._with_status(details.method, behavior, admit)
-        )
+            wrap = partial(self._guard, details.method, caller=caller, admit=admit)
+            return bounded(handler, self._bounds, limits.check, wrap)
+        bounds = self._probe_bounds.get(details.method)
+        if bounds is None:
+            bounds = CallBounds(_MAX_PROBES, _MAX_WAITING_PROBES, _PROBE_MESSAGE_S)
+            self._probe_bounds[details.method] = bounds
+        wrap = partial(self._with_status, details.method, admit=admit)
+        return bounded(handler, bounds, _check_probe, wrap)
 
     def _refuse(self, method: str, error: Exception) -> RpcHandler:
         """A handler for any method that fails before it reads a message."""
@@ -127,18 +139,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return guarded
 
     def _with_status(self, method: str, behavior: Handler, admit: Callable[[], Caller]) -> Handler:
-        """A handler of health or reflection: without deadline and span, with our statuses."""
+        """A handler of health or reflection: without span, with our statuses."""
 
         async def with_status(request: Any, context: Context) -> Any:
             try:
-                async with self._admitted(method, context, admit):
-                    answer = behavior(request, context)
-                    if not inspect.isasyncgen(answer):
-                        return await answer
-                    async for message in answer:
-                        await context.write(message)
-            except grpc.aio.AbortError:
-                raise  # it carries its status
+                async with asyncio.timeout(_PROBE_S), self._admitted(method, context, admit):
+                    return await behavior(request, context)
             except Exception as error:
                 await context.abort(*to_status(_presentable(method, error)))
 
@@ -231,44 +237,8 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
     return InternalError(f"internal error {request_id}", metadata={"error_id": request_id})
 
 
-def _kind(handler: RpcHandler) -> str:
-    """The name of the handler's attribute with its behaviour, interned.
-
-    CPython caches the last 4,096 attribute names, and equal strings that differ by identity count
-    separately.
-    """
-    requests = "stream" if handler.request_streaming else "unary"
-    return intern(f"{requests}_{'stream' if handler.response_streaming else 'unary'}")
-
-
-def _wrapped(handler: Any, wrap: Callable[[Handler], Handler]) -> Any:
-    """The handler with its behaviour wrapped and its decoding moved inside the wrapper.
-
-    For a message that cannot be decoded, grpc itself would return UNKNOWN with a class name.
-    """
-    kind = _kind(handler)
-    behavior, decode = getattr(handler, kind), _decoder(handler)
-    if handler.request_streaming:  # decoding errors are raised by reads
-        return handler._replace(**{kind: wrap(behavior)}, request_deserializer=decode)
-
-    def decoding(data: bytes, context: Context) -> Any:
-        return behavior(decode(data), context)
-
-    return handler._replace(**{kind: wrap(decoding)}, request_deserializer=None)
-
-
-def _decoder(handler: RpcHandler) -> Callable[[bytes], Any]:
-    """The handler's deserializer; a malformed or oversized message raises InvalidRequest."""
-    parse: Any = handler.request_deserializer
-    message = parse.__self__.DESCRIPTOR  # generated handlers have its class's FromString
-    is_ours = f"/{message.full_name}".startswith(OURS)
-
-    def decode(data: bytes) -> Any:
-        if is_ours:
-            limits.check(data, message)
-        try:
-            return parse(data)
-        except DecodeError:
-            raise limits.malformed() from None
-
-    return decode
+def _check_probe(data: bytes, _: Any) -> None:
+    """Raises InvalidRequest: a message of health or reflection is too long."""
+    if len(data) > _MAX_PROBE_BYTES:
+        most = f"must have at most {_MAX_PROBE_BYTES} bytes, has {len(data)}"
+        raise InvalidRequest([Violation("request", most)])

@@ -1,7 +1,8 @@
 """The gRPC server of every service: health, reflection, TLS, drain, and numbered commands.
 
-Streaming handlers are coroutines that use `context.write`: an async generator cancelled inside a
-write would not run its `finally` in time.
+Streaming handlers read the messages they are given, not `context`: the first one has been read.
+They are coroutines that use `context.write`: an async generator cancelled inside a write would not
+run its `finally` in time.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from specrej import telemetry
+from specrej.call_bounds import Context as Context
 from specrej.credentials import PEM
 from specrej.errors import InvalidRequest, SessionExpired, Violation
-from specrej.interceptor import Context as Context
+from specrej.health import Health
 from specrej.interceptor import StatusInterceptor
 from specrej.interceptor import time_left_s as time_left_s
 from specrej.reloading_file import ReloadingFile
@@ -32,8 +33,6 @@ from specrej.security import Access
 from specrej.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
-
-_CANCELLATION_S = 0.001  # between the end of a cancelled stream and its handler's cancellation
 
 
 class Numbered(Protocol):
@@ -47,6 +46,7 @@ Response = TypeVar("Response", bound=Numbered)
 
 
 async def answer_commands(
+    requests: AsyncIterator[Request],
     context: Context,
     handle: Callable[[Request], Awaitable[Response]],
     stale: Callable[[], Response],
@@ -62,7 +62,7 @@ async def answer_commands(
         InvalidRequest: a number below 1.
     """
     last: Response | None = None
-    while (request := await _leased(context.read(), lease_s)) is not grpc.aio.EOF:
+    while (request := await _leased(anext(requests, None), lease_s)) is not None:
         if request.sequence < 1:
             raise InvalidRequest([Violation("sequence", "must be at least 1")])
         if last is None or request.sequence > last.sequence:
@@ -74,8 +74,6 @@ async def answer_commands(
             answer = stale()
             answer.sequence = request.sequence
         await _leased(context.write(answer), lease_s)
-    # A cancelled stream reads as ended just before its handler is cancelled.
-    await asyncio.sleep(_CANCELLATION_S)
 
 
 T = TypeVar("T")
@@ -112,6 +110,13 @@ LIVENESS = "liveness"
 # Connections end at this age, plus or minus a tenth, so that clients resolve the name again.
 _CONNECTION_AGE_MS = 450_000
 
+# Connections end without a call for this long, or without a valid beginning.
+_CONNECTION_IDLE_MS = 300_000
+_HANDSHAKE_MS = 10_000
+
+# Calls beyond `max_calls` that grpc lets in: health, reflection, and those that are being refused.
+_MORE_CALLS = 512
+
 _BEAT_S = 0.25  # between two looks at the heartbeats, and two measurements of the event loop
 
 # The time for messages in flight to arrive at a stopping server, and for its answers to leave.
@@ -141,14 +146,23 @@ class Server:
         self._services = services
         self._heartbeats: list[Heartbeat] = []
         self._is_warm = False
-        self._health = health_aio.HealthServicer()
+        self._health = Health()
         self._lag_s = 0.0  # longest delay of the event loop since the last export
         self._access = Access(settings.tokens_path, settings.allowed_names)
         self._certificates = settings.tls_files and settings.tls_files.watch()
-        self._calls = StatusInterceptor(default_deadline_s, self._access, max_deadline_s)
+        self._calls = StatusInterceptor(
+            default_deadline_s, self._access, max_deadline_s, max_calls=settings.max_calls
+        )
         self._server = grpc.aio.server(
             interceptors=[self._calls],
+            maximum_concurrent_rpcs=settings.max_calls + _MORE_CALLS,
             options=[
+                ("grpc.max_concurrent_streams", settings.max_calls),
+                ("grpc.max_allowed_incoming_connections", settings.max_connections),
+                ("grpc.max_connection_idle_ms", _CONNECTION_IDLE_MS),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                # Only identity: a compressed message is UNIMPLEMENTED and not decompressed.
+                ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 # Between a lower and a higher limit, grpc refuses at random.
                 ("grpc.max_metadata_size", settings.max_metadata_bytes),
@@ -173,7 +187,7 @@ class Server:
         Raises:
             OSError: the address cannot be bound.
         """
-        await self.set_serving(False)
+        self.set_serving(False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         for service in self._services:
             service.register(self._server)
@@ -202,10 +216,10 @@ class Server:
         """Add a heartbeat: health is NOT_SERVING while one is older than `stuck_s`."""
         self._heartbeats.append(heartbeat)
 
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """Set the health of "" and of every service: readiness."""
         for name in ("", *(service.name for service in self._services)):
-            await self._health.set(name, _state(serving))
+            self._health.set(name, serving)
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Set NOT_SERVING, refuse new calls, and give running ones `grace_s` seconds to finish.
@@ -213,7 +227,7 @@ class Server:
         Only calls of specrej.v1 are awaited: a health watch never ends by itself. A call that does
         not end when it is cancelled, because its step hangs, is abandoned.
         """
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         grace_s = self._settings.grace_s if grace_s is None else grace_s
         settling_s = min(grace_s, _SETTLING_S)
         # One after the other: grpc crashes if two stops end concurrently.
@@ -223,7 +237,7 @@ class Server:
 
     async def _drain(self) -> None:
         """Set NOT_SERVING, wait `drain_s` so that balancers choose other servers, then stop."""
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         await asyncio.sleep(self._settings.drain_seconds)
         await self.stop()
 
@@ -249,13 +263,13 @@ class Server:
         while True:
             ages = [beat() for beat in self._heartbeats]
             alive = all(age < self._settings.stuck_s for age in ages)
-            await self._health.set(LIVENESS, _state(alive))
+            self._health.set(LIVENESS, alive)
             if alive != was_alive:
                 if alive:
                     log.info("steps end again: serving")
                 else:
                     log.error("no step has ended for %g s: not serving", self._settings.stuck_s)
-                await self.set_serving(alive and self._is_warm)
+                self.set_serving(alive and self._is_warm)
             if math.inf in ages:
                 raise RuntimeError("a compute thread has ended")
             was_alive = alive
@@ -293,7 +307,7 @@ class Server:
             if warming.done() and not stopping.done():
                 warming.result()
                 self._is_warm = True
-                await self.set_serving(True)
+                self.set_serving(True)
                 log.info("serving")
                 await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             warming.cancel()
@@ -321,11 +335,6 @@ async def _within(seconds: float, end: Awaitable[object]) -> None:
     """Await it, for `seconds` at most."""
     with suppress(TimeoutError):
         await asyncio.wait_for(end, seconds)
-
-
-def _state(serving: bool) -> Any:
-    states = health_pb2.HealthCheckResponse
-    return states.SERVING if serving else states.NOT_SERVING
 
 
 def _log_lost_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

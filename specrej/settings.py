@@ -85,6 +85,12 @@ class ServiceSettings(BaseSettings):
     max_message_bytes: MessageBytes = Field(
         MAX_MESSAGE_BYTES, description="most bytes of a message that a client sends"
     )
+    max_calls: int = Field(
+        2048, ge=1, le=2**20, description="calls that run at once, and streams of a connection"
+    )
+    max_connections: int = Field(
+        800, ge=1, le=2**20, description="open connections; fewer than the process may open files"
+    )
     max_metadata_bytes: int = Field(
         MAX_METADATA_BYTES, ge=1024, le=2**20, description="maximum metadata size of a call"
     )

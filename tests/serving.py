@@ -38,7 +38,7 @@ async def listening(
         max_deadline_s=max_deadline_s,
     )
     await server.start()
-    await server.set_serving(True)
+    server.set_serving(True)
     try:
         yield f"127.0.0.1:{server.port}"
     finally:

@@ -53,6 +53,9 @@ RPC_DURATION = Metric(
     (RPC_METHOD, RPC_CODE),
     _CALL_S,
 )
+RPC_REFUSED = Metric(
+    "specrej.rpc.server.refused", "counter", "{call}", "calls ended by bounds", ("reason",)
+)  # no_message: none came in time; displaced: by newer calls without one; calls: too many
 HEARTBEAT_AGE = Metric(
     "specrej.heartbeat.age", "gauge", "s", "since the compute thread last made progress"
 )

@@ -88,6 +88,7 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             await _shadows(client, urls)
             await _refused(client)
             await _unauthenticated(stack.reward_address)
+            await _without_a_message(stack.reward_address)
             await _hurried(client)
             await _silent(stack.generator_address)
             await _lost(client, spare, stack.log_dir)
@@ -147,6 +148,13 @@ async def _unauthenticated(address: str) -> None:
         stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
         with suppress(grpc.aio.AioRpcError):
             await stub.Describe(reward_pb2.RewardServiceDescribeRequest())
+
+
+async def _without_a_message(address: str) -> None:
+    """Begin calls and send nothing more, until one of them is ended."""
+    async with open_channel(address, retries=False) as channel:
+        stub: Any = channel.stream_stream("/grpc.health.v1.Health/Check")
+        assert await stub().code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def _hurried(client: Client) -> None:

@@ -195,7 +195,7 @@ class Backend:
     async def start(self) -> None:
         server = Server(ServiceSettings(port=self.port), [self._servicer.service()])
         await server.start()
-        await server.set_serving(True)
+        server.set_serving(True)
         self.port, self._server = server.port, server
 
     async def kill(self) -> None:

@@ -96,11 +96,11 @@ class Hanging(reward_pb2_grpc.RewardServiceServicer):
     async def Describe(self, _: object, context: Context) -> pb.RewardServiceDescribeResponse:  # noqa: N802
         return pb.RewardServiceDescribeResponse(rewards=[pb.RewardDescription(name="toy")])
 
-    async def ScoreSession(self, _: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
-        number = (await context.read()).sequence
+    async def ScoreSession(self, requests: Any, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        number = (await anext(requests)).sequence
         opened = pb.ScoringOpened(fingerprint="f")
         await context.write(pb.ScoreSessionResponse(sequence=number, opened=opened))
-        await context.read()
+        await anext(requests)
         self.times_left.append(context.time_remaining() or math.inf)
         try:
             await asyncio.Event().wait()

@@ -193,15 +193,18 @@ async def test_command_at_the_wrong_time_is_out_of_order(
 
 async def test_session_without_commands_ends_with_its_lease(serve: Serve) -> None:
     call = stub_of(await serve(ToyReward(), lease_s=0.5)).ScoreSession()
+    await call.write(open_request())
+    await call.read()
     await failure(call.read(), Code.FAILED_PRECONDITION, SessionExpired)
 
 
 async def test_every_call_is_unavailable_before_the_rewards_are_loaded(serve: Serve) -> None:
-    stub = stub_of(await serve())
+    channel = await serve()
+    stub = stub_of(channel)
     calls = (
         stub.Score(score_request("a")),
         stub.Describe(pb.RewardServiceDescribeRequest()),
-        stub.ScoreSession().read(),
+        converse(channel, open_request()),
     )
     for call in calls:
         error = await failure(call, Code.UNAVAILABLE, Unavailable)

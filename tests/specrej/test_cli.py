@@ -339,7 +339,7 @@ async def test_health_follows_the_service(server: Server, tmp_path: Path) -> Non
     probe = ("health", f"localhost:{server.port}", "--timeout", "2", "--service")
     loading = await run(*probe, HEALTH_NAME, **variables)
     assert (loading.code, loading.err) == (1, "specrej: NOT_SERVING\n")
-    await server.set_serving(True)
+    server.set_serving(True)
     ready = await run(*probe, HEALTH_NAME, **variables)
     assert (ready.code, ready.out, ready.err) == (0, "", "")
     unknown = await run(*probe, "unknown", **variables)

@@ -16,8 +16,8 @@ import grpc.aio
 import pytest
 
 from specrej import serving, wire
+from specrej.call_bounds import behavior_name
 from specrej.channel import open_channel
-from specrej.interceptor import _kind
 from specrej.serving import LIVENESS, Context, Server
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2
@@ -209,7 +209,7 @@ def test_handler_attribute_names_are_interned() -> None:
     In a soak that looks like a leak.
     """
     handler: Any = grpc.stream_stream_rpc_method_handler(lambda *_: None)
-    assert _kind(handler) is _kind(handler) == "stream_stream"
+    assert behavior_name(handler) is behavior_name(handler) == "stream_stream"
 
 
 def test_drain_defaults_to_5_s_beyond_loopback() -> None:

@@ -1,0 +1,221 @@
+"""Calls without a message, too many calls, compressed and large messages, and slow watchers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specrej import health, interceptor, telemetry
+from specrej.channel import open_channel
+from specrej.health import Health
+from specrej.v1 import orchestrator_pb2
+from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
+from tests.serving import failure_of, listening, reason_of, retry_info_s, serving, until
+from tests.specrej.fakes import FakeOrchestrator
+
+Code = grpc.StatusCode
+BOUND_S = 20.0
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+GENERATE = "/specrej.v1.OrchestratorService/Generate"
+STREAM = "/specrej.v1.OrchestratorService/GenerateStream"
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reasons of refused calls, as they are counted."""
+    reasons: list[str] = []
+    add = telemetry.metrics.add
+
+    def count(metric: telemetry.names.Metric, number: float = 1, **labels: Any) -> None:
+        reasons.extend([labels["reason"]] if metric is telemetry.names.RPC_REFUSED else [])
+        add(metric, number, **labels)
+
+    monkeypatch.setattr(telemetry.metrics, "add", count)
+    return reasons
+
+
+@pytest.fixture
+async def channel(orchestrator: FakeOrchestrator) -> AsyncIterator[grpc.aio.Channel]:
+    async with serving(orchestrator.service()) as opened:
+        yield opened
+
+
+def begun(channel: grpc.aio.Channel, method: str) -> Any:
+    """A call of which only the headers are sent."""
+    return channel.stream_stream(method)(timeout=BOUND_S)
+
+
+@pytest.mark.parametrize("method", [CHECK, WATCH, REFLECTION, GENERATE, STREAM])
+async def test_a_call_without_a_message_ends(
+    method: str,
+    orchestrator: FakeOrchestrator,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: list[str],
+) -> None:
+    """Guards against calls that cost nothing to hold: grpc itself waits for ever."""
+    monkeypatch.setattr(interceptor, "_MESSAGE_S", 0.05)
+    monkeypatch.setattr(interceptor, "_PROBE_MESSAGE_S", 0.05)
+    async with serving(orchestrator.service()) as channel:
+        error = await failure_of(begun(channel, method).read)
+    assert error.code() is Code.DEADLINE_EXCEEDED
+    assert reason_of(error) == "DEADLINE_EXCEEDED"
+    assert refused == ["no_message"]
+
+
+@pytest.mark.parametrize("method", [CHECK, WATCH, GENERATE])
+async def test_a_call_that_is_closed_without_a_message_ends(
+    method: str, channel: grpc.aio.Channel
+) -> None:
+    """Guards against a call that grpc never ends."""
+    call = begun(channel, method)
+    await call.done_writing()
+    error = await failure_of(call.read)
+    assert error.code() is Code.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("method", [CHECK, GENERATE])
+async def test_newer_calls_displace_those_without_a_message(
+    method: str,
+    orchestrator: FakeOrchestrator,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: list[str],
+) -> None:
+    """Guards a probe, and a request, against a flood of calls without a message."""
+    monkeypatch.setattr(interceptor, "_MAX_WAITING", 2)
+    monkeypatch.setattr(interceptor, "_MAX_WAITING_PROBES", 2)
+    async with serving(orchestrator.service()) as channel:
+        calls = [begun(channel, method) for _ in range(3)]
+        ends = [asyncio.ensure_future(failure_of(call.read)) for call in calls]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        error = done.pop().result()
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert retry_info_s(error) == 1.0
+        whole: Any = channel.unary_unary(method)
+        await whole(b"", timeout=BOUND_S)
+        assert refused == ["displaced"] * 2
+        for end in ends:
+            end.cancel()
+
+
+async def test_calls_beyond_the_limit_are_refused(
+    orchestrator: FakeOrchestrator, refused: list[str]
+) -> None:
+    """Guards against running calls without a bound, and a limit that never ends."""
+    orchestrator.hangs = True
+    async with (
+        listening(orchestrator.service(), max_calls=1) as address,
+        open_channel(address, retries=False) as first,
+        open_channel(f"localhost:{address.rpartition(':')[2]}", retries=False) as second,
+    ):
+        one: Any = OrchestratorServiceStub(first)
+        other: Any = OrchestratorServiceStub(second)
+        request = orchestrator_pb2.GenerateRequest()
+        running = asyncio.ensure_future(one.Generate(request, timeout=BOUND_S))
+        await asyncio.wait_for(orchestrator.received.wait(), BOUND_S)
+        error = await failure_of(other.Generate(request, timeout=BOUND_S))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert retry_info_s(error) == 1.0
+        assert refused == ["calls"]
+        probe: Any = health_pb2_grpc.HealthStub(second)
+        await probe.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+        orchestrator.released.set()
+        await running
+        await other.Generate(request, timeout=BOUND_S)
+
+
+async def test_watches_are_bounded_in_number_and_time(
+    orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against watches without a bound, which need no token."""
+    monkeypatch.setattr(interceptor, "_MAX_PROBES", 1)
+    monkeypatch.setattr(interceptor, "_PROBE_S", 0.2)
+    async with serving(orchestrator.service()) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        first = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await first.read()).status == health_pb2.HealthCheckResponse.SERVING
+        second = await failure_of(stub.Watch(health_pb2.HealthCheckRequest()).read)
+        assert second.code() is Code.RESOURCE_EXHAUSTED
+        assert (await failure_of(first.read)).code() is Code.DEADLINE_EXCEEDED
+        third = stub.Watch(health_pb2.HealthCheckRequest())
+        assert await third.read()
+
+
+@pytest.mark.parametrize("method", [CHECK, GENERATE])
+async def test_compressed_messages_are_refused(method: str, channel: grpc.aio.Channel) -> None:
+    """Guards against a message that takes a thousand times its size once it is decompressed."""
+    send: Any = channel.unary_unary(method)
+    compressed = send(bytes(2**20), timeout=BOUND_S, compression=grpc.Compression.Gzip)
+    error = await failure_of(compressed)
+    assert error.code() is Code.UNIMPLEMENTED
+    await send(b"", timeout=BOUND_S)  # on the same connection
+
+
+@pytest.mark.parametrize("method", [CHECK, WATCH, REFLECTION])
+async def test_large_messages_of_probes_are_refused(method: str, channel: grpc.aio.Channel) -> None:
+    """Guards against parsing, for callers without a token, what no probe sends."""
+    for size, code in ((4096, None), (4097, Code.INVALID_ARGUMENT)):
+        call = begun(channel, method)
+        padding = size - 4
+        length = bytes([padding & 0x7F | 0x80, padding >> 7])
+        await call.write(b"\xc2\x3e" + length + bytes(padding))  # an unknown field
+        await call.done_writing()
+        if code:
+            assert (await failure_of(call.read)).code() is code
+        else:
+            assert await call.read()
+
+
+async def test_health_lists_and_finds_services(channel: grpc.aio.Channel) -> None:
+    """Guards the own health service against differences from the protocol."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    statuses = (await stub.List(health_pb2.HealthListRequest())).statuses  # type: ignore[attr-defined]
+    serving = health_pb2.HealthCheckResponse.SERVING
+    ours = {"", "specrej.v1.OrchestratorService"}
+    assert {name for name, state in statuses.items() if state.status == serving} == ours
+    unknown = health_pb2.HealthCheckRequest(service="other")
+    assert (await failure_of(stub.Check(unknown))).code() is Code.NOT_FOUND
+    watch = stub.Watch(unknown)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Watcher:
+    """A context that records states; while `stalls`, its client does not read."""
+
+    def __init__(self, stalls: bool = False) -> None:
+        self.states: list[Any] = []
+        self._stalls = stalls
+
+    async def write(self, message: Any) -> None:
+        self.states.append(message.status)
+        if self._stalls:
+            await asyncio.Event().wait()
+
+
+async def test_a_watcher_that_does_not_read_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards changes of health, and so the drain, against one client that stops reading."""
+    monkeypatch.setattr(health, "_WRITE_S", 0.05)
+    states = health_pb2.HealthCheckResponse
+    servicer, reading, stalled = Health(), Watcher(), Watcher(stalls=True)
+    servicer.set("", True)
+    request = health_pb2.HealthCheckRequest()
+    watches = [
+        asyncio.ensure_future(servicer.Watch(request, watcher)) for watcher in (stalled, reading)
+    ]
+    await until(lambda: bool(reading.states and stalled.states))
+    servicer.set("", True)  # no change
+    servicer.set("", False)
+    await until(lambda: len(reading.states) == 2)
+    servicer.end()
+    servicer.set("", True)
+    with pytest.raises(TimeoutError):
+        await watches[0]
+    assert reading.states == [states.SERVING, states.NOT_SERVING]
+    assert (await servicer.Check(request, None)).status == states.NOT_SERVING
+    watches[1].cancel()
