@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Protocol, TypeVar
@@ -195,12 +195,11 @@ class Engine:
         if batch:
             began = time.monotonic()
             try:
-                for (session, segment), logits in zip(batch, _run(self._model, batch), strict=True):
-                    self._postprocess(session, segment, logits)
-            except Exception as error:
-                log.exception("step failed with %d sessions", len(batch))
-                for session, _ in batch:
-                    self._fail(session, "the generator's step failed", error)
+                for session, segment, logits in _computed(self._model, batch, self._fail):
+                    try:
+                        self._postprocess(session, segment, logits)
+                    except Exception as error:
+                        self._fail(session, error)
             finally:
                 self._report_step(batch, time.monotonic() - began)
             self.queue.admit_waiting()  # a session that failed has left room
@@ -245,8 +244,7 @@ class Engine:
         try:
             session.reserve(self.ledger.share_of(session.id))
         except Exception as error:
-            log.exception("no memory for a session's tokens")
-            self._fail(session, "the generator cannot hold the session", error)
+            self._fail(session, error, "the generator cannot hold the session")
             return False
         return True
 
@@ -324,10 +322,12 @@ class Engine:
             session.unreported = list(session.rows)
             resolve(session.opened, Opened(n, self.gauge(session.id)))
         except Exception as error:
-            log.exception("cannot admit a session")
-            self._fail(session, "the generator cannot hold the session", error)
+            self._fail(session, error, "the generator cannot hold the session")
 
-    def _fail(self, session: Session, reason: str, cause: Exception) -> None:
+    def _fail(
+        self, session: Session, cause: Exception, reason: str = "the generator's step failed"
+    ) -> None:
+        log.error("%s", reason, exc_info=cause)
         failure = InternalError(reason)
         failure.__cause__ = cause
         growing, session.growing = session.growing, None
@@ -345,6 +345,30 @@ class Engine:
         if session.growing:
             raise OutOfOrder("the session's round is still running")
         return session
+
+
+def _computed(
+    model: Model, batch: Batch, fail: Callable[[Session, Exception], None]
+) -> Iterator[tuple[Session, Segment, Tensor]]:
+    """Logits of each session, to be used before the next ones are taken.
+
+    A pass that fails is repeated with each half of its sessions, so that it ends only the sessions
+    that cause it: what it has written into the stores is written again.
+    """
+    half = len(batch) // 2
+    logits: tuple[Tensor, ...] = ()
+    try:
+        logits = _run(model, batch)
+    except Exception as error:
+        if not half:
+            fail(batch[0][0], error)
+    if logits:
+        for (session, segment), part in zip(batch, logits, strict=True):
+            yield session, segment, part
+    elif half:  # outside of the handler: the error holds the tensors of its pass
+        log.warning("a step of %d sessions failed, it is repeated in halves", len(batch))
+        yield from _computed(model, batch[:half], fail)
+        yield from _computed(model, batch[half:], fail)
 
 
 def _run(model: Model, batch: Batch) -> tuple[Tensor, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,7 +14,7 @@ from generator_service.commands import OpenCommand, Opened, PrefixBatch
 from generator_service.engine import Engine, refuse, resolve
 from specrej.contracts import Pruned
 from specrej.errors import InternalError, SpecrejError, Unavailable
-from specrej.threads import ComputeThread
+from specrej.threads import ComputeThread, WorkClock
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class EngineThread:
         self.engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = ComputeThread("engine", self._run)
-        self._step_began: float | None = None
+        self._clock = WorkClock()
         self._stopping = False
         self._ended = False  # from here on every command but `close` fails
 
@@ -69,12 +68,11 @@ class EngineThread:
         return self._send(future, lambda: resolve(future, self.engine.close(session_id)), 0)
 
     def heartbeat_s(self) -> float:
-        """Seconds that the step under way takes already; 0 between steps, infinite if the thread
-        has not started or has ended by itself."""
+        """Seconds that the step or command under way takes already; 0 between them, infinite if
+        the thread has not started or has ended by itself."""
         if not self._stopping and (self._ended or not self._thread.is_alive()):
             return math.inf
-        began = self._step_began
-        return time.monotonic() - began if began is not None else 0.0
+        return self._clock.oldest_s()
 
     def _send(
         self, future: Future[T], command: Callable[[], object], if_ended: T | None = None
@@ -103,7 +101,11 @@ class EngineThread:
     def _execute_commands(self) -> None:
         with suppress(queue.Empty):
             while True:
-                self._commands.get_nowait()()
+                self._execute(self._commands.get_nowait())
+
+    def _execute(self, command: Callable[[], None]) -> None:
+        with self._clock.working():
+            command()
 
     def _run(self) -> None:
         try:
@@ -119,20 +121,23 @@ class EngineThread:
         """All commands that wait, or the next one if there is nothing to compute; then a step."""
         try:
             if not self.engine.has_work:
-                if self.engine.sessions:
-                    self.engine.ledger.check_integrity()
-                else:
-                    self.engine.check_integrity()
-                self._commands.get()()
+                with self._clock.working():
+                    self._check_integrity()
+                self._execute(self._commands.get())
             self._execute_commands()
-            self._step_began = time.monotonic()
-            self.engine.step()
+            with self._clock.working():
+                self.engine.step()
         except Exception:
             # A bug, after which the state of the sessions is unknown.
             log.exception("the engine starts over, without its sessions")
-            self.engine.start_over(InternalError("the generator had to start over"))
-        finally:
-            self._step_began = None
+            with self._clock.working():
+                self.engine.start_over(InternalError("the generator had to start over"))
+
+    def _check_integrity(self) -> None:
+        if self.engine.sessions:
+            self.engine.ledger.check_integrity()
+        else:
+            self.engine.check_integrity()
 
 
 def _gone() -> Unavailable:

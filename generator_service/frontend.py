@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from generator_service.commands import OpenCommand, Prefix, PrefixBatch
 from generator_service.steps import Load
 from generator_service.text import Text
 from specrej.contracts import Candidate, GeneratorDescription, Round, Sampling, SessionSpec
 from specrej.errors import InvalidRequest, Violation
+from specrej.threads import WorkClock
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,11 @@ class Frontend:
 
     text: Text
     card: ModelCard
+    _clock: WorkClock = field(default_factory=WorkClock)
+
+    def heartbeat_s(self) -> float:
+        """Seconds that the oldest text under way takes already."""
+        return self._clock.oldest_s()
 
     async def command(self, spec: SessionSpec) -> OpenCommand:
         """A session's spec in tokens.
@@ -55,7 +65,7 @@ class Frontend:
         Raises:
             InvalidRequest: the prompt has no tokens, or exceeds the context with max_tokens.
         """
-        prompt_ids = await asyncio.to_thread(self.text.encode, spec.prompt)
+        prompt_ids = await self._in_thread(lambda: self.text.encode(spec.prompt))
         self._check_context(len(prompt_ids), spec.sampling.max_tokens)
         return OpenCommand(
             prompt_ids,
@@ -73,8 +83,15 @@ class Frontend:
         def candidates() -> tuple[Candidate, ...]:
             return tuple(self._candidate(prefix, sampling) for prefix in batch.prefixes)
 
-        texts = await asyncio.to_thread(candidates)
+        texts = await self._in_thread(candidates)
         return Round(texts, batch.ended_by, batch.num_tokens, batch.slots)
+
+    async def _in_thread(self, do: Callable[[], T]) -> T:
+        def timed() -> T:
+            with self._clock.working():
+                return do()
+
+        return await asyncio.to_thread(timed)
 
     def _candidate(self, prefix: Prefix, sampling: Sampling) -> Candidate:
         ids = prefix.token_ids

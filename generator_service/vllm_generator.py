@@ -257,8 +257,8 @@ class VLLMGenerator:
         return Load(gauge, len(self._sessions), len(self.queue))
 
     def heartbeat_s(self) -> float:
-        """As `VLLMEngine.heartbeat_s`."""
-        return self.engine.heartbeat_s()
+        """The older of vLLM's heartbeat and the frontend's."""
+        return max(self.engine.heartbeat_s(), self.frontend.heartbeat_s())
 
     def close(self) -> None:
         """End vLLM's processes."""

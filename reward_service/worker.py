@@ -24,7 +24,7 @@ from reward_service.reward import Reward, RewardSession, ScoringTask, take_fairl
 from reward_service.scoring import RewardWorker, WorkerSession, full, stopped
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.telemetry import metrics, names
-from specrej.threads import ComputeThread, settle
+from specrej.threads import ComputeThread, WorkClock, settle
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Worker(RewardWorker):
         self._closed = False
         self._dead = False  # the thread has ended without `close`
         self._num_sessions = 0  # used by the thread alone
-        self._pass_began: float | None = None
+        self._clock = WorkClock()
         self._reward: Reward
         self._loaded: Future[None] = Future()
         self._thread = ComputeThread("reward", self._serve, load)
@@ -123,11 +123,11 @@ class Worker(RewardWorker):
                 self._arrivals.put(None)
 
     def heartbeat_s(self) -> float:
-        """Seconds since the pass under way began; 0 between passes, infinite if the thread died."""
-        began = self._pass_began
+        """Seconds since the pass or call under way began; 0 between them, infinite if the thread
+        died."""
         if self._dead or (not self._thread.is_alive() and not self._closed):
             return math.inf
-        return time.monotonic() - began if began is not None else 0.0
+        return self._clock.oldest_s()
 
     async def join(self, timeout_s: float) -> None:
         """Wait for the end of the pass under way, after `close`."""
@@ -193,11 +193,10 @@ class Worker(RewardWorker):
         under_way: list[_Batch] = []
         try:
             while self._take_in(under_way):
-                under_way[:] = [batch for batch in under_way if not self._is_dropped(batch)]
-                self._pass_began = time.monotonic()
-                self._compute(under_way)
-                self._pass_began = None
-                under_way[:] = [batch for batch in under_way if not self._is_done(batch)]
+                with self._clock.working():
+                    under_way[:] = [batch for batch in under_way if not self._is_dropped(batch)]
+                    self._compute(under_way)
+                    under_way[:] = [batch for batch in under_way if not self._is_done(batch)]
         except BaseException:
             # A bug here, or in a reward where no error is allowed; callers must not wait for ever.
             log.critical("the thread of reward %s ends", self._reward.name, exc_info=True)
@@ -228,18 +227,23 @@ class Worker(RewardWorker):
             except queue.Empty:
                 return True
             num_arrivals -= 1
-            match arrived:
-                case None:
-                    return False
-                case _Call():
-                    _carry_out(arrived)
-                case _Batch():
-                    if not under_way and self._num_sessions > 1:
-                        merge_until = time.monotonic() + self._merge_s
-                    # Not 0: it would take all passes until it caught up with the others.
-                    arrived.given = min((batch.given for batch in under_way), default=0)
-                    if arrived.future.set_running_or_notify_cancel() and _begin(arrived):
-                        under_way.append(arrived)
+            if arrived is None:
+                return False
+            if not under_way and self._num_sessions > 1 and isinstance(arrived, _Batch):
+                merge_until = time.monotonic() + self._merge_s
+            with self._clock.working():
+                self._take(arrived, under_way)
+
+    def _take(self, arrived: _Request[Any], under_way: list[_Batch]) -> None:
+        """Make a call, or begin with a batch."""
+        match arrived:
+            case _Call():
+                _carry_out(arrived)
+            case _Batch():
+                # Not 0: it would take all passes until it caught up with the others.
+                arrived.given = min((batch.given for batch in under_way), default=0)
+                if arrived.future.set_running_or_notify_cancel() and _begin(arrived):
+                    under_way.append(arrived)
 
     def _is_dropped(self, batch: _Batch) -> bool:
         if abandoned := batch.abandoned:  # read once: another thread sets it

@@ -46,7 +46,9 @@ class ServiceSettings(BaseSettings):
         " balancers notice; left out: 5, on loopback 0",
     )
     stuck_s: Seconds = Field(
-        120, description="seconds a model's step may take before health is NOT_SERVING"
+        120,
+        description="seconds that a step, a command or a text of a model's threads may take before"
+        " health is NOT_SERVING",
     )
     log_level: str = Field(
         "INFO",

@@ -10,8 +10,10 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +24,28 @@ class ComputeThread(threading.Thread):
 
     def __init__(self, name: str, target: Callable[..., object], *arguments: Any) -> None:
         super().__init__(name=name, target=target, args=arguments, daemon=True)
+
+
+class WorkClock:
+    """Measures the work under way in one or more threads, for a heartbeat."""
+
+    def __init__(self) -> None:
+        self._begins: dict[object, float] = {}
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A piece of work, which must not take long; waiting for work is none."""
+        piece = object()
+        self._begins[piece] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begins[piece]
+
+    def oldest_s(self) -> float:
+        """Seconds that the oldest piece under way takes already; 0 if there is none."""
+        begins = [*self._begins.values()]  # a copy: other threads change the original
+        return time.monotonic() - min(begins) if begins else 0.0
 
 
 def settle(future: Future[T], do: Callable[[], T]) -> bool:

@@ -1,18 +1,38 @@
-"""The generator service on a real engine whose next step a signal breaks.
+"""The generator service on a real engine that breaks.
 
-SIGUSR1: the step ends the engine's thread, as only a bug could. SIGUSR2: the step never ends.
+SIGUSR1: the next step ends the engine's thread, as only a bug could. SIGUSR2: it never ends. The
+session of a prompt with a text of `FAILS` fails each step that it is in after a few tokens; a text
+of `HANGS_IN` makes the service hang in that method.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from generator_service import engine
 from generator_service.__main__ import main
 from generator_service.model import CausalLM
+from generator_service.prompt_tree import PromptTree
+from generator_service.session import Session
+from generator_service.text import Text
+from specrej.contracts import Prompt
 
 ENDS, HANGS = signal.SIGUSR1, signal.SIGUSR2
+FAILS: Mapping[str, type[Exception]] = {
+    "fails in a step": RuntimeError,
+    "exhausts the memory in a step": MemoryError,
+}
+HANGS_IN: Mapping[str, tuple[type, str]] = {
+    "hangs in its template": (Text, "encode"),
+    "hangs in opening": (PromptTree, "acquire"),
+    "hangs in picking": (Session, "decode_rows"),
+    "hangs in reserving": (Session, "reserve"),
+    "hangs in pruning": (Session, "keep"),
+}
+_FAILING_TOKENS = 5
 
 
 def _break_on_signals() -> None:
@@ -31,6 +51,58 @@ def _break_on_signals() -> None:
     signal.signal(HANGS, lambda *_: hangs.set())
 
 
+class _Prompts:
+    """The texts of prompts by their tokens."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[int, ...], str] = {}
+        encode = Text.encode
+
+        def recording(text: Text, prompt: Prompt) -> list[int]:
+            ids = encode(text, prompt)
+            self._texts[tuple(ids)] = prompt.turns[-1].content
+            return ids
+
+        Text.encode = recording  # type: ignore[method-assign,assignment]
+
+    def of(self, subject: Any, arguments: Sequence[Any]) -> str:
+        """The prompt that a method's call is about."""
+        if isinstance(subject, Session):
+            return self._texts.get(tuple(subject.command.prompt_ids), "")
+        *_, prompt = arguments
+        if isinstance(prompt, Prompt):
+            return prompt.turns[-1].content
+        return self._texts.get(tuple(prompt), "")
+
+    def hang(self, owner: Any, name: str, text: str) -> None:
+        """Make a method hang if the prompt contains the text."""
+        method = getattr(owner, name)
+
+        def hanging(subject: Any, *arguments: Any) -> Any:
+            if text in self.of(subject, arguments):
+                threading.Event().wait()
+            return method(subject, *arguments)
+
+        setattr(owner, name, hanging)
+
+    def fail_steps(self) -> None:
+        """Make the passes fail that have tokens of sessions with a text of `FAILS`."""
+        run = engine._run
+
+        def failing(model: Any, batch: engine.Batch) -> Any:
+            for session, _ in batch:
+                for text, error in FAILS.items():
+                    if session.num_tokens >= _FAILING_TOKENS and text in self.of(session, ()):
+                        raise error("secret: the device fails")
+            return run(model, batch)
+
+        engine._run = failing
+
+
 if __name__ == "__main__":
     _break_on_signals()
+    prompts = _Prompts()
+    prompts.fail_steps()
+    for text, (owner, name) in HANGS_IN.items():
+        prompts.hang(owner, name, text)
     main()

@@ -15,6 +15,7 @@ from tests.faults import (
     redis_faults,
     remote_rewards,
     starts,
+    steps,
     stream_order,
     trust,
 )
@@ -22,7 +23,7 @@ from tests.faults.case import Case
 
 # How many faults each group has, so that no case goes missing; cases add variants.
 NUM_FAULTS = {
-    "faults": 39,
+    "faults": 40,
     "order": 9,
     "cancel": 9,
     "bad": 26,
@@ -64,6 +65,7 @@ CASES: tuple[Case, ...] = (
     *load.CASES,
     *readers.CASES,
     *starts.CASES,
+    *steps.CASES,
     *caching.CASES,
     *trust.CASES,
     *remote_rewards.CASES,

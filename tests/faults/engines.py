@@ -37,14 +37,16 @@ _ROOM_MIB = 120
 _LONG: Mapping[str, Any] = {"n": 4, "max_tokens": 2000}
 
 
-class _BreakableStack(Stack):
+class BreakableStack(Stack):
     """A stack whose generator a signal can break."""
 
     modules: ClassVar = {**Stack.modules, "generator": "tests.faults.broken_engine"}
 
 
 @asynccontextmanager
-async def engine_world(**environment: str) -> AsyncIterator[World]:
+async def engine_world(
+    make_stack: type[Stack] = BreakableStack, **environment: str
+) -> AsyncIterator[World]:
     """Start a world with a real engine; processes that end or hang are restarted."""
     async with AsyncExitStack() as undo:
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="specrej-")))
@@ -55,7 +57,7 @@ async def engine_world(**environment: str) -> AsyncIterator[World]:
             "SPECREJ_GENERATOR_THREADS": "1",
             **environment,
         }
-        running = await undo.enter_async_context(world(variables, _BreakableStack))
+        running = await undo.enter_async_context(world(variables, make_stack))
         keeping = asyncio.ensure_future(running.stack.keep_alive(lambda _: None))
         try:
             yield running

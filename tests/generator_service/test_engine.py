@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from generator_service.model import CausalLM
 from generator_service.steps import Step
 from specrej.contracts import FinishReason, RoundEnd, Sampling
 from specrej.errors import InternalError, OutOfOrder, SessionExpired
-from specrej.inference.attention import Segment
+from specrej.inference.attention import DecodeSegment, Segment
 from specrej.inference.kv import SuffixKV
 from tests.generator_service import tiny
 from tests.generator_service.stepping import (
@@ -92,6 +93,91 @@ def test_a_failing_step_ends_its_sessions_and_frees_their_slots() -> None:
     assert grown(engine, waiting.id).num_tokens == 24
     engine.close(waiting.id)
     assert engine.ledger.owned == 0
+
+
+class FailsFor:
+    """A model whose passes fail if they have rows of these sessions, or too many rows."""
+
+    def __init__(self, max_rows: int = 1000) -> None:
+        self.shape, self.eos_ids = MODEL.shape, MODEL.eos_ids
+        self.culprits: list[SuffixKV] = []
+        self.max_rows = max_rows
+        self.num_failed = 0
+
+    def forward(
+        self, token_ids: list[int], positions: list[int], segments: list[Segment], last: list[int]
+    ) -> torch.Tensor:
+        fails = len(token_ids) > self.max_rows
+        for segment in segments:
+            fails |= isinstance(segment, DecodeSegment) and segment.suffix in self.culprits
+        if fails:
+            self.num_failed += 1
+            # What a pass has stored when it fails is wrong.
+            MODEL.forward([1] * len(token_ids), positions, segments, last)
+            raise MemoryError
+        return MODEL.forward(token_ids, positions, segments, last)
+
+
+@pytest.mark.parametrize("culprits", [{0}, {3}, {1, 4}, {0, 1, 2, 3, 4}])
+def test_a_step_that_fails_ends_only_the_sessions_that_cause_it(culprits: set[int]) -> None:
+    """Guards bystanders of a failure: their tokens are those of a run without it, to the bit."""
+    model = FailsFor()
+    engine = Engine(model, 20_000)
+    samplings = [replace(ENDLESS, seed=seed) for seed in range(5)]
+    ids = [admitted(engine, PROMPT[: 9 + i], 2 + i, s) for i, s in enumerate(samplings)]
+    growing = [engine.extend(session_id, 24) for session_id in ids]
+    steps(engine, 5)
+    model.culprits = [engine.sessions[ids[i]].suffix for i in culprits]
+    late = admitted(engine)  # its prompt is read in the step that fails
+    last = engine.extend(late, 24)
+    steps(engine)
+    for i, future in enumerate(growing):
+        if i in culprits:
+            with pytest.raises(InternalError):
+                future.result(0)
+        else:
+            undisturbed = Engine(MODEL, 20_000)
+            session_id = admitted(undisturbed, PROMPT[: 9 + i], 2 + i, samplings[i])
+            expected = grown(undisturbed, session_id).prefixes
+            assert future.result(0).prefixes == expected  # log-probabilities, too
+            engine.close(ids[i])
+    assert tokens_of(last.result(0)) == alone()
+    engine.close(late)
+    assert engine.ledger.owned == 0
+    engine.check_integrity()
+
+
+def test_a_step_too_large_for_the_memory_ends_no_session_that_fits() -> None:
+    model = FailsFor(max_rows=7)
+    engine = Engine(model, 20_000, prefill_chunk=6)
+    growing = [engine.extend(admitted(engine, n=3), 24) for _ in range(4)]
+    too_many = engine.extend(admitted(engine, n=8), 24)
+    steps(engine)
+    assert model.num_failed
+    assert all(tokens_of(future.result(0)) == alone() for future in growing)
+    with pytest.raises(InternalError):
+        too_many.result(0)
+    assert len(engine.sessions) == 4
+    engine.check_integrity()
+
+
+def test_a_failure_after_the_pass_ends_one_session() -> None:
+    """Guards against a stop text or a draw that fails the sessions of the same step."""
+    engine = Engine(MODEL, 20_000)
+
+    def breaks(token_ids: Sequence[int]) -> bool:
+        return len(token_ids) == 5 and 1 // 0 > 0
+
+    other = engine.extend(admitted(engine), 24)
+    command = OpenCommand(PROMPT, 3, ENDLESS, 8, stops=breaks)
+    failed = engine.extend(opened(engine, command).id, 24)
+    last = engine.extend(admitted(engine, PROMPT[:9]), 24)
+    steps(engine)
+    with pytest.raises(InternalError):
+        failed.result(0)
+    assert tokens_of(other.result(0)) == alone()
+    assert tokens_of(last.result(0)) == alone(PROMPT[:9])
+    engine.check_integrity()
 
 
 def test_no_memory_at_admission_ends_one_session(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from generator_service.commands import OpenCommand, PrefixBatch
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
+from generator_service.frontend import ModelCard
+from generator_service.local import LocalGenerator
 from generator_service.steps import Step
+from generator_service.text import Text
+from specrej.contracts import Prompt, SessionSpec
 from specrej.errors import InternalError, Unavailable
 from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
+from tests.serving import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,6 +159,77 @@ def test_when_the_thread_ends_by_itself_all_commands_fail(caplog: pytest.LogCapt
     engine = thread.engine
     assert (engine.ledger.owned, len(engine.sessions), len(engine.queue)) == (0, 0, 0)
     assert "the engine's thread ends" in caplog.text
+
+
+PLACES = ["open", "_admit", "extend", "_schedule", "_make_room", "step", "prune", "close"]
+
+
+@pytest.mark.parametrize("place", [*PLACES, "check_integrity"])
+async def test_the_heartbeat_ages_wherever_the_thread_hangs(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a thread that hangs between two steps in a process that seems alive."""
+    engine, released = Engine(MODEL, 5000), threading.Event()
+    owner: Any = engine.queue if place == "_admit" else engine
+    method = getattr(owner, place)
+
+    def hang(*arguments: Any) -> Any:
+        released.wait()
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, place, hang)
+    thread = EngineThread(engine)
+    thread.start()
+
+    async def session() -> None:
+        session_id, opened = thread.open(COMMAND)
+        await asyncio.wrap_future(opened)
+        await asyncio.wrap_future(thread.extend(session_id, 8))
+        await asyncio.wrap_future(thread.prune(session_id, [0]))
+        await asyncio.wrap_future(thread.close(session_id))
+
+    running = asyncio.ensure_future(session())
+    await until(lambda: thread.heartbeat_s() > 0.05)
+    released.set()
+    await running
+    await until(lambda: thread.heartbeat_s() == 0)
+    thread.stop()
+
+
+class HangingText(Text):
+    """Text that hangs as soon as it is used."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        self.released.wait()
+        return PROMPT
+
+    def stops(self, stop: Sequence[str]) -> None:
+        """It has no stop texts."""
+
+    def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
+        return ""
+
+
+async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
+    """Guards templates and tokenizers, which work outside of the engine's thread."""
+    thread, text = EngineThread(Engine(MODEL, 5000)), HangingText()
+    thread.start()
+    card = ModelCard("tiny", "", 256, 8, 97, 8, "cpu")
+    generator = LocalGenerator(thread, text, card)
+
+    async def session() -> None:
+        async with generator.open(SessionSpec(Prompt(text="x"), 2, ENDLESS, 4)) as one:
+            await one.extend(4)
+
+    running = asyncio.ensure_future(session())
+    await until(lambda: generator.heartbeat_s() > 0.05)
+    text.released.set()
+    await running
+    await until(lambda: generator.heartbeat_s() == 0)
+    generator.close()
 
 
 def test_a_step_that_hangs_does_not_delay_the_stop() -> None:

@@ -18,7 +18,8 @@ from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
-from tests.reward_service.fakes import FixedReward, GatedReward, PiecewiseReward
+from tests.reward_service.fakes import FixedReward, GatedReward, PieceTask, PiecewiseReward
+from tests.serving import until
 
 PROMPT = Prompt.from_user("Write it.")
 NAN, INF = float("nan"), float("inf")
@@ -285,6 +286,31 @@ async def test_bad_batch_of_a_shared_pass_fails_alone() -> None:
         with pytest.raises(ValueError, match="a bad letter"):
             await bad
         assert reward.passes == ["aba!", "aa", "b!"]
+
+
+@pytest.mark.parametrize("place", ["open", "begin", "compute", "scores", "close"])
+async def test_the_heartbeat_ages_wherever_the_thread_hangs(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards templates and tokenizers, which work between two passes."""
+    reward, released = PiecewiseReward(), threading.Event()
+    for _ in range(9):
+        reward.gate.release()
+    async with started(reward) as worker:
+        assert worker.heartbeat_s() < 1.0
+        owner: Any = PieceTask if place == "scores" else reward
+        method = getattr(owner, place)
+
+        def hang(*arguments: Any, **options: Any) -> Any:
+            released.wait()
+            return method(*arguments, **options)
+
+        monkeypatch.setattr(owner, place, hang)
+        call = asyncio.ensure_future(worker.score(PROMPT, ["a"]))
+        await until(lambda: worker.heartbeat_s() > 0.05)
+        released.set()
+        assert (await call).values == (1.0,)
+        await until(lambda: worker.heartbeat_s() == 0)
 
 
 class Unclosable(PiecewiseReward):
