@@ -1,0 +1,203 @@
+"""Fairness of admission between tenants, in the order of arrival and in any window."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specrej.security import Share
+from tests.orchestrator.held_requests import Requests
+from tests.serving import turns
+
+
+async def test_tenants_share_by_candidate_tokens_in_the_order_of_arrival() -> None:
+    """Guards one request of a tenant against many of another, and small against large ones."""
+    requests = Requests(1, 100)
+    await requests.arrive(tenant="one", tokens=1)
+    await requests.arrive(4, tenant="many", tokens=10)  # 1 .. 4
+    await requests.arrive(2, tenant="few", tokens=10)  # 5, 6
+    await requests.arrive(2, tenant="small", tokens=5)  # 7, 8
+    await requests.finish_all()
+    assert requests.entered == [0, 1, 5, 7, 8, 2, 6, 3, 4]
+
+
+async def test_a_tenant_gets_no_credit_for_its_absence() -> None:
+    """Guards a tenant that was served for long against another's burst: they share from now."""
+    requests = Requests(1, 100)
+    await requests.arrive(5, tenant="old", tokens=10)
+    for number in range(3):
+        requests.finish(number)
+        await turns()
+    await requests.arrive(3, tenant="new", tokens=10)
+    await requests.finish_all()
+    assert requests.entered == [0, 1, 2, 3, 5, 4, 6, 7]
+
+
+async def test_a_tenant_of_consecutive_large_requests_is_not_served_first() -> None:
+    """Guards waiting small requests against large ones, each sent as soon as the one before has
+    ended: they took every second turn, and nearly all the tokens. The first is not charged."""
+    requests = Requests(1, 100)
+    tenants = ["large", *["small"] * 6]
+    await requests.arrive(tenant="large", tokens=1000)
+    await requests.arrive(6, tenant="small", tokens=10)
+    for _ in range(8):
+        latest = requests.entered[-1]
+        requests.finish(latest)
+        await turns()
+        if tenants[latest] == "large":
+            tenants.append("large")
+            await requests.arrive(tenant="large", tokens=1000)
+    order = [tenants[number] for number in requests.entered]
+    assert order == ["large", "small", "large", *["small"] * 5, "large"]
+    await requests.finish_all()
+
+
+@pytest.mark.parametrize("way", ["served at once", "served in turn", "refused", "cancelled"])
+async def test_the_state_of_tenants_that_left_is_dropped(way: str) -> None:
+    """Guards against memory that grows with every tenant while requests run and wait all the
+    time."""
+    requests = Requests(2 if way == "served at once" else 1, 0 if way == "refused" else 10)
+    await requests.arrive(tenant="always here")
+    for number in range(1000):
+        tenant = f"tenant {number}"
+        if way == "refused":
+            await requests.refused(tenant=tenant, tokens=1000)
+            continue
+        requests.start(tenant, 1 + 100 * (number % 7))
+        if way == "served in turn":
+            requests.start("always waits", 1)
+        await turns(2)
+        if way == "cancelled":
+            requests.tasks[-1].cancel()
+        elif way == "served at once":
+            requests.finish(number + 1)
+        else:
+            await requests.next()
+            await requests.next()
+        await turns(2)
+        admission = requests.admission
+        assert len(admission._tenants) + len(admission._heap) < 200
+    await requests.finish_all()
+
+
+async def test_a_burst_of_new_tenants_does_not_overtake_what_waits() -> None:
+    """Guards the second request of a tenant against 999 tenants that come after it."""
+    requests = Requests(1, 2000)
+    await requests.arrive(2, tenant="old", tokens=10)
+    for number in range(999):
+        requests.start(f"new {number}", 10)
+    await turns()
+    assert await requests.next() == 1
+    await requests.finish_all()
+
+
+async def test_tenants_are_equal_again_once_a_permit_was_free() -> None:
+    """Guards a tenant against the tokens that it had before all was idle."""
+    requests = Requests(1, 100)
+    await requests.arrive(2, tenant="old", tokens=1000)
+    requests.finish(0)
+    requests.finish(1)
+    await turns()
+    await requests.arrive(tenant="first")  # 2
+    await requests.arrive(tenant="old")  # 3
+    await requests.arrive(tenant="new")  # 4
+    assert await requests.next() == 3
+    await requests.finish_all()
+
+
+async def test_new_tenants_without_end_delay_a_waiting_one_by_a_few() -> None:
+    """Guards a tenant that was served against a new tenant per turn: with a virtual time that
+    stands still while new tenants are served, it waited for ever."""
+    requests = Requests(1, 100)
+    await requests.arrive(tenant="first")
+    await requests.arrive(2, tenant="old", tokens=10)  # 1, 2
+    while await requests.next() != 1:
+        pass
+    for number in range(10):
+        await requests.arrive(tenant=f"new {number}", tokens=10)
+        if await requests.next() == 2:
+            break
+    assert requests.entered[-1] == 2
+    await requests.finish_all()
+
+
+_SIZES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=2, max_size=5)
+_ONE_SIZE = st.builds(lambda count, size: [[size]] * count, st.integers(2, 5), st.integers(1, 20))
+_EVENTS = st.lists(st.sampled_from(["turn", "turn", "guest", "cancel"]), min_size=20, max_size=60)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=_ONE_SIZE | _SIZES,
+    weights=st.just([1.0] * 5) | st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=5, max_size=5),
+    max_running=st.integers(1, 3),
+    events=_EVENTS,
+)
+async def test_tenants_that_wait_have_their_shares_in_any_window(
+    sizes: list[list[int]], weights: list[float], max_running: int, events: list[str]
+) -> None:
+    """Of k tenants that always wait, each gets 1/k of the candidate-tokens, up to a request: two
+    differ by at most one request of each (Goyal's theorem 1), and by one if all are equal.
+    Meanwhile other tenants come and go, and waiting requests are cancelled."""
+    requests, owners = Requests(max_running, 1000), []  # the owner and the size of each request
+
+    async def arrive(owner: int, tokens: int) -> None:
+        owners.append((owner, tokens))
+        share = Share(weights[owner] if owner < len(sizes) else 1.0)
+        await requests.arrive(tenant=str(owner), tokens=tokens, share=share)
+
+    for number in range(max_running):
+        await arrive(100 + number, 1)
+    for number in range(40):
+        for owner, own in enumerate(sizes):
+            await arrive(owner, own[number % len(own)])
+    tenants = [requests.admission._tenants[str(owner)] for owner in range(len(sizes))]
+    for number, event in enumerate(events):
+        if not all(tenant.line for tenant in tenants):
+            break
+        if event == "guest":
+            await arrive(200 + number, 7)
+        elif event == "cancel":
+            requests.tasks[-1 - number].cancel()
+        else:
+            await requests.next()
+    order = [owners[number] for number in requests.entered][max_running:]
+    _check_shares([served for served in order if served[0] < len(sizes)], sizes, weights)
+    for task in requests.tasks:
+        task.cancel()
+    await asyncio.wait(requests.tasks)
+
+
+def _check_shares(
+    order: list[tuple[int, int]], sizes: list[list[int]], weights: list[float]
+) -> None:
+    """In every window of requests, as (tenant, tokens), tenants differ by the allowed at most."""
+    largest = [max(own) / weight for own, weight in zip(sizes, weights, strict=False)]
+    is_equal = len({tuple(own) for own in sizes}) == len({*largest}) == len(sizes[0]) == 1
+    for first in range(len(order)):
+        served = [0.0] * len(sizes)
+        for owner, tokens in order[first:]:
+            served[owner] += tokens / weights[owner]
+            for one in range(len(sizes)):
+                for other in range(one):
+                    allowed = largest[one] + (0 if is_equal else largest[other])
+                    assert abs(served[one] - served[other]) <= allowed + 1e-6
+
+
+async def test_weights_apply_at_once() -> None:
+    """Guards a weight that changes while its tenant waits: from 1 to 1 it goes to 3 to 1."""
+    requests = Requests(1, 100)
+    await requests.arrive(tenant="first")
+    for _ in range(12):
+        await requests.arrive(tenant="a")
+        await requests.arrive(tenant="b")
+    tenants = ["first", *"ab" * 12, "a"]
+    assert [tenants[await requests.next()] for _ in range(4)] == list("abab")
+    await requests.arrive(tenant="a", share=Share(weight=3))
+    assert requests.admission._weights == 4
+    assert Counter([tenants[await requests.next()] for _ in range(8)]) == {"a": 6, "b": 2}
+    await requests.finish_all()
