@@ -124,7 +124,7 @@ async def test_the_time_that_is_left_goes_with_the_call(
         (b'{"scores": [NaN]}', 200, RewardInvalid),
         (b"[" * 100_000, 200, RewardInvalid),
         ([1.0], 200, RewardInvalid),
-        (gzip.compress(b'{"scores": [1]}'), 200, RewardInvalid),
+        (gzip.compress(b'{"scores": [1]}', mtime=0), 200, RewardInvalid),
         (b'{"scores": [1' + b" " * (2 << 20) + b"]}", 200, Unavailable),
         ({"scores": [1]}, 302, RewardInvalid),
         ({"scores": [1]}, 404, RewardInvalid),
