@@ -33,7 +33,7 @@ unexport PROMPT
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-generators bench-overload bench-telemetry rolling faults soak fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-generators bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,6 +141,9 @@ faults: $(READY) ## kill, stop and starve real processes: make faults ARGS="--on
 
 soak: $(READY) ## ten minutes of mixed load; fails if memory grows: make soak ARGS="--minutes 2"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)
+
+simulation: $(READY) ## run seeds of all services on virtual time: make simulation ARGS="--minutes 10"
+	@$(BIN)/python -m tests.simulation $(ARGS)
 
 fuzz: $(READY) .tools/atheris ## run libFuzzer on the parsers: make fuzz ARGS="--seconds 60"
 	@PYTHONPATH=.tools/atheris $(BIN)/python -m tests.fuzz $(ARGS)

@@ -85,7 +85,8 @@ class Backend(Generic[P]):
         self._channel = channel
         self._version_of = version
         self._health: Any = health_pb2_grpc.HealthStub(channel)
-        self._timeouts: set[asyncio.Timeout] = set()  # of calls that wait for this backend
+        # Of calls that wait for this backend, in their order.
+        self._timeouts: dict[asyncio.Timeout, None] = {}
         self._num_opened = 0  # sessions, ever
         self._num_described = 0  # of these, the ones that its description includes
         self._is_closed = False
@@ -147,7 +148,7 @@ class Backend(Generic[P]):
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
-                self._timeouts.add(timeout)
+                self._timeouts[timeout] = None
                 yield
         except TimeoutError:
             if timeout.expired():
@@ -157,7 +158,7 @@ class Backend(Generic[P]):
             self.suspect(failure)
             raise
         finally:
-            self._timeouts.discard(timeout)
+            self._timeouts.pop(timeout, None)
 
     @asynccontextmanager
     async def holding(self, opening: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
@@ -320,11 +321,11 @@ class Fleet(Generic[P]):
         while True:
             try:
                 targets = await self._resolver.resolve()
-                for target in self._backends.keys() - targets:
+                for target in sorted(self._backends.keys() - targets):
                     backend = self._backends[target]
                     if not (backend.is_serving or backend.running):
                         await self._remove(target)
-                for target in targets - self._backends.keys():
+                for target in sorted(targets - self._backends.keys()):
                     backend = Backend(target, *self._connect(target), self._version)
                     self._backends[target] = backend
                     self._watchers[target] = asyncio.ensure_future(self._watch(backend))

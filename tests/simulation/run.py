@@ -1,0 +1,347 @@
+"""One run: orchestrators, clients of several tenants and faults, all drawn from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import hashlib
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from typing import Any, cast
+from unittest import mock
+
+from generator_service.toy import ToyGenerator
+from orchestrator.backends import Fleet, FleetGenerator, FleetRewards, PollSettings
+from orchestrator.cache import Cache, RedisAccess, RedisClient, SharedSingleFlight, tenant_digest
+from orchestrator.cache import redis_client as redis_py
+from orchestrator.edge import Admission, Limits, Orchestrator
+from orchestrator.observe import RequestRecords
+from specrej import contracts
+from specrej.contracts import CacheControl, GenerationRequest
+from specrej.security import Share
+from tests.simulation import backends
+from tests.simulation.loop import EPOCH_S, Violation, VirtualLoop, run_virtual
+
+DEADLINE_S = 30.0
+_LATE_S = 1.0  # a call to Redis and the end of a session may follow the deadline
+_SETTLED_S = 5.0  # then every lease has expired
+_MOST_IDLE = 400  # entries of all containers of an idle orchestrator
+_CONTROLS = [CacheControl.USE] * 14 + [CacheControl.BYPASS, CacheControl.REFRESH]
+_JUMPS_S = {"": 0.0, "behind": -3600.0, "ahead": 3600.0, "little": 2.0}  # of a wall clock
+
+
+class WatchedAdmission(Admission):
+    """The product's admission; every permit is checked for the limit and for fair turns."""
+
+    def __init__(self, limits: Limits, clock: Any) -> None:
+        super().__init__(limits, clock)
+        self.__most, self.__largest = limits.max_running, 0
+        self.__waiting: Counter[str] = Counter()
+        self.__debt: Counter[str] = Counter()  # granted to others since the tenant's last turn
+
+    @asynccontextmanager
+    async def enter(self, tenant: str = "", tokens: int = 1, *others: Any) -> AsyncIterator[None]:
+        waiting, debt = self.__waiting, self.__debt
+        debt[tenant] *= waiting[tenant] > 0
+        waiting[tenant] += 1
+        self.__largest = max(self.__largest, tokens)
+        is_held = False
+        try:
+            async with super().enter(tenant, tokens, *others):
+                is_held = True
+                waiting[tenant] -= 1
+                debt[tenant] = 0
+                debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
+                if max(debt.values()) > self.__largest * (2 * len(debt) - 2 + self.__most):
+                    raise Violation(f"turns are not fair: {debt}")
+                yield
+        finally:
+            waiting[tenant] -= not is_held
+
+    def check(self) -> None:
+        """The limit holds, and no request waits beside a free permit."""
+        if self.running > self.__most or (self.running < self.__most and self.queued):
+            raise Violation(f"{self.running} requests run of {self.__most}, {self.queued} wait")
+
+
+class Process:
+    """One orchestrator; its wall clock jumps with a fault."""
+
+    fault = ""
+
+    def __init__(self, run: Simulation, limits: Limits, **cache_options: Any) -> None:
+        loop, draw = run.loop, run.rng.random
+        self.link = backends.Link(run.redis)
+        self.generators = _fleet(run.generators, lambda described: described.fingerprint)
+        self.rewards = _fleet(run.rewards, len)
+        with mock.patch.object(redis_py, "connect", lambda *_: self.link):
+            client = RedisClient(RedisAccess("redis://simulated"), clock=loop.time)
+        wall_clock = lambda: EPOCH_S + loop.time() + _JUMPS_S[self.fault]  # noqa: E731
+        cache = Cache(client, wall_clock=wall_clock, **cache_options)
+        self.admission = WatchedAdmission(limits, loop.time)
+        self.orchestrator = Orchestrator(
+            FleetGenerator(self.generators, draw),
+            FleetRewards(self.rewards, draw),
+            cache,
+            self.admission,
+            shared_flights=SharedSingleFlight(cache),
+            records=RequestRecords(4, clock=loop.time),
+        )
+
+
+def _fleet(nodes: list[Any], version: Any) -> Fleet[Any]:
+    by_target = {node.target: node for node in nodes}
+    listed = mock.Mock(resolve=mock.AsyncMock(return_value=frozenset(by_target)))
+    polls = PollSettings(poll_s=1.0, resolve_s=5.0, lost_s=4.0)
+    return Fleet("node", listed, lambda at: (by_target[at], by_target[at]), version, polls)
+
+
+def _num_kept(one: Any, seen: set[int]) -> int:
+    """Entries of all containers that an orchestrator's objects hold."""
+    is_container = isinstance(one, dict | list | tuple | set | deque)
+    if id(one) in seen or not (is_container or type(one).__module__.startswith("orchestrator.")):
+        return 0
+    seen.add(id(one))
+    fields = [getattr(one, slot) for slot in getattr(type(one), "__slots__", ())]
+    fields += vars(one).values() if hasattr(one, "__dict__") else ()
+    inner = one.values() if isinstance(one, dict) else one if is_container else fields
+    size = len(one) if is_container else 0
+    return size + sum(_num_kept(value, seen) for value in [*inner])
+
+
+class Simulation:
+    """A run of one seed, over after `num_requests` requests."""
+
+    def __init__(self, seed: int, num_requests: int) -> None:
+        self.seed, self._num_requests = seed, num_requests
+        self.rng = rng = random.Random(seed)
+        likelihood = rng.choice((0.0, 0.2, 0.5, 0.8))  # a defect cannot hide behind few faults
+        self.loop = VirtualLoop(rng, shuffles=rng.random() < 0.5)
+        self._slots, self._per_s = rng.choice((60, 150, 2000)), rng.choice((20, 60, 400))
+        self._tenants = "abcde"[: rng.randint(1, 5)]
+        self.generators = [
+            backends.SimulatedGenerator(rng, f"g{n}", self._slots) for n in range(rng.randint(1, 3))
+        ]
+        self.rewards = [backends.SimulatedRewards(rng, f"r{n}") for n in range(rng.randint(1, 2))]
+        self.redis = backends.SimulatedRedis(rng)
+        limits = Limits(rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64)))
+        ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0)), "stale_s": rng.choice((0.0, 5.0))}
+        self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
+        self._checked: list[Any] = [*self.generators, *(one.admission for one in self._processes)]
+        nodes, links = [*self.generators, *self.rewards], [one.link for one in self._processes]
+        # What each kind of fault happens to, and its names there; the last two are the clients'.
+        self._places: dict[str, tuple[Sequence[Any], Sequence[str]]] = {
+            "crash": (nodes, ["down"]),
+            "upgrade": (self.generators, ["upgrade"]),
+            "stall": (nodes, ["stall", "slow"]),
+            "reward": (self.rewards, ["error", "nan", "short"]),
+            "redis": ([self.redis], ["down", "hangs", "slow", "full"]),
+            "link": (links, ["cut"]),
+            "clock": (self._processes, [*_JUMPS_S]),
+            "cancel": ([], []),
+            "deadline": ([], []),
+        }
+        self.faults = [kind for kind in self._places if rng.random() < likelihood]
+        self.outcomes: Counter[str] = Counter()
+        self._clients: set[asyncio.Task[None]] = set()
+        self._answers: dict[Any, Any] = {}
+        self._new_seeds = count(1000)
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._failure: Exception | None = None
+
+    def run(self) -> str:
+        """The digest of all events. Raises Violation: an invariant does not hold."""
+        random.seed(self.seed)
+        self.loop.after_turn = self._after_turn
+        self.loop.set_exception_handler(lambda _, context: self._fail(str(context)))
+        gc.disable()  # it must not decide when an abandoned object ends
+        logging.disable(logging.WARNING)
+        replies = mock.patch.object(redis_py, "_replies", lambda link, sent: link.exchange(sent))
+        # `Logger.exception` calls `error`, too.
+        bugs = mock.patch.object(logging.Logger, "error", lambda *what, **_: self._fail(what))
+        try:
+            with replies, bugs:
+                run_virtual(self.loop, self._main())
+        except Exception as error:
+            raise Violation(f"seed {self.seed}: {error!r}; faults: {self.faults}") from error
+        finally:
+            logging.disable(logging.NOTSET)
+            gc.enable()
+        return self._digest.hexdigest()
+
+    def _fail(self, what: object) -> None:
+        self._failure = self._failure or Violation(what)
+
+    def _after_turn(self) -> None:
+        if self._failure:
+            raise self._failure
+        if self.loop.num_turns % 32 == 0:
+            self._check_now()
+
+    def _check_now(self) -> None:
+        for checked in self._checked:
+            checked.check()
+
+    def _note(self, what: str) -> None:
+        self._digest.update(f"{self.loop.time():.6f} {what}\n".encode())
+
+    async def _main(self) -> None:
+        async with AsyncExitStack() as stack:
+            for process in self._processes:
+                for fleet in (process.generators, process.rewards):
+                    await stack.enter_async_context(fleet)
+                    await fleet.surveyed()
+            places = [self._places[kind] for kind in self.faults if self._places[kind][0]]
+            breaking = [asyncio.ensure_future(self._break(*place)) for place in places]
+            await self._send_all()
+            for task in breaking:
+                task.cancel()
+            await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0)), *breaking, *self._clients])
+            await self._check_end()
+
+    async def _check_end(self) -> None:
+        if self.outcomes.total() != self._num_requests:
+            raise Violation(f"{self.outcomes.total()} outcomes of {self._num_requests} requests")
+        for process in self._processes:
+            await process.orchestrator.aclose()
+        num_leases = self.redis.num_leases()
+        if num_leases and not {"redis", "link", "cancel", "deadline"} & {*self.faults}:
+            raise Violation(f"{num_leases} leases were not released")
+        await asyncio.sleep(_SETTLED_S)
+        self._check_now()
+        for process in self._processes:
+            held = process.admission.running + process.admission.queued
+            size = _num_kept(process.orchestrator, set())
+            if held or size > _MOST_IDLE:
+                raise Violation(f"idle, but {held} permits are held and {size} entries are kept")
+        if num_open := sum(node.num_open for node in (*self.generators, *self.rewards)):
+            raise Violation(f"{num_open} sessions were never closed")
+
+    async def _break(self, targets: Sequence[Any], names: Sequence[str]) -> None:
+        while True:
+            await asyncio.sleep(self.rng.expovariate(1.0))
+            target = self.rng.choice(targets)
+            target.fault = self.rng.choice(names)
+            self._note(target.fault)
+            try:
+                await asyncio.sleep(self.rng.choice((0.01, 0.01, 0.3, 2.0, 6.0)))
+            finally:
+                target.fault = ""
+
+    async def _send_all(self) -> None:
+        """Requests in bursts, which may be equal; a flood is of one tenant at one orchestrator."""
+        rng, num_left = self.rng, self._num_requests
+        while num_left:
+            await asyncio.sleep(int(rng.expovariate(self._per_s / 4) * 1e3) / 1e3)
+            size = min(num_left, 40 if rng.random() < 0.05 else rng.randint(1, 6))
+            num_left -= size
+            caller = rng.choice(self._tenants), rng.choice(self._processes)
+            equal = self._draw_request() if rng.random() < 0.5 else None
+            for _ in range(size):
+                if size < 10:
+                    caller = rng.choice(self._tenants), rng.choice(self._processes)
+                client = self._client(equal or self._draw_request(), *caller)
+                self._clients.add(asyncio.ensure_future(client))
+
+    def _draw_request(self) -> GenerationRequest:
+        draw = self.rng.random
+        is_hot = draw() < 0.5
+        seed = int(draw() * 4) if is_hot else next(self._new_seeds)
+        rewards = tuple(map(contracts.WeightedReward, backends.REWARDS))
+        return GenerationRequest(
+            contracts.Prompt(text=("one", "one two", "one two three", "four")[int(draw() * 4)]),
+            contracts.Sampling(max_tokens=(4, 8, 12)[int(draw() * 3)], seed=seed),
+            contracts.Selection(
+                n=4 if is_hot else int(draw() * 6),
+                algorithm=[*contracts.Algorithm][draw() < 0.1],
+                schedule=contracts.GeometricSchedule(first=4 if is_hot else 2),
+                rewards=rewards if draw() < 0.1 else (),
+            ),
+            cache=_CONTROLS[int(draw() * len(_CONTROLS))],
+            allow_degraded=draw() < 0.2,
+        )
+
+    async def _client(self, request: GenerationRequest, tenant: str, process: Process) -> None:
+        draw, faults, began_s = self.rng.random, {*self.faults}, self.loop.time()
+        cancels_s = draw() ** 2 / 5 if "cancel" in faults and draw() < 0.1 else None
+        deadline_s = draw() / 2 if "deadline" in faults and draw() < 0.1 else DEADLINE_S
+        if cancels_s is not None:
+            self.loop.call_later(cancels_s, cast(Any, asyncio.current_task()).cancel)
+        caller: dict[str, Any] = {"tenant": tenant, "share": Share(), "time_left_s": deadline_s}
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer = await _answer(process.orchestrator, request, caller)
+            self._check(request, tenant, answer)
+            outcome = answer.source.name
+            self._note(answer.generation.best.text)
+        except (Exception, asyncio.CancelledError) as error:
+            outcome, took_s = type(error).__name__, self.loop.time() - began_s
+            is_stuck = took_s > 0.7 * DEADLINE_S and bool(faults & {"crash", "stall"})
+            may_fail = {
+                "CancelledError": cancels_s is not None,
+                "DeadlineExceeded": is_stuck or deadline_s < DEADLINE_S,
+                "InvalidRequest": self._slots < 100,
+                "Overloaded": True,
+                "RewardInvalid": "reward" in faults,
+                "TimeoutError": is_stuck or deadline_s < DEADLINE_S,
+                "TooLate": True,
+                "Unavailable": bool(faults & {"crash", "upgrade", "stall", "reward"}),
+            }
+            if not may_fail.get(outcome):
+                self._fail(f"a request fails after {took_s:.3f} s: {error!r}")
+        if self.loop.time() > began_s + deadline_s + _LATE_S:
+            self._fail(f"a request ends late: {outcome}")
+        self.outcomes[outcome] += 1
+        self._note(f"{tenant} {outcome}")
+
+    def _check(self, request: GenerationRequest, tenant: str, answer: contracts.Finished) -> None:
+        """The answer may be given to this request, and has its own texts."""
+        generation, source = answer.generation, answer.source.name
+        is_weak = generation.degraded or generation.hurried
+        if source != "RUN" and (is_weak or request.cache is not CacheControl.USE):
+            raise Violation(f"a {source} must not have this answer for {request.cache}")
+        made_by, salt = generation.generator_fingerprint, tenant_digest(tenant)
+        for ranked in generation.candidates:
+            spec = contracts.SessionSpec(request.prompt, 1, request.sampling, 1, salt, ranked.id)
+            alone = [_alone(spec, version) for version in made_by.split("+")]
+            words, is_cut = ranked.text.split(), ranked.finish is contracts.FinishReason.LENGTH
+            if not any(
+                words == own.text.split()[: ranked.num_tokens]
+                and (is_cut or (len(words), ranked.finish) == (own.num_tokens, own.finish))
+                for own in alone
+            ):
+                raise Violation(f"the text of another request: {ranked.text}")
+        is_full = any(t.ended_by is contracts.RoundEnd.SLOTS_FULL for t in generation.rounds)
+        if request.selection.n and not (is_weak or is_full):
+            key = (tenant, request.prompt, request.sampling, request.selection, made_by)
+            value = generation.best.text, generation.best.score
+            if value != (known := self._answers.setdefault(key, value)):
+                raise Violation(f"equal requests, but the answers {known} and {value}")
+
+
+async def _answer(
+    orchestrator: Any, request: contracts.GenerationRequest, caller: dict[str, Any]
+) -> Any:
+    """The only answer, which is the last event."""
+    events: list[contracts.Event] = []
+    await orchestrator.generate(request, events.append, **caller)
+    *others, answer = events
+    if not isinstance(answer, contracts.Finished) or contracts.Finished in map(type, others):
+        raise Violation("the answer is not the last event")
+    return answer
+
+
+@functools.cache
+def _alone(spec: contracts.SessionSpec, version: str) -> contracts.Candidate:
+    """A candidate as the toy makes it alone and without cuts."""
+
+    async def grown() -> Any:
+        async with ToyGenerator(end_every=int(version[4:])).open(backends.seeded(spec)) as session:
+            return (await session.extend(spec.sampling.max_tokens)).candidates[0]
+
+    return cast(contracts.Candidate, backends.at_once(grown()))
