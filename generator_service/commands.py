@@ -8,20 +8,23 @@ from dataclasses import dataclass, field
 from generator_service.admission import Demand
 from specrej.contracts import FinishReason, RoundEnd, Sampling, SlotGauge
 
+# Whether a candidate's next token completes a stop text; it receives each token once, in order.
+CompletesStop = Callable[[int], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class OpenCommand:
     """A session to be opened.
 
-    `stops` returns whether the newest of a candidate's tokens completes a stop text; n = 0 leaves
-    the number of candidates to the engine.
+    `stop_texts` makes one candidate's function of its next token, which returns whether the token
+    completes a stop text; n = 0 leaves the number of candidates to the engine.
     """
 
     prompt_ids: Sequence[int]
     n: int
     sampling: Sampling
     first_round_tokens: int
-    stops: Callable[[Sequence[int]], bool] | None = None
+    stop_texts: Callable[[], CompletesStop] | None = None
     cache_salt: str = ""
     first_candidate_id: int = 0
 
@@ -32,17 +35,21 @@ class OpenCommand:
 
     def candidates(self, n: int) -> list[GrowingCandidate]:
         """`n` candidates without tokens."""
-        first = self.first_candidate_id
-        return [GrowingCandidate(number) for number in range(first, first + n)]
+        first, made = self.first_candidate_id, self.stop_texts
+        return [GrowingCandidate(i, made and made()) for i in range(first, first + n)]
 
-    def finish_of(self, token_ids: Sequence[int], eos_ids: frozenset[int]) -> FinishReason | None:
-        """Why a candidate of these tokens has finished; None: it goes on."""
-        sampling = self.sampling
-        if not sampling.ignore_eos and token_ids[-1] in eos_ids:
+    def finish_of(
+        self, candidate: GrowingCandidate, eos_ids: frozenset[int]
+    ) -> FinishReason | None:
+        """Why a candidate has finished with its newest token; None: it goes on."""
+        sampling, num_tokens = self.sampling, len(candidate.token_ids)
+        newest = candidate.token_ids[-1]
+        stops = candidate.completes_stop and candidate.completes_stop(newest)
+        if stops and num_tokens >= sampling.min_tokens:
             return FinishReason.STOP
-        if self.stops and len(token_ids) >= sampling.min_tokens and self.stops(token_ids):
+        if not sampling.ignore_eos and newest in eos_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(token_ids) >= sampling.max_tokens else None
+        return FinishReason.LENGTH if num_tokens >= sampling.max_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class GrowingCandidate:
     """A candidate inside an engine."""
 
     id: int
+    completes_stop: CompletesStop | None = None
     token_ids: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)  # since the last report
     logprob: float = 0.0

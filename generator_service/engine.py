@@ -277,7 +277,7 @@ class Engine:
         drawn = zip(session.rows, tokens.tolist(), logprobs.tolist(), strict=True)
         for candidate, token_id, logprob in drawn:
             candidate.append(token_id, logprob)
-            candidate.finish = session.command.finish_of(candidate.token_ids, eos_ids)
+            candidate.finish = session.command.finish_of(candidate, eos_ids)
         for row in reversed(range(len(session.rows))):
             if session.rows[row].finish:
                 session.drop(row)

@@ -72,7 +72,7 @@ class Frontend:
             spec.n,
             spec.sampling,
             spec.first_round_tokens,
-            self.text.stops(spec.sampling.stop),
+            self.text.stop_texts(spec.sampling.stop),
             spec.cache_salt,
             spec.first_candidate_id,
         )

@@ -1,7 +1,7 @@
 """Prompts to token ids and token ids to text: the only file that uses the tokenizer.
 
-Candidates are decoded whole, never token by token, so that no character is cut at a border. Calls
-take milliseconds: too long for an event loop.
+No character is cut at a token's border: `Text` decodes candidates whole, which takes milliseconds,
+too long for an event loop; `StopTexts` decodes the newest tokens again with each new one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from generator_service.commands import CompletesStop
 from specrej.contracts import Prompt
 from specrej.errors import InvalidRequest, Violation
 from specrej.inference.control_tokens import ControlTokens
 
 # A tokenizer decodes an incomplete character to this.
 _INCOMPLETE = "\ufffd"
+# Tokens that `StopTexts` decodes at a time: from so many on it drops those before the last border,
+# and from so many on their incomplete characters count as complete, as no character has as many.
+_FEW_TOKENS, _MOST_TOKENS = 6, 24
 
 
 class Text:
@@ -27,6 +31,8 @@ class Text:
         self._tokenizer = tokenizer
         self._control_tokens = ControlTokens(tokenizer)
         self._end_ids = end_ids
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = frozenset(token_id for token_id, token in added if token.special)
 
     @classmethod
     def load(cls, directory: Path, end_ids: frozenset[int]) -> Text:
@@ -61,40 +67,74 @@ class Text:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens without special ones and without an incomplete last character."""
+        return self.decode_partly(token_ids).rstrip(_INCOMPLETE)
+
+    def decode_partly(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens without special ones; an incomplete last character is U+FFFD."""
         if token_ids and token_ids[-1] in self._end_ids:
             token_ids = token_ids[:-1]
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return text.rstrip(_INCOMPLETE)
+        return text
 
     def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
         """Text up to the first stop text completed by token number `min_tokens` or a later one."""
         text = self.decode(token_ids)
         if not stop:
             return text
-        ends = _starts(text, self.decode(token_ids[: max(0, min_tokens - 1)]), stop)
+        ends = _starts(text, len(self.decode(token_ids[: max(0, min_tokens - 1)])), stop)
         return text[: min(ends)] if ends else text
 
-    def stops(self, stop: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-        """A function that returns whether a candidate's newest token completes a stop text.
-
-        It decodes the tail only: each token is a byte or more, but in an incomplete character.
-        """
-        if not stop:
-            return None
-        tail = max(len(text.encode()) for text in stop) + 4
-
-        def has_stopped(token_ids: Sequence[int]) -> bool:
-            newest = token_ids[-tail:]
-            return bool(_starts(self.decode(newest), self.decode(newest[:-1]), stop))
-
-        return has_stopped
+    def stop_texts(self, stop: Sequence[str]) -> Callable[[], CompletesStop] | None:
+        """A factory of one candidate's `StopTexts.completes`; None without stop texts."""
+        return (lambda: StopTexts(self, stop).completes) if stop else None
 
 
-def _starts(text: str, before: str, stop: Sequence[str]) -> list[int]:
-    """Where in `text` the stop texts begin that end after its beginning `before`."""
-    starts = (text.find(ending, max(0, len(before) - len(ending) + 1)) for ending in stop)
+class StopTexts:
+    """The stop texts of one candidate: its tokens go in once, one at a time.
+
+    A token costs the decoding of a few tokens and the comparison of its own characters, however
+    long the stop texts and the candidate are.
+    """
+
+    def __init__(self, text: Text, stop: Sequence[str]) -> None:
+        self._text = text
+        self._stop = stop
+        self._overlap = max(map(len, stop)) - 1
+        self._tokens: list[int] = []  # the newest; the first begins with a character
+        self._border = 0  # so many of them had a complete text of their own
+        self._num_seen = 0  # characters of their text
+        self._seen = ""  # the end of the text so far, of `_overlap` characters
+
+    def completes(self, token_id: int) -> bool:
+        """Whether the next token of the candidate completes a stop text."""
+        if token_id in self._text.special_ids:
+            return False
+        self._tokens.append(token_id)
+        text = self._text.decode_partly(self._tokens)
+        complete = text.rstrip(_INCOMPLETE)
+        new, self._num_seen = complete[self._num_seen :], max(self._num_seen, len(complete))
+        if len(complete) == len(text) or len(self._tokens) >= _MOST_TOKENS:
+            self._forget()
+        if not new:
+            return False
+        seen = len(self._seen)
+        text = self._seen + new
+        self._seen = text[max(0, len(text) - self._overlap) :]
+        return bool(_starts(text, seen, self._stop))
+
+    def _forget(self) -> None:
+        """Drop tokens before the last border, at times: it costs a decoding."""
+        if len(self._tokens) >= _FEW_TOKENS:
+            del self._tokens[: self._border]
+            self._num_seen = len(self._text.decode(self._tokens))
+        self._border = len(self._tokens)
+
+
+def _starts(text: str, seen: int, stop: Sequence[str]) -> list[int]:
+    """Where in `text` the stop texts begin that end after its first `seen` characters."""
+    starts = (text.find(ending, max(0, seen - len(ending) + 1)) for ending in stop)
     return [at for at in starts if at >= 0]
 
 

@@ -100,7 +100,7 @@ class VLLMSession:
                 command.sampling,
                 candidate.id,
                 salt=command.cache_salt,
-                streams=command.stops is not None,
+                streams=command.stop_texts is not None,
             )
             for candidate in self.live
         }
@@ -182,8 +182,8 @@ class VLLMSession:
         async with aclosing(self._requests[candidate.id].generate(count)) as tokens:
             async for token in tokens:
                 candidate.append(token.id, token.logprob)
-                # Microseconds, so on the event loop: a stop text is searched in the tail only.
-                candidate.finish = self.command.finish_of(candidate.token_ids, eos_ids)
+                # Microseconds, so on the event loop: stop texts read the new token only.
+                candidate.finish = self.command.finish_of(candidate, eos_ids)
                 if candidate.finish:
                     break
         if candidate.finish:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
@@ -137,13 +140,99 @@ def test_every_prefix_decodes_to_a_prefix(text: Text, whole: str) -> None:
     assert text.decode([*token_ids, END]) == whole
 
 
+def completed_by(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
+    """Numbers of the tokens, from 1, that complete a stop text."""
+    stop_texts = text.stop_texts(stop)
+    assert stop_texts
+    completes = stop_texts()
+    return [number for number, token_id in enumerate(token_ids, 1) if completes(token_id)]
+
+
+def completed_of_whole(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
+    """As `completed_by`, from the text of all tokens up to each one."""
+    texts = [text.decode(token_ids[:end]) for end in range(len(token_ids) + 1)]
+    return [
+        number
+        for number in range(1, len(texts))
+        for before, now in [(texts[number - 1], texts[number])]
+        if any(ending in now[max(0, len(before) - len(ending) + 1) :] for ending in stop)
+    ]
+
+
+@cache
+def byte_fallback_text() -> Text:
+    """A tokenizer in SentencePiece's style, of letters and bytes; it strips a first space."""
+    pieces = ["<unk>", "▁", *"abé", "▁a", "ab", *(f"<0x{byte:02X}>" for byte in range(256))]
+    bpe = BPE(
+        {piece: i for i, piece in enumerate(pieces)},
+        [("▁", "a"), ("a", "b")],
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    plain = Tokenizer(bpe)
+    plain.pre_tokenizer = Metaspace(prepend_scheme="first")
+    plain.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Text(PreTrainedTokenizerFast(tokenizer_object=plain), frozenset())
+
+
+# Bytes, as characters and as parts of characters, special tokens, and any others.
+TOKENS = st.lists(
+    st.sampled_from([*torn_tokens("a \n…家🙂"), 0, END, 17]) | st.integers(0, VOCABULARY - 1),
+    max_size=60,
+)
+SOME_STOPS = st.lists(st.text("ab \n…家🙂é", min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@given(TOKENS, SOME_STOPS)
+def test_stop_texts_of_new_tokens_are_those_of_whole_texts(ids: list[int], stop: list[str]) -> None:
+    text = cached_text()
+    assert completed_by(text, ids, stop) == completed_of_whole(text, ids, stop)
+
+
+@given(st.text("ab é…家🙂", min_size=1, max_size=60), SOME_STOPS)
+def test_stop_texts_with_byte_fallback(answer: str, stop: list[str]) -> None:
+    """Guards spaces at the beginning of a decoded part, and runs of several characters' bytes.
+
+    Only the first: an incomplete character makes a whole run of bytes before it invalid, whose text
+    disappears until the character is complete.
+    """
+    text = byte_fallback_text()
+    ids = text.encode(Prompt(text=answer))
+    assert completed_by(text, ids, stop)[:1] == completed_of_whole(text, ids, stop)[:1]
+
+
+def test_stop_texts_decode_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the cost of a step: neither long answers nor bytes without characters add to it."""
+    text = cached_text()
+    counts: list[int] = []
+    decode = text.decode_partly
+
+    def counting(token_ids: Sequence[int]) -> str:
+        counts.append(len(token_ids))
+        return decode(token_ids)
+
+    monkeypatch.setattr(text, "decode_partly", counting)
+    words, first_byte = whole_tokens("one two three four " * 50), torn_tokens("🙂")[:1]
+    for token_ids, most in [(words, 6), (first_byte * 300, 25)]:
+        counts.clear()
+        assert completed_by(text, token_ids, ["x" * 256]) == []
+        assert max(counts) <= most
+        assert len(counts) <= 1.5 * len(token_ids)
+
+
 def test_a_stop_text_before_min_tokens_neither_ends_nor_cuts(text: Text) -> None:
     """Guards against an answer cut at a stop text that was not allowed to end it."""
     token_ids = whole_tokens("one. two. three. four.")
-    assert text.stops([]) is None
-    checks = text.stops(["."])
-    assert checks
-    completed = [number for number in range(1, len(token_ids) + 1) if checks(token_ids[:number])]
+    assert text.stop_texts([]) is None
+    completed = completed_by(text, token_ids, ["."])
     assert len(completed) == 4
     assert text.answer(token_ids, ["."]) == "one"
     assert text.answer(token_ids, ["."], min_tokens=completed[0]) == "one"
