@@ -1,49 +1,86 @@
-"""The way of a call from its headers to its handler: bounds on waiting, number and size.
+"""The way of a call from its headers to its reply: bounds on waiting, number and size.
 
-A call begins with its headers, and its message may never come. grpc itself would wait for that of a
-unary call without a bound, outside of any handler, and return UNKNOWN with a class name for one
-that cannot be decoded. So all handlers read their messages here.
+A call begins with its headers, and its message may never come; its reply may never be read. grpc
+itself would wait for both without a bound, outside of any handler, and return UNKNOWN with a class
+name for a message that cannot be decoded. So messages are read, and unary replies written, here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from sys import intern
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError
 
 from specrej import limits, telemetry
-from specrej.errors import DeadlineExceeded, Overloaded
+from specrej.errors import Cancelled, DeadlineExceeded, Overloaded
 from specrej.telemetry import names
 
 Context = grpc.aio.ServicerContext[Any, Any]
 # Quoted: the class is generic only for type checkers.
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Handler = Callable[[Any, Context], Awaitable[Any]]
+T = TypeVar("T")
 
 _RETRY_S = 1.0
 # A cancelled call reads as ended this long before its handler is cancelled.
 _CANCELLATION_S = 0.001
 
 
-class CallBounds:
-    """At most `max_calls` run at once, at most `max_waiting` wait for a message, each `message_s`.
+class Waits:
+    """At most `most` calls wait at once, each at most `seconds`; more displace the oldest.
 
-    Further calls that wait displace the oldest one: a message that comes with its headers is read
-    at once, also during a flood of calls without any.
+    So a message that comes with its headers is read at once, and a reply that is read at once is
+    written, also during a flood of calls that neither write nor read.
     """
 
-    def __init__(self, max_calls: int, max_waiting: int, message_s: float) -> None:
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most = most
+        self.seconds = seconds
+        self._bounds: dict[asyncio.Timeout, None] = {}  # in order of arrival
+
+    async def result(self, step: Awaitable[T]) -> T:
+        """Await the step.
+
+        Raises:
+            TimeoutError: it is late.
+            Overloaded: other calls displaced this one.
+        """
+        if len(self._bounds) >= self._most:
+            oldest = next(iter(self._bounds))
+            del self._bounds[oldest]
+            oldest.reschedule(0)
+        bound = asyncio.timeout(self.seconds)
+        try:
+            async with bound:
+                self._bounds[bound] = None
+                return await step
+        except TimeoutError:
+            if bound not in self._bounds:
+                raise _refusal("displaced", "too many calls that neither write nor read") from None
+            raise
+        finally:
+            self._bounds.pop(bound, None)
+
+
+class CallBounds:
+    """At most `max_calls` run at once, until their reply has been read.
+
+    `messages` bounds those that wait for their first message, `replies` those that wait for the
+    reader of a reply.
+    """
+
+    def __init__(self, max_calls: int, messages: Waits, replies: Waits) -> None:
         self._max_calls = max_calls
-        self._max_waiting = max_waiting
-        self._message_s = message_s
-        self._num_running = 0
-        self._waiting: dict[asyncio.Timeout, None] = {}  # in order of arrival
+        self._messages = messages
+        self._replies = replies
+        self._running: Counter[str] = Counter()  # by tenant
 
     async def first_message(self, context: Context) -> Any:
         """The call's first message, serialized, or grpc.aio.EOF.
@@ -52,37 +89,44 @@ class CallBounds:
             DeadlineExceeded: none came in time.
             Overloaded: other calls displaced this one.
         """
-        if len(self._waiting) >= self._max_waiting:
-            oldest = next(iter(self._waiting))
-            del self._waiting[oldest]
-            oldest.reschedule(0)
-        bound = asyncio.timeout(self._message_s)
         try:
-            async with bound:
-                self._waiting[bound] = None
-                return await context.read()
+            return await self._messages.result(context.read())
         except TimeoutError:
-            if bound not in self._waiting:
-                raise _refusal("displaced", "too many calls without a message") from None
             telemetry.metrics.add(names.RPC_REFUSED, 1, reason="no_message")
-            raise DeadlineExceeded(f"no message within {self._message_s:g} s") from None
-        finally:
-            self._waiting.pop(bound, None)
+            text = f"no message within {self._messages.seconds:g} s"
+            raise DeadlineExceeded(text) from None
+
+    async def write(self, context: Context, reply: Any) -> None:
+        """Write a reply.
+
+        Raises:
+            Cancelled: the client did not read it in time.
+            Overloaded: other calls displaced this one.
+        """
+        try:
+            await self._replies.result(context.write(reply))
+        except TimeoutError:
+            telemetry.metrics.add(names.RPC_REFUSED, 1, reason="unread")
+            text = f"the client did not read for {self._replies.seconds:g} s"
+            raise Cancelled(text) from None
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, tenant: str) -> Iterator[None]:
         """Count a call that has its message.
 
         Raises:
-            Overloaded: `max_calls` run.
+            Overloaded: `max_calls` run, or half as many of a tenant with a name.
         """
-        if self._num_running >= self._max_calls:
+        if self._running.total() >= self._max_calls:
             raise _refusal("calls", "too many calls")
-        self._num_running += 1
+        if tenant and self._running[tenant] >= max(1, self._max_calls // 2):
+            raise _refusal("tenant_calls", "too many calls of the tenant")
+        self._running[tenant] += 1
         try:
             yield
         finally:
-            self._num_running -= 1
+            self._running[tenant] -= 1
+            self._running += Counter()  # drops tenants without calls
 
 
 def _refusal(reason: str, text: str) -> Overloaded:
@@ -95,22 +139,25 @@ def bounded(
     bounds: CallBounds,
     check: Callable[[bytes, Any], None],
     wrap: Callable[[Handler], Handler],
+    tenant: str,
 ) -> RpcHandler:
     """The handler within `wrap` and `bounds`; `check` has each message and its descriptor first."""
     behavior, decode = getattr(handler, behavior_name(handler)), _decoder(handler, check)
 
     async def read(_: Any, context: Context) -> Any:
         messages = _Messages(await bounds.first_message(context), context, decode)
-        with bounds.running():
+        with bounds.running(tenant):
             request = messages if handler.request_streaming else await messages.only()
-            return await _answer(behavior(request, context), context)
+            answer = behavior(request, context)
+            if inspect.isasyncgen(answer):  # as that of reflection
+                async for message in answer:
+                    await bounds.write(context, message)
+            else:
+                reply = await answer
+                if not handler.response_streaming:
+                    await bounds.write(context, reply)
 
-    make = (
-        grpc.stream_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.stream_unary_rpc_method_handler
-    )
-    return make(wrap(read), None, handler.response_serializer)
+    return grpc.stream_stream_rpc_method_handler(wrap(read), None, handler.response_serializer)
 
 
 def behavior_name(handler: RpcHandler) -> str:
@@ -148,15 +195,6 @@ class _Messages:
         async for message in self:
             return message
         raise limits.malformed()
-
-
-async def _answer(answer: Any, context: Context) -> Any:
-    """Await a coroutine; write the messages of a generator, as that of reflection."""
-    if not inspect.isasyncgen(answer):
-        return await answer
-    async for message in answer:
-        await context.write(message)
-    return None
 
 
 def _decoder(handler: RpcHandler, check: Callable[[bytes, Any], None]) -> Callable[[bytes], Any]:

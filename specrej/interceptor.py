@@ -10,15 +10,15 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import grpc.aio
 
-from specrej import limits, telemetry
-from specrej.call_bounds import CallBounds, Context, Handler, RpcHandler, bounded
+from specrej import connections, limits, telemetry
+from specrej.call_bounds import CallBounds, Context, Handler, RpcHandler, Waits, bounded
 from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -35,10 +35,13 @@ log = logging.getLogger(__name__)
 # Calls that may wait for their first message at once, and for how long; others displace them.
 _MAX_WAITING = 128
 _MESSAGE_S = 10.0
+_REPLY_S = 60.0  # the time to read a reply
 # The same for each method of health and reflection, whose messages are small; how many of its
-# calls may run, and for how long.
+# calls may run, and for how long; how many of them may wait for the reader of their reply.
 _MAX_WAITING_PROBES = 4
+_MAX_UNREAD_PROBES = 32
 _PROBE_MESSAGE_S = 2.0
+_PROBE_REPLY_S = 2.0
 _MAX_PROBE_BYTES = 4096
 _MAX_PROBES = 64
 _PROBE_S = 600.0
@@ -74,7 +77,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
         self._access = access
-        self._bounds = CallBounds(max_calls, _MAX_WAITING, _MESSAGE_S)
+        self._bounds = CallBounds(
+            max_calls, Waits(_MAX_WAITING, _MESSAGE_S), Waits(max_calls, _REPLY_S)
+        )
         self._probe_bounds: dict[str, CallBounds] = {}  # by method of health and reflection
         self._num_running = 0
         self.idle = asyncio.Event()  # set while no call of specrej.v1 runs
@@ -96,13 +101,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return None
         if details.method.startswith(OURS):
             wrap = partial(self._guard, details.method, caller=caller, admit=admit)
-            return bounded(handler, self._bounds, limits.check, wrap)
+            return bounded(handler, self._bounds, limits.check, wrap, caller.tenant)
         bounds = self._probe_bounds.get(details.method)
         if bounds is None:
-            bounds = CallBounds(_MAX_PROBES, _MAX_WAITING_PROBES, _PROBE_MESSAGE_S)
+            bounds = CallBounds(
+                _MAX_PROBES,
+                Waits(_MAX_WAITING_PROBES, _PROBE_MESSAGE_S),
+                Waits(_MAX_UNREAD_PROBES, _PROBE_REPLY_S),
+            )
             self._probe_bounds[details.method] = bounds
         wrap = partial(self._with_status, details.method, admit=admit)
-        return bounded(handler, bounds, _check_probe, wrap)
+        return bounded(handler, bounds, _check_probe, wrap, "")
 
     def _refuse(self, method: str, error: Exception) -> RpcHandler:
         """A handler for any method that fails before it reads a message."""
@@ -127,14 +136,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     async with asyncio.timeout(left_s), self._admitted(method, context, admit):
                         return await behavior(request, context)
                 except Exception as error:
-                    await _abort(context, method, error, call)
+                    call.code = await _abort(context, method, error)
                 except asyncio.CancelledError as error:
                     call.code = _code_of_cancellation(context).name
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
                     # The task was not cancelled: without a status the client would wait for ever.
-                    await _abort(context, method, error, call)
+                    call.code = await _abort(context, method, error)
 
         return guarded
 
@@ -146,7 +155,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 async with asyncio.timeout(_PROBE_S), self._admitted(method, context, admit):
                     return await behavior(request, context)
             except Exception as error:
-                await context.abort(*to_status(_presentable(method, error)))
+                await _abort(context, method, error)
 
         return with_status
 
@@ -206,8 +215,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 # grpc cancels late calls; a client's own cancellation at its deadline arrives slightly earlier.
 _LATE_S = 0.05
 
-# The time for a status to leave. A client that reads later still receives it.
+# The time for a status to leave, and for a client that reads later to receive it.
 _STATUS_S = 1.0
+_LATE_STATUS_S = 10.0
 
 
 def _code_of_cancellation(context: Context) -> grpc.StatusCode:
@@ -216,12 +226,40 @@ def _code_of_cancellation(context: Context) -> grpc.StatusCode:
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
 
 
-async def _abort(context: Context, method: str, error: BaseException, call: telemetry.Call) -> None:
+async def _abort(context: Context, method: str, error: BaseException) -> str:
+    """End the call with the error's status; the name of its code.
+
+    If the client does not read what was written before, grpc holds the status and the stream, or
+    refuses the status behind a first message. No call can be reset, so its connection is shut, at
+    once or after a while in which the client may read the status.
+    """
     code, text, trailers = to_status(_presentable(method, error))
-    call.code = code.name
-    with suppress(TimeoutError):  # grpc waits until the client has read what was written before
-        async with asyncio.timeout(_STATUS_S):
-            await context.abort(code, text, trailers)
+    ending = asyncio.ensure_future(context.abort(code, text, trailers))
+    await asyncio.wait({ending}, timeout=_STATUS_S)
+    if not ending.done():
+        asyncio.get_running_loop().call_later(_LATE_STATUS_S, _give_up, ending, context.peer())
+    elif not isinstance(ending.exception(), grpc.aio.AbortError):
+        _shut(context.peer())
+    return code.name
+
+
+def _give_up(ending: asyncio.Future[None], peer: str) -> None:
+    """Shut the connection unless the client has read the status meanwhile."""
+    if not ending.done():
+        ending.cancel()
+        _shut(peer)
+
+
+# Peers whose connection has been shut: its other calls are still ending.
+_shut_peers: set[str] = set()
+
+
+def _shut(peer: str) -> None:
+    if peer not in _shut_peers:
+        _shut_peers.add(peer)
+        asyncio.get_running_loop().call_later(_LATE_STATUS_S, _shut_peers.discard, peer)
+        telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason="connection")
+        connections.shut(peer)
 
 
 def _presentable(method: str, error: BaseException) -> SpecrejError:

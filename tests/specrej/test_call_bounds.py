@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -14,13 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specrej import health, interceptor, telemetry
 from specrej.channel import open_channel
 from specrej.health import Health
+from specrej.security import TENANT_METADATA
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
+from tests import http2
 from tests.serving import failure_of, listening, reason_of, retry_info_s, serving, until
 from tests.specrej.fakes import FakeOrchestrator
 
 Code = grpc.StatusCode
 BOUND_S = 20.0
+_LIST_SERVICES = b"\x3a\x01*"  # a request of reflection
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 GENERATE = "/specrej.v1.OrchestratorService/Generate"
@@ -128,6 +132,88 @@ async def test_calls_beyond_the_limit_are_refused(
         orchestrator.released.set()
         await running
         await other.Generate(request, timeout=BOUND_S)
+
+
+async def test_half_of_the_calls_are_left_to_other_tenants(
+    orchestrator: FakeOrchestrator, refused: list[str]
+) -> None:
+    """Guards against a tenant whose calls leave no room for those of another."""
+    orchestrator.hangs = True
+    async with (
+        listening(orchestrator.service(), max_calls=2) as address,
+        open_channel(address, retries=False) as channel,
+        open_channel(address, retries=False, max_message_bytes=2**20) as other_channel,
+    ):
+        stub: Any = OrchestratorServiceStub(channel)
+        other: Any = OrchestratorServiceStub(other_channel)
+        request = orchestrator_pb2.GenerateRequest()
+        one, two = ({"metadata": ((TENANT_METADATA, name),)} for name in ("one", "two"))
+        running = [asyncio.ensure_future(stub.Generate(request, timeout=BOUND_S, **one))]
+        await asyncio.wait_for(orchestrator.received.wait(), BOUND_S)
+        error = await failure_of(other.Generate(request, timeout=BOUND_S, **one))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert refused == ["tenant_calls"]
+        running.append(asyncio.ensure_future(other.Generate(request, timeout=BOUND_S, **two)))
+        orchestrator.released.set()
+        await asyncio.gather(*running)
+        await stub.Generate(request, timeout=BOUND_S, **one)
+    assert refused == ["tenant_calls"]
+
+
+async def is_shut(reader: asyncio.StreamReader) -> None:
+    """Wait until the server has shut the connection."""
+    async with asyncio.timeout(BOUND_S):
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await http2.read_frame(reader)
+
+
+@pytest.mark.parametrize("method", [CHECK, WATCH, REFLECTION, GENERATE])
+async def test_a_client_that_does_not_read_loses_its_connection(
+    method: str,
+    orchestrator: FakeOrchestrator,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Guards against streams that grpc holds for ever, until it refuses the calls of all."""
+    monkeypatch.setattr(interceptor, "_REPLY_S", 0.05)
+    monkeypatch.setattr(interceptor, "_PROBE_REPLY_S", 0.05)
+    monkeypatch.setattr(interceptor, "_STATUS_S", 0.05)
+    monkeypatch.setattr(interceptor, "_LATE_STATUS_S", 0.05)
+    monkeypatch.setattr(health, "_WRITE_S", 0.05)
+    data = _LIST_SERVICES if method == REFLECTION else b""
+    async with listening(orchestrator.service()) as address:
+        host, port = address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        calls = [http2.unary(stream, method, data) for stream in (1, 3, 5)]
+        writer.write(http2.PREFACE + http2.window(0) + b"".join(calls))
+        await is_shut(reader)
+        writer.close()
+        async with open_channel(address, retries=False) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+    assert "connection" in refused
+    assert not caplog.records
+
+
+async def test_newer_replies_displace_those_that_are_not_read(
+    orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch, refused: list[str]
+) -> None:
+    """Guards a probe against a flood of calls whose replies are not read."""
+    monkeypatch.setattr(interceptor, "_MAX_UNREAD_PROBES", 2)
+    monkeypatch.setattr(interceptor, "_PROBE_REPLY_S", BOUND_S)
+    async with listening(orchestrator.service()) as address:
+        host, port = address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        calls = (http2.unary(stream, CHECK) for stream in (1, 3, 5))
+        writer.write(http2.PREFACE + http2.window(0) + b"".join(calls))
+        async with open_channel(address, retries=False) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+        await is_shut(reader)
+        writer.close()
+    assert set(refused) == {"displaced", "connection"}
 
 
 async def test_watches_are_bounded_in_number_and_time(

@@ -1,0 +1,56 @@
+"""HTTP/2 frames of gRPC calls, for clients that behave as no gRPC library does."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, GOAWAY = 0, 1, 3, 4, 7
+END_STREAM, END_HEADERS = 1, 4
+_INITIAL_WINDOW_SIZE = 4
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """One frame."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def window(num_bytes: int) -> bytes:
+    """The settings frame of a client that lets so many bytes be sent per stream."""
+    return frame(SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, num_bytes))
+
+
+def headers(method: str, authority: str) -> bytes:
+    """The headers of a call, in HPACK as uncompressed literals without indexing."""
+    pairs = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": method,
+        ":authority": authority,
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    return b"".join(b"\0" + _text(name) + _text(value) for name, value in pairs.items())
+
+
+def message(data: bytes) -> bytes:
+    """A message of gRPC, not compressed."""
+    return b"\0" + struct.pack(">I", len(data)) + data
+
+
+def unary(stream: int, method: str, data: bytes = b"") -> bytes:
+    """A whole call: headers, one message and the half-close."""
+    head = frame(HEADERS, END_HEADERS, stream, headers(method, "localhost"))
+    return head + frame(DATA, END_STREAM, stream, message(data))
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, int]:
+    """Kind, flags and stream of the next frame. Raises IncompleteReadError: none follows."""
+    head = await reader.readexactly(9)
+    await reader.readexactly(int.from_bytes(head[:3]))
+    return head[3], head[4], int.from_bytes(head[5:])
+
+
+def _text(value: str) -> bytes:
+    return bytes([len(value)]) + value.encode()
