@@ -1,8 +1,9 @@
-"""Certificate and token files, and the credentials of clients. Standard library only."""
+"""Certificate and token files, and the credentials of clients."""
 
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 import ssl
 from collections.abc import Mapping
@@ -49,11 +50,15 @@ def credentials_from(environment: Mapping[str, str]) -> Credentials:
 
 @dataclass(frozen=True, slots=True)
 class PEM:
-    """The contents of TLSFiles; the key is neither compared nor printed."""
+    """The contents of TLSFiles; the key is neither compared nor printed.
+
+    `expires` is the first end of a certificate of the chain, in seconds since the epoch.
+    """
 
     cert: bytes | None
     key: bytes | None = field(repr=False, compare=False)
     ca: bytes | None
+    expires: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +78,13 @@ class TLSFiles:
         """Raises OSError or ValueError if a file is missing, is not PEM, or does not match."""
         if bool(self.cert) != bool(self.key):
             raise ValueError("a certificate and its key go together: one of them is missing")
-        pem = PEM(*(path.read_bytes() if path else None for path in (self.cert, self.key, self.ca)))
+        cert, key, ca = (p.read_bytes() if p else None for p in (self.cert, self.key, self.ca))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        if pem.ca is not None:
-            _check_authorities(context, pem.ca, self.ca)
+        if ca is not None:
+            _check_authorities(context, ca, self.ca)
         if self.cert and self.key:
             _check_pair(context, self.cert, self.key)
-        return pem
+        return PEM(cert, key, ca, _expires(cert) if cert else math.inf)
 
     def watch(self) -> ReloadingFile[PEM]:
         """The current contents."""
@@ -103,6 +108,13 @@ def _check_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
         raise ValueError(
             f"{cert} and {key} must be a PEM certificate and its key, without a password"
         ) from None
+
+
+def _expires(chain: bytes) -> float:
+    from cryptography import x509  # only programs with certificates load it
+
+    certificates = x509.load_pem_x509_certificates(chain)
+    return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
 
 
 def tls_files(given: Credentials) -> TLSFiles | None:

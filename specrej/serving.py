@@ -253,6 +253,10 @@ class Server:
         certificates = self._certificates
         yield self._access.is_rejected + bool(certificates and certificates.is_rejected), {}
 
+    def _certificate_life(self) -> Iterator[telemetry.metrics.Observed]:
+        if self._certificates:
+            yield self._certificates.get().expires - time.time(), {}
+
     async def _follow_heartbeats(self) -> None:
         """Health follows the compute threads' heartbeats, not RPC liveness.
 
@@ -296,6 +300,7 @@ class Server:
             (telemetry.names.HEARTBEAT_AGE, self._heartbeat_age),
             (telemetry.names.EVENT_LOOP_LAG, self._event_loop_lag),
             (telemetry.names.FILES_REJECTED, self._files_rejected),
+            (telemetry.names.CERTIFICATE_LIFE, self._certificate_life),
         ):
             telemetry.metrics.observe(metric, values)
         following = asyncio.ensure_future(self._follow_heartbeats())

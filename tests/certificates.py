@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import trustme
@@ -25,9 +26,11 @@ class Authority:
         self.path = directory / f"{name}.pem"
         self._authority.cert_pem.write_to_path(str(self.path))
 
-    def issue(self, name: str = "server", *identities: str) -> Pair:
+    def issue(
+        self, name: str = "server", *identities: str, expires: datetime | None = None
+    ) -> Pair:
         """A new certificate and key in place of those of that name; `identities` are more names."""
-        made = self._authority.issue_cert("localhost", "127.0.0.1", *identities)
+        made = self._authority.issue_cert("localhost", "127.0.0.1", *identities, not_after=expires)
         pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         place(pair.key, made.private_key_pem.bytes())
         place(pair.cert, b"".join(blob.bytes() for blob in made.cert_chain_pems))

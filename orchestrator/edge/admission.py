@@ -138,6 +138,11 @@ class Admission:
         finally:
             self._collect()
 
+    def heaviest(self, num_tenants: int) -> list[tuple[str, int]]:
+        """The tenants with the most candidate-tokens that run and wait; from any thread."""
+        held = [(name, tenant.held) for name, tenant in [*self._tenants.items()] if tenant.held]
+        return heapq.nlargest(num_tenants, held, key=lambda pair: pair[1])
+
     def _check(self, own: _Tenant, tokens: int, time_left_s: float | None, share: Share) -> None:
         """Raises Overloaded unless this request may run or wait."""
         limits = self._limits

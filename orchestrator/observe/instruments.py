@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
+from orchestrator.cache import tenant_digest
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 # Operation names of OpenTelemetry's conventions for generative AI.
 _CHAT, _COMPLETION = "chat", "text_completion"
+_MAX_TENANTS = 10  # in a metric
 _PHASES = ("queue_ms", "open_ms", "extend_ms", "score_ms", "prune_ms", "first_round_ms")
 
 
@@ -58,10 +60,16 @@ async def admitted(stack: AsyncExitStack, permit: AbstractAsyncContextManager[No
 
 
 def observe_admission(admission: Admission) -> None:
-    """Register gauges of the requests that run and wait."""
+    """Register gauges of the requests that run and wait; tenants are their digests."""
+
+    def tenants() -> Iterator[Observed]:
+        for tenant, tokens in admission.heaviest(_MAX_TENANTS):
+            yield tokens, {"tenant": tenant_digest(tenant)}
+
     metrics.observe(names.REQUESTS_RUNNING, lambda: [(admission.running, {})])
     metrics.observe(names.REQUESTS_QUEUED, lambda: [(admission.queued, {})])
     metrics.observe(names.TOKENS_QUEUED, lambda: [(admission.queued_tokens, {})])
+    metrics.observe(names.TENANT_TOKENS, tenants)
 
 
 def observe_backends(backends: Mapping[str, Callable[[], Mapping[str, int]]]) -> None:

@@ -55,7 +55,9 @@ RPC_DURATION = Metric(
 )
 RPC_REFUSED = Metric(
     "specrej.rpc.server.refused", "counter", "{call}", "calls ended by bounds", ("reason",)
-)  # no_message: none came in time; displaced: by newer calls without one; calls: too many
+)  # no_message: none came in time; unread: the reply was not read in time; displaced: by newer
+# calls that neither write nor read; calls, tenant_calls: too many run; connection: shut, as its
+# client does not read
 HEARTBEAT_AGE = Metric(
     "specrej.heartbeat.age", "gauge", "s", "since the compute thread last made progress"
 )
@@ -64,6 +66,9 @@ EVENT_LOOP_LAG = Metric(
 )
 FILES_REJECTED = Metric(
     "specrej.files.rejected", "gauge", "{file}", "changed files that cannot be used"
+)
+CERTIFICATE_LIFE = Metric(
+    "specrej.certificate.life", "gauge", "s", "until the server's certificate chain expires"
 )
 LEASES_EXPIRED = Metric(
     "specrej.leases.expired", "counter", "{session}", "streams whose lease ran out"
@@ -77,6 +82,13 @@ REQUESTS_RUNNING = Metric("specrej.requests.running", "gauge", "{request}", "run
 REQUESTS_QUEUED = Metric("specrej.requests.queued", "gauge", "{request}", "queued requests")
 TOKENS_QUEUED = Metric(
     "specrej.requests.queued.tokens", "gauge", "{token}", "candidate-tokens of queued requests"
+)
+TENANT_TOKENS = Metric(
+    "specrej.tenants.tokens",
+    "gauge",
+    "{token}",
+    "candidate-tokens that run and wait, of the ten tenants with the most",
+    ("tenant",),
 )
 QUEUE_DURATION = Metric(
     "specrej.queue.duration", "histogram", "s", "time in the queue", (), _CALL_S

@@ -21,6 +21,7 @@ from deploy.local.stack import HOST, Ports, Stack
 from specrej.channel import open_channel
 from specrej.client import Client, Options
 from specrej.contracts import Algorithm
+from specrej.credentials import Credentials
 from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
 from specrej.security import new_token
 from specrej.telemetry import names
@@ -33,6 +34,7 @@ from specrej.v1 import (
     reward_pb2_grpc,
 )
 from tests import serving
+from tests.certificates import Authority
 from tests.collector import Collector, collecting
 from tests.endpoints import Scrape, prometheus_name, scrape
 from tests.serving import describe_generator, health_of
@@ -69,10 +71,14 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
     The reward service admits only the token that it writes to the directory.
     """
     ports, spare = Ports.free(), f"{HOST}:{Ports.free().generator}"
+    authority = Authority(directory)
+    pair, credentials = authority.issue(), Credentials(tls_ca=authority.path)
     async with collecting() as collector:
         environment = {
             **_ENVIRONMENT,
             **_tokens(directory),
+            "SPECREJ_ORCHESTRATOR_TLS_CERT": str(pair.cert),
+            "SPECREJ_ORCHESTRATOR_TLS_KEY": str(pair.key),
             "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": f"{HOST}:{ports.generator},{spare}",
             **{
                 f"SPECREJ_{kind.upper()}_OTLP_ENDPOINT": collector.endpoint
@@ -80,8 +86,8 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             },
         }
         async with (
-            Stack(ports, environment=environment) as stack,
-            Client(stack.orchestrator_address, timeout_s=20) as client,
+            Stack(ports, environment=environment, credentials=credentials) as stack,
+            Client(stack.orchestrator_address, timeout_s=20, **credentials) as client,
         ):
             urls = stack.ports.metrics_urls
             await _usual(client)
@@ -99,9 +105,20 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
                 await _failed(client, urls[0])
             finally:
                 os.kill(stack.processes["reward"], signal.SIGCONT)
+            options: Options = {"n": 2, "max_tokens": 4000, "ignore_eos": True}
+            under_way = asyncio.ensure_future(client.generate("under way", **options))
             exported = {metric.name for metric in METRICS}
             await until(lambda: {name for _, name in collector.metrics} >= exported)
-            return await scrape(urls), collector
+            name = prometheus_name(names.TENANT_TOKENS)
+            await until(partial(_is_shown, urls, name))
+            busy = await scrape(urls)
+            assert name in busy.values
+            under_way.cancel()
+            return busy, collector
+
+
+async def _is_shown(urls: Sequence[str], name: str) -> bool:
+    return name in (await scrape(urls)).values
 
 
 async def _usual(client: Client) -> None:
@@ -119,7 +136,7 @@ async def _shadows(client: Client, urls: Sequence[str]) -> None:
     async def is_recommended() -> bool:
         with suppress(Overloaded):
             await client.generate("shadowed", n=8, max_tokens=48, seed=next(seeds))
-        return prometheus_name(names.SHADOW_ALPHA) in (await scrape(urls)).values
+        return await _is_shown(urls, prometheus_name(names.SHADOW_ALPHA))
 
     await until(is_recommended)
 

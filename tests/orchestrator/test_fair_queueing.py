@@ -201,3 +201,17 @@ async def test_weights_apply_at_once() -> None:
     assert requests.admission._weights == 4
     assert Counter([tenants[await requests.next()] for _ in range(8)]) == {"a": 6, "b": 2}
     await requests.finish_all()
+
+
+async def test_the_heaviest_tenants_are_few_and_have_requests() -> None:
+    """Guards a metric's number of values, and tenants that have left against being in it."""
+    requests = Requests(2, 100)
+    for number, name in enumerate("abcd"):
+        await requests.arrive(tenant=name, tokens=10 * (number + 1))
+    heaviest = requests.admission.heaviest
+    assert heaviest(3) == [("d", 40), ("c", 30), ("b", 20)]
+    requests.finish(1)
+    await turns()
+    assert heaviest(3) == [("d", 40), ("c", 30), ("a", 10)]
+    await requests.finish_all()
+    assert heaviest(3) == []

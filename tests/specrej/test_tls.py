@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import ssl
 from contextlib import aclosing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +230,14 @@ def test_errors_of_unusable_files_are_one_line(authority: Authority, tmp_path: P
         assert "\n" not in str(raised.value)
     with pytest.raises(errors.InvalidRequest, match=r"gone\.pem"):
         RewardClient("127.0.0.1:1", tls_ca=gone)
+
+
+def test_a_chain_expires_with_its_first_certificate(tmp_path: Path) -> None:
+    """Guards the alert before a certificate expires; without a certificate there is no end."""
+    authority = Authority(tmp_path)
+    end = datetime(2040, 1, 2, 3, 4, 5, tzinfo=UTC)
+    short, long = authority.issue("short", expires=end), authority.issue("long")
+    assert TLSFiles(short.cert, short.key).read().expires == end.timestamp()
+    long.cert.write_bytes(long.cert.read_bytes() + short.cert.read_bytes())
+    assert TLSFiles(long.cert, long.key).read().expires == end.timestamp()
+    assert TLSFiles(ca=authority.path).read().expires == math.inf
