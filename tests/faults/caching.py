@@ -38,7 +38,7 @@ _ELSEWHERE = {
 }
 
 CASES: tuple[Case, ...] = (
-    here("cache/never-stored", never_stored, "INTERNAL", "OK degraded", "CANCELLED", fast=True),
+    here("cache/never-stored", never_stored, "INTERNAL x 2", "OK degraded", "CANCELLED", fast=True),
     *(
         Case(f"cache/same-and-other-key/{name}", elsewhere=f"tests/orchestrator/{test}")
         for name, test in _ELSEWHERE.items()

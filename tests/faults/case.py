@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from tests.faults.world import NotRecovered, World
 
-# Runs the case on a world and returns the status codes of its calls. Raises AssertionError if the
-# service violates a promise.
-Play = Callable[[World], Awaitable[Collection[str]]]
+# Runs the case on a world and returns the status codes of its calls, in an order that the case
+# defines. Raises AssertionError if the service violates a promise.
+Play = Callable[[World], Awaitable[Sequence[str]]]
 
 _LIMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: the fault and the accepted codes, or the reason why it does not run here.
+    """One row: the fault and the codes of each call, or the reason why it does not run here.
 
     `name` begins with the group and the fault. `elsewhere` is the pytest id of the test that covers
     the case; `not_here` is the reason why the case cannot run, or cannot happen.
@@ -27,7 +27,7 @@ class Case:
 
     name: str
     play: Play | None = None
-    accepted: frozenset[str] = frozenset()
+    expected: tuple[frozenset[str], ...] = ()  # per call: the codes that it may end with
     limit_s: float = _LIMIT_S
     fast: bool = False  # belongs to the part that `make test` runs
     elsewhere: str = ""
@@ -51,10 +51,12 @@ class Result:
 
 
 def here(
-    name: str, play: Play, *accepted: str, limit_s: float = _LIMIT_S, fast: bool = False
+    name: str, play: Play, *expected: str, limit_s: float = _LIMIT_S, fast: bool = False
 ) -> Case:
-    """Return a case that runs."""
-    return Case(name, play, frozenset(accepted), limit_s, fast)
+    """Return a case that runs; `expected` as in "OK x 3", "UNAVAILABLE|CANCELLED": four calls."""
+    calls = (run.partition(" x ") for run in expected)
+    codes = [frozenset(code.split("|")) for code, _, n in calls for _ in range(int(n or 1))]
+    return Case(name, play, tuple(codes), limit_s, fast)
 
 
 async def examine(case: Case, world: World) -> Result:
@@ -86,8 +88,10 @@ async def _played(case: Case, world: World) -> tuple[str, str]:
             return "HANGS", f"not over within {case.limit_s:g} s"
         # A TimeoutError of the case itself: a condition that it waited for did not come.
         return "WRONG", f"{type(error).__name__}: {error}"
-    outcome = ", ".join(
-        f"{code} x {times}" if times > 1 else code for code, times in sorted(Counter(codes).items())
-    )
-    wrong = sorted(set(codes) - case.accepted)
+    runs = ((code, len(list(same))) for code, same in groupby(codes))
+    outcome = ", ".join(f"{code} x {times}" if times > 1 else code for code, times in runs)
+    if len(codes) != len(case.expected):
+        return outcome, f"{len(codes)} calls, not {len(case.expected)}"
+    pairs = zip(codes, case.expected, strict=True)
+    wrong = [f"{at}: {code}" for at, (code, accepted) in enumerate(pairs) if code not in accepted]
     return outcome, f"not accepted: {', '.join(wrong)}" if wrong else ""

@@ -116,20 +116,21 @@ _BAD_REWARDS = {
     "exhausted": "RESOURCE_EXHAUSTED",
     "slow": "OK",
 }
-# Requests that allow degraded answers.
-_DEGRADED: dict[str, Play] = {
-    "reward-killed": partial(kill, "reward", phases.SCORING, allow_degraded=True),
-    "generator-killed": partial(
-        kill, "generator", phases.PRUNING, allow_degraded=True, ignore_eos=False
+# Requests that allow degraded answers, and how many they are.
+_DEGRADED: dict[str, tuple[Play, int]] = {
+    "reward-killed": (partial(kill, "reward", phases.SCORING, allow_degraded=True), 1),
+    "generator-killed": (
+        partial(kill, "generator", phases.PRUNING, allow_degraded=True, ignore_eos=False),
+        1,
     ),
-    "reward-nan": partial(bad_reward, "nan", allow_degraded=True),
-    "reward-exhausted": partial(bad_reward, "exhausted", allow_degraded=True),
-    "deadline": out_of_time,
+    "reward-nan": (partial(bad_reward, "nan", allow_degraded=True), 2),
+    "reward-exhausted": (partial(bad_reward, "exhausted", allow_degraded=True), 2),
+    "deadline": (out_of_time, 1),
 }
-_STOPPED: dict[str, Play] = {
-    "generator": partial(stop_backend, "generator", phases.SECOND_ROUND),
-    "reward": partial(stop_backend, "reward", phases.SCORING),
-    "orchestrator": stop_orchestrator,
+_STOPPED: dict[str, tuple[Play, str]] = {
+    "generator": (partial(stop_backend, "generator", phases.SECOND_ROUND), "DEADLINE_EXCEEDED"),
+    "reward": (partial(stop_backend, "reward", phases.SCORING), "DEADLINE_EXCEEDED"),
+    "orchestrator": (stop_orchestrator, "UNAVAILABLE"),
 }
 _RUN = "orchestrator/test_run.py::test_invalid_scores_are_refused"
 _OVER_GRPC = "reward_service/test_remote_grpc.py::test_answer_to_another_request_is_refused"
@@ -160,22 +161,19 @@ CASES: tuple[Case, ...] = (
         for name in ("generator", "reward", "orchestrator")
         for point, phase in KILLED_AT.items()
     ),
-    *(
-        here(f"faults/stop-{name}", play, "DEADLINE_EXCEEDED", "UNAVAILABLE")
-        for name, play in _STOPPED.items()
-    ),
+    *(here(f"faults/stop-{name}", play, code) for name, (play, code) in _STOPPED.items()),
     *(
         here(
             f"faults/reward-{name.replace('_', '-')}",
             partial(bad_reward, name),
-            code,
+            f"{code} x 2",
             fast=name != "exiting",
         )
         for name, code in _BAD_REWARDS.items()
     ),
     *(
-        here(f"faults/degraded/{name}", play, "OK degraded", fast=name == "reward-nan")
-        for name, play in _DEGRADED.items()
+        here(f"faults/degraded/{name}", play, f"OK degraded x {n}", fast=name == "reward-nan")
+        for name, (play, n) in _DEGRADED.items()
     ),
     here("faults/step-raises", failing_step, "INTERNAL", "OK", fast=True),
     here("faults/client-killed", dead_client, "SIGKILL", fast=True),

@@ -87,10 +87,16 @@ def _num_unread(world: World) -> int:
 
 
 CASES: tuple[Case, ...] = (
-    here("readers/unread-streams", unread, "CANCELLED", limit_s=3 * _BOUND_S, fast=True),
+    here(
+        "readers/unread-streams",
+        unread,
+        f"CANCELLED x {_NUM_UNREAD}",
+        limit_s=3 * _BOUND_S,
+        fast=True,
+    ),
     here("readers/leader-crawls", partial(slow_leader, 0.2), "OK", limit_s=2 * _BOUND_S, fast=True),
     here(
         "readers/leader-unread", partial(slow_leader, _NEVER_S), "CANCELLED", limit_s=2 * _BOUND_S
     ),
-    here("readers/leader-cancels", cancelled_leader, "OK", fast=True),
+    here("readers/leader-cancels", cancelled_leader, f"OK x {_NUM_FOLLOWERS}", fast=True),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,8 @@ from specrej.contracts import CacheControl
 from tests.faults.case import Case, here
 from tests.faults.proxy import Proxy
 from tests.faults.world import Outcome, World, until
+
+_NUM_KILLED = 24
 
 
 def redis_client(world: World) -> Any:
@@ -57,15 +59,14 @@ def _reset_mid_reply(proxy: Proxy) -> None:
     proxy.replies.cut_after = 3
 
 
-async def redis_value(spoil: Callable[[bytes], bytes], seed: int, world: World) -> list[str]:
-    """An invalid stored value is a miss and is replaced; an empty one is deleted before."""
+async def redis_value(
+    spoil: Callable[[Any], Awaitable[None]], seed: int, world: World
+) -> list[str]:
+    """A stored value that is invalid or gone is a miss and is replaced."""
     async with redis_client(world) as client:
         await client.flushall()
         first = await _cached_answers(world, seed)
-        for key in await client.keys():
-            if await client.type(key) == b"string":
-                value = spoil(await client.get(key))
-                await (client.set(key, value) if value else client.delete(key))
+        await spoil(client)
         outcomes = await _cached_answers(world, seed)
     cached = [o.generation and o.generation.cached for o in outcomes]
     assert cached == [False, True], "an invalid value was used, or was not replaced"
@@ -83,9 +84,10 @@ async def redis_absent(world: World) -> list[str]:
 
 
 async def redis_killed(world: World) -> list[str]:
-    """Kill Redis during 24 requests that use it."""
+    """Kill Redis during requests that use it."""
     calls = [
-        world.call(seed=200 + number, cache=CacheControl.USE, max_tokens=16) for number in range(24)
+        world.call(seed=200 + number, cache=CacheControl.USE, max_tokens=16)
+        for number in range(_NUM_KILLED)
     ]
     await world.until_service(lambda service: service.running > 0)
     world.kill("redis")
@@ -115,16 +117,38 @@ async def redis_read_cancelled(world: World) -> list[str]:
     return codes
 
 
+async def _change(change: Callable[[bytes], bytes], client: Any) -> None:
+    for key in await client.keys():
+        if await client.type(key) == b"string":
+            await client.set(key, change(await client.get(key)))
+
+
+async def _evict(client: Any) -> None:
+    """Let the server evict all keys, as it has no memory for them."""
+    settings = {"maxmemory": 1, "maxmemory-policy": "allkeys-lru"}
+    before = await client.config_get(*settings)
+    for name, value in settings.items():
+        await client.config_set(name, value)
+
+    async def is_empty() -> bool:
+        return not await client.dbsize()
+
+    await until(is_empty)
+    for name, value in before.items():
+        await client.config_set(name, value)
+    assert int((await client.info("stats"))["evicted_keys"])
+
+
 _CONNECTIONS: Mapping[str, Callable[[Proxy], None]] = {
     "hanging": lambda proxy: proxy.replies.shut(),
     "reset-mid-reply": _reset_mid_reply,
     "refused": Proxy.refuse,
 }
-_VALUES: Mapping[str, Callable[[bytes], bytes]] = {
-    "value/corrupt": lambda value: value[:-1] + bytes([value[-1] ^ 1]),
-    "value/truncated": lambda value: value[: len(value) // 2],
-    "value/foreign": lambda value: b'{"another": "value"}',
-    "evicting": lambda value: b"",
+_VALUES: Mapping[str, Callable[[Any], Awaitable[None]]] = {
+    "value/corrupt": partial(_change, lambda value: value[:-1] + bytes([value[-1] ^ 1])),
+    "value/truncated": partial(_change, lambda value: value[: len(value) // 2]),
+    "value/foreign": partial(_change, lambda value: b'{"another": "value"}'),
+    "evicting": _evict,
 }
 _FAILURES = "orchestrator/test_cache_failures.py"
 _ELSEWHERE: Mapping[str, str] = {
@@ -143,17 +167,17 @@ CASES: tuple[Case, ...] = (
         here(
             f"faults/redis-{name}",
             partial(redis_through, change, 400 + number),
-            "OK",
+            "OK x 2",
             fast=name == "hanging",
         )
         for number, (name, change) in enumerate(_CONNECTIONS.items())
     ),
     *(
-        here(f"faults/redis-{name}", partial(redis_value, spoil, 600 + number), "OK", fast=True)
+        here(f"faults/redis-{name}", partial(redis_value, spoil, 600 + number), "OK x 4", fast=True)
         for number, (name, spoil) in enumerate(_VALUES.items())
     ),
-    here("faults/redis-absent-at-start", redis_absent, "OK"),
-    here("faults/redis-killed-under-load", redis_killed, "OK", fast=True),
-    here("faults/redis-read-cancelled", redis_read_cancelled, "OK", "CANCELLED", fast=True),
+    here("faults/redis-absent-at-start", redis_absent, "OK x 2"),
+    here("faults/redis-killed-under-load", redis_killed, f"OK x {_NUM_KILLED}", fast=True),
+    here("faults/redis-read-cancelled", redis_read_cancelled, "CANCELLED x 8", "OK x 8", fast=True),
     *(Case(f"faults/redis-{name}", elsewhere=f"tests/{test}") for name, test in _ELSEWHERE.items()),
 )

@@ -92,17 +92,22 @@ async def _replaced(running: World, name: str, prompt: str) -> str:
     return code
 
 
-_LOST = ("DEADLINE_EXCEEDED", "UNAVAILABLE")
+_LOST = "DEADLINE_EXCEEDED|UNAVAILABLE"
 CASES: tuple[Case, ...] = (
     *(
         here(
             f"faults/step-raises/for-one-that-{text.replace(' ', '-')}",
             partial(one_session_fails, text),
-            *("INTERNAL", "OK"),
+            *("INTERNAL", f"OK x {_NUM_BYSTANDERS}"),
             limit_s=_LIMIT_S,
         )
         for text in FAILS
     ),
-    here("faults/hangs/generator", generator_hangs, *_LOST, limit_s=_HANGS_LIMIT_S),
-    here("faults/hangs/reward", reward_hangs, *_LOST, limit_s=_LIMIT_S),
+    here(
+        "faults/hangs/generator",
+        generator_hangs,
+        f"{_LOST} x {len(HANGS_IN)}",
+        limit_s=_HANGS_LIMIT_S,
+    ),
+    here("faults/hangs/reward", reward_hangs, _LOST, limit_s=_LIMIT_S),
 )

@@ -167,7 +167,6 @@ async def wrong_name(world: World) -> list[str]:
                 session = stub.Session(timeout=5)
                 await session.done_writing()
                 codes += [(await call.code()).name for call in (describe, session)]
-    assert codes == ["OK", "OK", "PERMISSION_DENIED", "PERMISSION_DENIED"], codes
     return codes
 
 
@@ -198,10 +197,8 @@ async def ended_token(is_expiring: bool, world: World) -> list[str]:
         seconds = time.monotonic() - began
         again = Call(address, n=1, metadata=_bearer("ending"))
         outcomes = [ended, await again.outcome(), await calls[1].outcome()]
-    codes = [outcome.code for outcome in outcomes]
-    assert codes == ["UNAUTHENTICATED", "UNAUTHENTICATED", "OK"], codes
     assert seconds < (5 if is_expiring else 3), f"the stream ended after {seconds:.1f} s"
-    return codes
+    return [outcome.code for outcome in outcomes]
 
 
 def _bearer(token: str) -> Metadata:
@@ -222,12 +219,14 @@ async def two_tenants(world: World) -> list[str]:
 
 CASES: tuple[Case, ...] = (
     here("trust/redis-guessed-prompt", guessed_prompt, "OK", fast=True),
-    here("trust/redis-forged-value", partial(written_value, _forged), "OK", fast=True),
-    here("trust/redis-value-of-another-key", partial(written_value, _of_another_key), "OK"),
-    here("trust/redis-tenant-flood", tenant_flood, "OK", fast=True),
-    here("trust/redis-stopped-orchestrator", stopped_loop, "OK", fast=True),
-    here("trust/certificate-name", wrong_name, "OK", "PERMISSION_DENIED", fast=True),
-    here("trust/removed-token", partial(ended_token, False), "OK", "UNAUTHENTICATED", fast=True),
-    here("trust/expired-token", partial(ended_token, True), "OK", "UNAUTHENTICATED"),
+    here("trust/redis-forged-value", partial(written_value, _forged), "OK x 4", fast=True),
+    here("trust/redis-value-of-another-key", partial(written_value, _of_another_key), "OK x 4"),
+    here("trust/redis-tenant-flood", tenant_flood, "OK x 44", fast=True),
+    here("trust/redis-stopped-orchestrator", stopped_loop, "OK x 4", fast=True),
+    here("trust/certificate-name", wrong_name, "OK x 2", "PERMISSION_DENIED x 2", fast=True),
+    here(
+        "trust/removed-token", partial(ended_token, False), "UNAUTHENTICATED x 2", "OK", fast=True
+    ),
+    here("trust/expired-token", partial(ended_token, True), "UNAUTHENTICATED x 2", "OK"),
     here("trust/two-tenants", two_tenants, "INVALID_ARGUMENT", fast=True),
 )
