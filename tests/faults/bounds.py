@@ -15,8 +15,9 @@ import grpc.aio
 from specrej.channel import open_channel
 from specrej.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
 from specrej.v1 import common_pb2, generator_pb2, reward_pb2
+from tests import http2
 from tests.faults.case import Case, here
-from tests.faults.world import CALL_S, World, request
+from tests.faults.world import CALL_S, SERVICES, World, request
 from tests.serving import violations_of
 
 MAX_GROWTH_MIB = 100
@@ -92,6 +93,8 @@ async def many_parts(parts: _Parts, world: World) -> list[str]:
     return [error.code().name]
 
 
+_CHECK = "/grpc.health.v1.Health/Check"
+_NUM_UNREAD = 1000
 _HELLO = common_pb2.Prompt(text="hello")
 _VALID: Mapping[str, Any] = {
     _GENERATE: request(),
@@ -116,6 +119,27 @@ async def sized(method: str, num_bytes: int, world: World) -> list[str]:
     assert len(data) == num_bytes
     error = await _send(world, method, data)
     return [error.code().name if error else "OK"]
+
+
+async def unread_replies(port: str, world: World) -> list[str]:
+    """Thousands of health checks whose replies cannot be sent: others are answered, memory stays
+    flat, and the connections are shut."""
+    host, number = world.addresses[port].rsplit(":", 1)
+    calls = b"".join(http2.unary(2 * stream + 1, _CHECK) for stream in range(_NUM_UNREAD))
+    reset_peak(world.process(port).pid)
+    before_mib = peak_mib(world.process(port).pid)
+    opened = [await asyncio.open_connection(host, int(number)) for _ in range(4)]
+    for _, writer in opened:
+        writer.write(http2.PREFACE + http2.window(0) + calls)
+    answered = [await world.health(port) for _ in range(20)]
+    assert answered == ["SERVING"] * 20, answered
+    for reader, writer in opened:
+        with suppress(ConnectionError):
+            await reader.read()  # until the service shuts the connection
+        writer.close()
+    growth_mib = peak_mib(world.process(port).pid) - before_mib
+    assert growth_mib < MAX_GROWTH_MIB, f"{growth_mib:.0f} MiB more"
+    return answered
 
 
 async def _send(world: World, method: str, data: bytes) -> grpc.aio.AioRpcError | None:
@@ -145,6 +169,15 @@ _LIMITS = {
 }
 
 CASES: tuple[Case, ...] = (
+    *(
+        here(
+            f"bounds/unread-replies/{port}",
+            partial(unread_replies, port),
+            "SERVING x 20",
+            fast=port == "orchestrator",
+        )
+        for port in SERVICES
+    ),
     *(
         here(
             f"bounds/parts/{parts.path}", partial(many_parts, parts), "INVALID_ARGUMENT", fast=True

@@ -27,7 +27,7 @@ NUM_FAULTS = {
     "order": 9,
     "cancel": 9,
     "bad": 26,
-    "bounds": 2,
+    "bounds": 3,
     "load": 9,
     "readers": 4,
     "soak": 3,
