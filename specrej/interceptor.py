@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import grpc.aio
 
@@ -243,7 +243,7 @@ async def _abort(context: Context, method: str, error: BaseException) -> str:
     return code.name
 
 
-def _give_up(ending: asyncio.Future[None], peer: str) -> None:
+def _give_up(ending: asyncio.Task[Never], peer: str) -> None:
     """Shut the connection unless the client has read the status meanwhile."""
     if not ending.done():
         ending.cancel()
