@@ -23,7 +23,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from specrej.inference.cpu_jobs import INLINED, OPTIONS, Kernel, aligned, matrix, vector
+from specrej.inference.cpu_jobs import INLINED, OPTIONS, Kernel, aligned, hold, matrix, vector
 from specrej.inference.cpu_layout import ATTENTION, PART, SEGMENT
 from specrej.inference.cpu_tiles import (
     CACHE_LINE,
@@ -218,6 +218,7 @@ def _attention(address: Any) -> None:
         segment = segments[number]
         _attend(job, segment, parts, share - segment.first_share, scratch)
         share = next_share(address)
+    hold(floats)
 
 
 attention = Kernel(_attention)

@@ -65,8 +65,14 @@ def vector(address: int, size: int) -> Any:
 
 @numba.njit(**OPTIONS)
 def aligned(floats: Any) -> Any:
-    """The first address in an array at which a cache line begins."""
+    """The first address in an array at which a cache line begins; `hold` it while it is used."""
     return np.int64(floats.ctypes.data) + CACHE_LINE - 1 & -CACHE_LINE
+
+
+@numba.njit(**OPTIONS)
+def hold(floats: Any) -> None:
+    """Use an array: numba frees it after its last use, of which an address is none."""
+    floats[0] = 0
 
 
 @numba.njit(**OPTIONS)

@@ -24,7 +24,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from specrej.inference.cpu_jobs import OPTIONS, Kernel, aligned, layout, matrix, vector
+from specrej.inference.cpu_jobs import OPTIONS, Kernel, aligned, hold, layout, matrix, vector
 from specrej.inference.cpu_tiles import (
     CACHE_LINE,
     LANES,
@@ -173,6 +173,7 @@ def _product(address: Any) -> None:
                 ahead += count * LINES * step
             _put(job, row, rows, panel, matrix(results, rows, PANEL))
         share = following
+    hold(floats)
 
 
 product = Kernel(_product)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -294,3 +297,16 @@ def test_weights_survive_large_scores(spread: float) -> None:
     """Guards the kernel's own exponential: scores far apart neither overflow nor become NaN."""
     scaled = Scaling(spread, None, None)
     assert_equal(Case((((6,), 5, 4),)), scaled=scaled, tolerance=2e-5)
+
+
+def test_scratch_memory_is_not_freed_while_it_is_used() -> None:
+    """Guards against wrong tokens and a corrupted heap: numba frees an array after its last use,
+    although its address is still in use."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.inference.shared_arena"],
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr
