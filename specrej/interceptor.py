@@ -235,6 +235,7 @@ async def _abort(context: Context, method: str, error: BaseException) -> str:
     """
     code, text, trailers = to_status(_presentable(method, error))
     ending = asyncio.ensure_future(context.abort(code, text, trailers))
+    ending.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if it fails
     await asyncio.wait({ending}, timeout=_STATUS_S)
     if not ending.done():
         asyncio.get_running_loop().call_later(_LATE_STATUS_S, _give_up, ending, context.peer())

@@ -49,7 +49,7 @@ class Words:
     def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
         return " ".join(map(str, token_ids))
 
-    def stops(self, stop: Sequence[str]) -> None:
+    def stop_texts(self, stop: Sequence[str]) -> None:
         return None
 
 
