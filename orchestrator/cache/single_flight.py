@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -89,12 +89,6 @@ class Flight(Generic[T]):
         self._over.set()
 
 
-class Watch(Generic[T]):
-    """The last flight that landed while it was watched, or None."""
-
-    landed: Flight[T] | None = None
-
-
 class SingleFlight(Generic[T]):
     """The flights of this process, by key.
 
@@ -111,26 +105,12 @@ class SingleFlight(Generic[T]):
         """A leader without progress for `lead_s` seconds loses the lead to one that waits."""
         self._lead_s = lead_s
         self._flights: dict[str, Flight[T]] = {}
-        self._watches: dict[str, set[Watch[T]]] = {}
         self.num_waiting = 0  # callers, over all flights
 
     @property
     def num_flying(self) -> int:
         """Keys with a leader."""
         return len(self._flights)
-
-    @contextmanager
-    def watch(self, key: str) -> Iterator[Watch[T]]:
-        """Keep what lands for `key` meanwhile: a lookup in the cache may just have missed it."""
-        watch: Watch[T] = Watch()
-        watches = self._watches.setdefault(key, set())
-        watches.add(watch)
-        try:
-            yield watch
-        finally:
-            watches.remove(watch)
-            if not watches:
-                del self._watches[key]
 
     @asynccontextmanager
     async def join(self, key: str) -> AsyncIterator[Flight[T]]:
@@ -167,9 +147,6 @@ class SingleFlight(Generic[T]):
             flight._error, flight._traceback = error, error.__traceback__
             raise
         finally:
-            if flight.landed:
-                for watch in self._watches.get(key, ()):
-                    watch.landed = flight
             flight._timer.cancel()
             if not flight.is_lost:
                 del self._flights[key]

@@ -227,25 +227,24 @@ class Orchestrator:
             return _Lead(stores=False)
         if control is CacheControl.REFRESH:
             return _Lead(stores=True)
-        # A request that allows degradation may get an answer where another one gets an error.
-        local_key = f"{key}:{plan.request.allow_degraded}"
-        flight = None
+        # Of other conditions is, for example, a request that allows degradation: it may get an
+        # answer where another one gets an error.
+        is_better_wanted = control is CacheControl.USE_BETTER
+        conditions = (plan.request.allow_degraded, is_better_wanted, is_refresh)
+        joining = self._flights.join(f"{key}:{conditions}")
+        flight = await instruments.entered(stack, names.SPAN_FLIGHT, joining)
+        if flight.landed:
+            return Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
         if not is_refresh:
-            with self._flights.watch(local_key) as watch, telemetry.span(names.SPAN_LOOKUP):
-                is_better_wanted = control is CacheControl.USE_BETTER
+            with telemetry.span(names.SPAN_LOOKUP):
                 hit = await (
                     self._cache.get_better(plan.keys) if is_better_wanted else self._cache.get(key)
                 )
             if hit:
                 if hit.stale:
                     self._refreshes.start(key, partial(self._refresh, plan))
+                flight.land(hit.generation)
                 return Finished(hit.generation, AnswerSource.CACHE)
-            flight = watch.landed
-        if flight is None:
-            joining = self._flights.join(local_key)
-            flight = await instruments.entered(stack, names.SPAN_FLIGHT, joining)
-        if flight.landed:
-            return Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
         if not self._shared_flights:
             return _Lead(stores=True, flight=flight)
         leasing = self._shared_flights.join(key, flight)

@@ -117,23 +117,22 @@ async def test_refresh_writes_and_does_not_read(cached_service: Whole) -> None:
     assert stored.timings.extend_ms == fresh.timings.extend_ms != first.timings.extend_ms
 
 
-async def test_an_answer_that_lands_during_a_lookup_is_shared(service: Whole) -> None:
-    """Guards against a second run after a lookup that missed while the leader finished.
+async def test_equal_requests_are_one_lookup_and_one_run(service: Whole) -> None:
+    """Guards against a second run after a lookup that fails on a busy machine.
 
-    Without Redis: on a busy machine the lookup times out, and the answer cannot be stored.
+    Without Redis: no lookup finds an answer, and none can be stored.
     """
     get = service.cache.get
     lookups: list[Hit | None] = []
 
-    async def slow_once(key: str) -> Hit | None:
+    async def counted(key: str) -> Hit | None:
         lookups.append(await get(key))
-        if len(lookups) == 1:
-            await answer(service, small_request())  # leads and lands meanwhile
         return lookups[-1]
 
-    service.cache.get = slow_once  # type: ignore[method-assign]
-    assert (await answer(service, small_request())).cached
-    assert service.generator.num_opened == 1 and len(lookups) == 2
+    service.cache.get = counted  # type: ignore[method-assign]
+    replies = await asyncio.gather(*(answer(service, small_request()) for _ in range(20)))
+    assert sorted(reply.cached for reply in replies) == [False] + [True] * 19
+    assert service.generator.num_opened == 1 and len(lookups) == 1
     assert not (await answer(service, small_request())).cached, "flights are no cache"
 
 
@@ -207,7 +206,15 @@ async def lead(
     await until(lambda: gate.held == 1)
     for number, waiter in enumerate(waiting):
         tasks.append(asyncio.create_task(answer(waiter, small_request(), stream=number % 3 == 0)))
-    await until(lambda: events.results["miss"] == len(tasks))
+    processes = {id(whole): whole for whole in (service, *waiting)}
+
+    def wait_all() -> bool:
+        """Whether one request of each process has missed, and the others wait for it."""
+        num_waiting = sum(w.orchestrator._flights.num_waiting for w in processes.values())
+        num_missed = events.results["miss"]
+        return (num_missed, num_waiting) == (len(processes), len(tasks) - len(processes))
+
+    await until(wait_all)
     for _ in range(20):
         assert await service.cache.redis.available()  # turns of the loop, and of the server
     return tasks

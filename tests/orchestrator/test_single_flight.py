@@ -197,19 +197,6 @@ async def test_waiters_return_when_the_leader_lands() -> None:
     assert flights.num_flying == 0
 
 
-async def test_a_watch_has_what_landed_meanwhile(callers: Callers) -> None:
-    """Guards against a second run after a lookup that missed, and answers that stay for ever."""
-    (task,) = await start(callers, 1)
-    with callers.flights.watch("k") as watch, callers.flights.watch("other") as other:
-        callers.end("answer")
-        await task
-        with callers.flights.watch("k") as late:
-            pass
-    assert watch.landed and watch.landed.result == "answer"
-    assert other.landed is late.landed is None
-    assert not callers.flights._watches
-
-
 @settings(max_examples=150, deadline=None)
 @given(script=st.lists(ACTIONS, max_size=40))
 async def test_one_run_at_a_time_in_any_order_of_events(script: Script) -> None:
