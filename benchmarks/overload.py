@@ -1,9 +1,10 @@
 """Behaviour beyond capacity, open loop: `make bench-overload`.
 
-Requests arrive as a Poisson process at 0.5 to 4 times the capacity. All processes are real; the
-generator is a toy with steps of a fixed time, so that the capacity is that of the orchestrator's
-permits and not of the machine's processor. Times count from the moment a request was due. Clients
-do not retry.
+Requests arrive as a Poisson process at 0.5 to 4 times the capacity, then from tenants: five with a
+tenth of the capacity each, alone and beside a sixth with four times the capacity. All processes are
+real; the generator is a toy with steps of a fixed time, so that the capacity is that of the
+orchestrator's permits and not of the machine's processor. Times count from the moment a request was
+due. Clients do not retry.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,14 @@ from specrej import Client, TokensSchedule
 from specrej.channel import open_channel
 from specrej.client import build_request
 from specrej.contracts import CacheControl
+from specrej.security import TENANT_METADATA
 from specrej.v1 import orchestrator_pb2_grpc
 
 _RUNNING, _QUEUED = 4, 8
 _STEP_MS, _TOKENS = 10, 20
 _PROBE_EVERY_S = 0.25
+_LIGHT = {f"light-{number}": 0.1 for number in range(5)}  # loads by tenant
+_HEAVY = {"heavy": 4.0}
 _ENVIRONMENT = {
     **TOYS,
     "SPECREJ_GENERATOR_MODEL": f"toy:step_ms={_STEP_MS}",
@@ -61,7 +65,7 @@ def main() -> None:
         seconds=(15.0, "duration of each load"),
         deadline=(2.0, "deadline of a request in seconds"),
     )
-    capacity, points = asyncio.run(_measure(arguments))
+    capacity, points, mixes = asyncio.run(_measure(arguments))
     peak = max(point["goodput"] for point in points)
     for point in points:
         point["of_peak"] = round(point["goodput"] / peak, 3)
@@ -80,11 +84,16 @@ def main() -> None:
             "service_ms": _STEP_MS * _TOKENS,
             "deadline_s": arguments.deadline,
             "points": points,
+            "mixes": mixes,
+            "mix_of_peak": round(mixes[1]["goodput"] / peak, 3),
+            "light_p95_ratio": round(mixes[1]["light_p95_ms"] / mixes[0]["light_p95_ms"], 2),
         },
     )
 
 
-async def _measure(arguments: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
+async def _measure(
+    arguments: argparse.Namespace,
+) -> tuple[float, list[dict[str, Any]], list[dict[str, Any]]]:
     async with (
         Stack(environment=_ENVIRONMENT) as stack,
         open_channel(stack.orchestrator_address, retries=False) as channel,
@@ -93,9 +102,7 @@ async def _measure(arguments: argparse.Namespace) -> tuple[float, list[dict[str,
         capacity = await _closed_loop(channel, arguments.seconds / 2)
         points = []
         for seed, load in enumerate(arguments.loads):
-            times_s = itertools.takewhile(
-                lambda at_s: at_s < arguments.seconds, poisson(load * capacity, seed)
-            )
+            times_s = _times_s(load * capacity, seed, arguments.seconds)
             probes = asyncio.create_task(_probe_health(channel, arguments.seconds))
             arrivals = await send_open_loop(
                 lambda _, due: _send(channel, due, arguments.deadline), times_s
@@ -103,7 +110,43 @@ async def _measure(arguments: argparse.Namespace) -> tuple[float, list[dict[str,
             summary = _summary(arrivals, await probes, arguments.seconds)
             points.append({"load": load, **summary})
             await _wait_until_idle(stack)
-    return capacity, points
+        mixes = []
+        for loads in (_LIGHT, _LIGHT | _HEAVY):
+            mixes.append(await _mixed(channel, capacity, loads, arguments))
+            await _wait_until_idle(stack)
+    return capacity, points, mixes
+
+
+def _times_s(per_second: float, seed: int | str, seconds: float) -> Iterator[float]:
+    return itertools.takewhile(lambda at_s: at_s < seconds, poisson(per_second, seed))
+
+
+async def _mixed(
+    channel: grpc.aio.Channel,
+    capacity: float,
+    loads: Mapping[str, float],
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """Tenants at the same time, each with a load in multiples of the capacity."""
+    seconds = arguments.seconds
+    times = sorted(
+        (at_s, tenant)
+        for tenant, load in loads.items()
+        for at_s in _times_s(load * capacity, tenant, seconds)
+    )
+    arrivals = await send_open_loop(
+        lambda index, due: _send(channel, due, arguments.deadline, times[index][1]),
+        (at_s for at_s, _ in times),
+    )
+    light = [a for a, (_, tenant) in zip(arrivals, times, strict=True) if tenant in _LIGHT]
+    answered_ms = [arrival.seconds * 1e3 for arrival in light if arrival.code == "OK"]
+    return {
+        "loads": dict(loads),
+        "goodput": round(sum(arrival.code == "OK" for arrival in arrivals) / seconds, 2),
+        "light_arrivals": len(light),
+        "light_codes": dict(sorted(Counter(arrival.code for arrival in light).items())),
+        "light_p95_ms": round(float(np.percentile(answered_ms, 95)), 1),
+    }
 
 
 async def _closed_loop(channel: grpc.aio.Channel, seconds: float) -> float:
@@ -121,7 +164,9 @@ async def _closed_loop(channel: grpc.aio.Channel, seconds: float) -> float:
     return answers / (time.perf_counter() - started)
 
 
-async def _send(channel: grpc.aio.Channel, due: float, deadline_s: float) -> Arrival:
+async def _send(
+    channel: grpc.aio.Channel, due: float, deadline_s: float, tenant: str = ""
+) -> Arrival:
     stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
     message = build_request(
         "How much is too much?",
@@ -134,7 +179,8 @@ async def _send(channel: grpc.aio.Channel, due: float, deadline_s: float) -> Arr
     late_s = time.perf_counter() - due
     code, has_retry_info = "OK", False
     try:
-        await stub.Generate(message, timeout=max(0.001, deadline_s - late_s))
+        metadata = ((TENANT_METADATA, tenant),) if tenant else ()
+        await stub.Generate(message, timeout=max(0.001, deadline_s - late_s), metadata=metadata)
     except grpc.aio.AioRpcError as error:
         call: Any = error
         status = rpc_status.from_call(call)

@@ -130,7 +130,12 @@ async def test_equal_requests_are_one_lookup_and_one_run(service: Whole) -> None
         return lookups[-1]
 
     service.cache.get = counted  # type: ignore[method-assign]
-    replies = await asyncio.gather(*(answer(service, small_request()) for _ in range(20)))
+    gate, flights = service.generator.gates["extend"], service.orchestrator._flights
+    gate.shut()
+    tasks = [asyncio.create_task(answer(service, small_request())) for _ in range(20)]
+    await until(lambda: gate.held == 1 and flights.num_waiting == 19)
+    gate.open()
+    replies = await asyncio.gather(*tasks)
     assert sorted(reply.cached for reply in replies) == [False] + [True] * 19
     assert service.generator.num_opened == 1 and len(lookups) == 1
     assert not (await answer(service, small_request())).cached, "flights are no cache"

@@ -107,8 +107,8 @@ async def test_steps_are_those_of_the_algorithm(trace: list[Seen]) -> None:
     steps = [seen for seen in below(trace, server) if seen.span.kind != CLIENT]
     assert [seen.name for seen in steps] == [
         names.SPAN_PLAN,
-        names.SPAN_LOOKUP,
         names.SPAN_FLIGHT,
+        names.SPAN_LOOKUP,
         names.SPAN_SHARED_FLIGHT,
         names.SPAN_QUEUE,
         names.SPAN_OPEN,
@@ -223,7 +223,8 @@ async def test_a_cached_answer_is_a_short_trace(service: Observed) -> None:
     await until(has_arrived)
     assert spans[0].attributes[names.SOURCE] == "cache"
     steps = below(service.collector.trace(spans[0].span.trace_id), spans[0])
-    assert [seen.name for seen in steps] == [names.SPAN_PLAN, names.SPAN_LOOKUP]
+    expected = [names.SPAN_PLAN, names.SPAN_FLIGHT, names.SPAN_LOOKUP]
+    assert [seen.name for seen in steps] == expected
 
 
 async def test_logs_of_a_request_are_in_its_trace(service: Observed, trace: list[Seen]) -> None:
