@@ -52,7 +52,7 @@ up: $(READY) models ## start all services and keep them running until Ctrl-C
 	@$(BIN)/specrej up
 
 test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 conformance: $(VLLM) models ## test every generator against the same promises, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \

@@ -1,13 +1,13 @@
 """The distribution of tests over processes (`make test` has two).
 
-The tests of a file run in one process, for its fixtures. All tests that start services run in the
-same process, so that they do not slow each other down.
+The tests of a file run in one process, for its fixtures, and so do those of a folder that starts
+services.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,9 +25,16 @@ settings.load_profile("specrej")
 _SERVICES = ("e2e", "faults", "loadtest", "telemetry", "multihost", "deploy")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    for item in items:
-        file = item.nodeid.partition("::")[0]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Not by marks of `xdist_group`: pytest 9.2 ignores what xdist 3.8 makes of them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    def scope(node_id: str) -> str:
+        file = node_id.partition("::")[0]
         folder = file.split("/")[1]
-        item.add_marker(pytest.mark.xdist_group("services" if folder in _SERVICES else file))
+        return folder if folder in _SERVICES else file
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = scope
+    return scheduler

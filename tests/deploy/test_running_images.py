@@ -21,10 +21,7 @@ from specrej.client import Client
 from tests.deploy.containers import Container, ContainerSpec, container, missing
 
 REASON = missing("models", "generator", "reward", "orchestrator")
-pytestmark = [
-    pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.xdist_group("images"),  # the module's fixture starts them once
-]
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 # Half a gigabyte to read, and kernels to compile, on a busy machine.
 _READY_S = 600.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.harness import TOYS
@@ -10,6 +13,7 @@ from deploy.local.stack import Stack
 from specrej import Client
 from specrej.client import Options
 from specrej.contracts import CacheControl, Generation, TokensSchedule
+from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 
 pytestmark = pytest.mark.e2e
 
@@ -25,8 +29,11 @@ _OPTIONS = Options(
 )
 
 
-async def _answer(generators: int, slots: int) -> Generation:
+async def _answer(model: Path, generators: int, slots: int) -> Generation:
+    reader = {"name": "reader", "kind": "likelihood", "directory": str(model)}
     environment = {
+        "SPECREJ_GENERATOR_MODEL": str(model),
+        "SPECREJ_REWARD_REWARDS": json.dumps([reader]),
         "SPECREJ_GENERATOR_KV_SLOTS": str(slots),
         "SPECREJ_GENERATOR_THREADS": "1",
         # No backend counts as lost, however busy the machine is.
@@ -39,10 +46,12 @@ async def _answer(generators: int, slots: int) -> Generation:
         return await client.generate("Name three colours.", **_OPTIONS)
 
 
-async def test_two_generators_answer_a_request_too_large_for_one() -> None:
+async def test_two_generators_answer_a_request_too_large_for_one(tmp_path: Path) -> None:
     """The candidates and rewards equal those of one generator with twice the slots."""
-    split = await _answer(2, _SLOTS)
-    whole = await _answer(1, 2 * _SLOTS)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    save_language_model(tmp_path, make_config("llama", 0, **sizes), make_tokenizer("<pad>"), seed=7)
+    split = await _answer(tmp_path, 2, _SLOTS)
+    whole = await _answer(tmp_path, 1, 2 * _SLOTS)
     assert split.n == whole.n == 16
     parts, wholes = split.candidates, whole.candidates
     assert [(c.id, c.text) for c in parts] == [(c.id, c.text) for c in wholes]
