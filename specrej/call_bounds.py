@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from specrej import limits, telemetry
-from specrej.errors import Cancelled, DeadlineExceeded, Overloaded
+from specrej.errors import DeadlineExceeded, Overloaded
 from specrej.telemetry import names
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,40 +33,46 @@ _RETRY_S = 1.0
 _CANCELLATION_S = 0.001
 
 
-class Waits:
-    """At most `most` calls wait at once, each at most `seconds`; more displace the oldest.
+class Unread(Exception):
+    """The client does not read the reply, so that no status can follow it."""
 
-    So a message that comes with its headers is read at once, and a reply that is read at once is
-    written, also during a flood of calls that neither write nor read.
+
+class Waits:
+    """At most `most` calls wait at once, each at most `seconds`.
+
+    More displace the oldest one of the connection that has most of them. So a message that comes
+    with its headers is read at once, and a reply that is read at once is written, also during a
+    flood of calls that neither write nor read.
     """
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most = most
         self.seconds = seconds
-        self._bounds: dict[asyncio.Timeout, None] = {}  # in order of arrival
+        self._peers: dict[asyncio.Timeout, str] = {}  # in order of arrival
 
-    async def result(self, step: Awaitable[T]) -> T:
+    async def result(self, step: Awaitable[T], peer: str) -> T:
         """Await the step.
 
         Raises:
             TimeoutError: it is late.
             Overloaded: other calls displaced this one.
         """
-        if len(self._bounds) >= self._most:
-            oldest = next(iter(self._bounds))
-            del self._bounds[oldest]
-            oldest.reschedule(0)
+        if len(self._peers) >= self._most:
+            counts = Counter(self._peers.values())
+            displaced = max(self._peers, key=lambda bound: counts[self._peers[bound]])
+            del self._peers[displaced]
+            displaced.reschedule(0)
         bound = asyncio.timeout(self.seconds)
         try:
             async with bound:
-                self._bounds[bound] = None
+                self._peers[bound] = peer
                 return await step
         except TimeoutError:
-            if bound not in self._bounds:
+            if bound not in self._peers:
                 raise _refusal("displaced", "too many calls that neither write nor read") from None
             raise
         finally:
-            self._bounds.pop(bound, None)
+            self._peers.pop(bound, None)
 
 
 class CallBounds:
@@ -90,7 +96,7 @@ class CallBounds:
             Overloaded: other calls displaced this one.
         """
         try:
-            return await self._messages.result(context.read())
+            return await self._messages.result(context.read(), context.peer())
         except TimeoutError:
             telemetry.metrics.add(names.RPC_REFUSED, 1, reason="no_message")
             text = f"no message within {self._messages.seconds:g} s"
@@ -100,15 +106,15 @@ class CallBounds:
         """Write a reply.
 
         Raises:
-            Cancelled: the client did not read it in time.
-            Overloaded: other calls displaced this one.
+            Unread: the client did not read it in time, or other calls displaced this one.
         """
         try:
-            await self._replies.result(context.write(reply))
+            await self._replies.result(context.write(reply), context.peer())
         except TimeoutError:
             telemetry.metrics.add(names.RPC_REFUSED, 1, reason="unread")
-            text = f"the client did not read for {self._replies.seconds:g} s"
-            raise Cancelled(text) from None
+            raise Unread from None
+        except Overloaded:
+            raise Unread from None
 
     @contextmanager
     def running(self, tenant: str) -> Iterator[None]:

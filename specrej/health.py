@@ -52,6 +52,7 @@ class Health(health_pb2_grpc.HealthServicer):
     # A coroutine, although the stubs declare an async generator; specrej/serving.py has the reason.
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
         sent = None
+        await context.send_initial_metadata(())
         while True:
             changed = self._changed
             state = self._states.get(request.service, _States.SERVICE_UNKNOWN)

@@ -17,8 +17,9 @@ from typing import Any, Never
 
 import grpc.aio
 
-from specrej import connections, limits, telemetry
-from specrej.call_bounds import CallBounds, Context, Handler, RpcHandler, Waits, bounded
+from specrej import limits, telemetry
+from specrej.call_bounds import CallBounds, Context, Handler, RpcHandler, Unread, Waits, bounded
+from specrej.connections import Connections
 from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -81,6 +82,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             max_calls, Waits(_MAX_WAITING, _MESSAGE_S), Waits(max_calls, _REPLY_S)
         )
         self._probe_bounds: dict[str, CallBounds] = {}  # by method of health and reflection
+        self._connections = Connections()
         self._num_running = 0
         self.idle = asyncio.Event()  # set while no call of specrej.v1 runs
         self.idle.set()
@@ -135,15 +137,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     _deadline.set(None if left_s is None else time.monotonic() + left_s)
                     async with asyncio.timeout(left_s), self._admitted(method, context, admit):
                         return await behavior(request, context)
+                except Unread:
+                    call.code = grpc.StatusCode.CANCELLED.name
+                    self._reset(context)
                 except Exception as error:
-                    call.code = await _abort(context, method, error)
+                    await self._abort(context, method, error, call)
                 except asyncio.CancelledError as error:
                     call.code = _code_of_cancellation(context).name
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
                     # The task was not cancelled: without a status the client would wait for ever.
-                    call.code = await _abort(context, method, error)
+                    await self._abort(context, method, error, call)
 
         return guarded
 
@@ -154,10 +159,42 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             try:
                 async with asyncio.timeout(_PROBE_S), self._admitted(method, context, admit):
                     return await behavior(request, context)
+            except Unread:
+                self._reset(context)
             except Exception as error:
-                await _abort(context, method, error)
+                await self._abort(context, method, error, telemetry.Call())
 
         return with_status
+
+    def _reset(self, context: Context) -> Never:
+        """End a call whose reply is unread: grpc cannot, so its connection is shut."""
+        self._shut(context)
+        raise asyncio.CancelledError
+
+    def _shut(self, context: Context) -> None:
+        telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason="connection")
+        self._connections.shut(context.peer())
+
+    async def _abort(
+        self, context: Context, method: str, error: BaseException, call: telemetry.Call
+    ) -> None:
+        """End the call with the error's status.
+
+        If the client does not read what was written before, grpc holds the status. If it still does
+        after a while in which the client may read, the connection is shut.
+        """
+        code, text, trailers = to_status(_presentable(method, error))
+        call.code = code.name
+        ending = asyncio.ensure_future(context.abort(code, text, trailers))
+        ending.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
+        _, held = await asyncio.wait({ending}, timeout=_STATUS_S)
+        if held:
+            asyncio.get_running_loop().call_later(_LATE_STATUS_S, self._give_up, ending, context)
+
+    def _give_up(self, ending: asyncio.Task[Never], context: Context) -> None:
+        if not ending.done():
+            ending.cancel()
+            self._shut(context)
 
     @asynccontextmanager
     async def _admitted(
@@ -224,43 +261,6 @@ def _code_of_cancellation(context: Context) -> grpc.StatusCode:
     left_s = context.time_remaining()
     late = left_s is not None and left_s < _LATE_S
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
-
-
-async def _abort(context: Context, method: str, error: BaseException) -> str:
-    """End the call with the error's status; the name of its code.
-
-    If the client does not read what was written before, grpc holds the status and the stream, or
-    refuses the status behind a first message. No call can be reset, so its connection is shut, at
-    once or after a while in which the client may read the status.
-    """
-    code, text, trailers = to_status(_presentable(method, error))
-    ending = asyncio.ensure_future(context.abort(code, text, trailers))
-    ending.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if it fails
-    await asyncio.wait({ending}, timeout=_STATUS_S)
-    if not ending.done():
-        asyncio.get_running_loop().call_later(_LATE_STATUS_S, _give_up, ending, context.peer())
-    elif not isinstance(ending.exception(), grpc.aio.AbortError):
-        _shut(context.peer())
-    return code.name
-
-
-def _give_up(ending: asyncio.Task[Never], peer: str) -> None:
-    """Shut the connection unless the client has read the status meanwhile."""
-    if not ending.done():
-        ending.cancel()
-        _shut(peer)
-
-
-# Peers whose connection has been shut: its other calls are still ending.
-_shut_peers: set[str] = set()
-
-
-def _shut(peer: str) -> None:
-    if peer not in _shut_peers:
-        _shut_peers.add(peer)
-        asyncio.get_running_loop().call_later(_LATE_STATUS_S, _shut_peers.discard, peer)
-        telemetry.metrics.add(telemetry.names.RPC_REFUSED, 1, reason="connection")
-        connections.shut(peer)
 
 
 def _presentable(method: str, error: BaseException) -> SpecrejError:

@@ -2,7 +2,8 @@
 
 Streaming handlers read the messages they are given, not `context`: the first one has been read.
 They are coroutines that use `context.write`: an async generator cancelled inside a write would not
-run its `finally` in time.
+run its `finally` in time. They send the initial metadata before their first message: with it grpc
+would refuse a status behind a message that is not read.
 """
 
 from __future__ import annotations
@@ -62,11 +63,15 @@ async def answer_commands(
         InvalidRequest: a number below 1.
     """
     last: Response | None = None
+    answer: Response
     while (request := await _leased(anext(requests, None), lease_s)) is not None:
         if request.sequence < 1:
             raise InvalidRequest([Violation("sequence", "must be at least 1")])
         if last is None or request.sequence > last.sequence:
-            last = answer = await handle(request)
+            answer = await handle(request)
+            if last is None:
+                await context.send_initial_metadata(())
+            last = answer
             answer.sequence = request.sequence
         elif request.sequence == last.sequence:
             answer = last
@@ -117,6 +122,9 @@ _HANDSHAKE_MS = 10_000
 # Calls beyond `max_calls` that grpc lets in: health, reflection, and those that are being refused.
 _MORE_CALLS = 512
 
+# Calls that wait for the event loop.
+_MAX_PENDING = 8192
+
 _BEAT_S = 0.25  # between two looks at the heartbeats, and two measurements of the event loop
 
 # The time for messages in flight to arrive at a stopping server, and for its answers to leave.
@@ -161,6 +169,9 @@ class Server:
                 ("grpc.max_allowed_incoming_connections", settings.max_connections),
                 ("grpc.max_connection_idle_ms", _CONNECTION_IDLE_MS),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                # Above the lower limit, 1,000 by default, grpc cancels arriving calls at random.
+                ("grpc.server.max_pending_requests", _MAX_PENDING),
+                ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
                 # Only identity: a compressed message is UNIMPLEMENTED and not decompressed.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_receive_message_length", settings.max_message_bytes),

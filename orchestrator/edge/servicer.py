@@ -50,8 +50,12 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         run = asyncio.create_task(self._run(request.request, events.put_nowait))
         run.add_done_callback(lambda _: events.put_nowait(None))
         try:
+            is_first = True
             while event := await events.get():
                 message = await packed(wire.event_to_message, event)
+                if is_first:
+                    is_first = False
+                    await context.send_initial_metadata(())
                 try:
                     async with asyncio.timeout(self._unread_s):
                         await context.write(message)

@@ -197,6 +197,27 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     assert not caplog.records
 
 
+async def test_late_calls_do_not_shut_their_connection(
+    orchestrator: FakeOrchestrator, refused: list[str]
+) -> None:
+    """Guards the other calls of a client: where its deadline and the server's come at the same
+    time, grpc refuses the status."""
+    orchestrator.hangs = True
+    async with listening(orchestrator.service()) as address, open_channel(address) as channel:
+        stub: Any = OrchestratorServiceStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert await watch.read()
+        request = orchestrator_pb2.GenerateRequest()
+        for _ in range(5):
+            deadlines = (0.02 + number / 2000 for number in range(200))
+            calls = [stub.Generate(request, timeout=timeout_s) for timeout_s in deadlines]
+            codes = {await call.code() for call in calls}
+            assert codes == {Code.DEADLINE_EXCEEDED}
+        assert not watch.done()
+    assert not refused
+
+
 async def test_newer_replies_displace_those_that_are_not_read(
     orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch, refused: list[str]
 ) -> None:
@@ -277,6 +298,9 @@ class Watcher:
     def __init__(self, stalls: bool = False) -> None:
         self.states: list[Any] = []
         self._stalls = stalls
+
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+        pass
 
     async def write(self, message: Any) -> None:
         self.states.append(message.status)
