@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-generators bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,8 +127,8 @@ bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: make 
 	@$(PEERS) $(VLLM) $(LLAMACPP) || true
 	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
 
-bench-generators: $(READY) $(VLLM) models ## own engine and vLLM behind the same session verbs
-	@$(BIN)/python -m benchmarks.generators $(ARGS)
+bench-vllm: $(READY) $(VLLM) models ## session verbs on vLLM against its own calls, and the own engine
+	@$(BIN)/python -m benchmarks.vllm_verbs $(ARGS)
 
 bench-overload: $(READY) ## goodput and refusals at half to four times the capacity, open loop
 	@$(BIN)/python -m benchmarks.overload $(ARGS)

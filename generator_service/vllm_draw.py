@@ -46,16 +46,20 @@ class _Row:
         return self.ends if self.step < self.sampling.min_tokens else ()
 
 
-def arguments(sampling: Sampling, candidate: int, step: int, ends: Sequence[int]) -> dict[str, Any]:
+def arguments(
+    sampling: Sampling, candidate: int, step: int, ends: Sequence[int], session: str
+) -> dict[str, Any]:
     """A request's extra arguments: its candidate, the step of its first token, and how to draw.
 
-    `ends` are tokens that are not drawn before min_tokens.
+    `ends` are tokens that are not drawn before min_tokens. The requests of a `session` have the
+    same prompt (vllm_prompts.py).
     """
     draw = {
         **{name: getattr(sampling, name) for name in _FIELDS},
         "candidate": candidate,
         "step": step,
         "ends": list(ends),
+        "session": session,
     }
     return {KEY: draw}
 

@@ -27,6 +27,7 @@ from typing import Any
 import vllm
 from transformers import AutoConfig, GenerationConfig
 from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
@@ -34,7 +35,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from generator_service import vllm_draw
+from generator_service import vllm_draw, vllm_prompts
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import OnStep, Step
 from generator_service.text import eos_ids
@@ -98,6 +99,7 @@ class CandidateRequest:
         sampling: Sampling,
         candidate: int,
         eos_ids: frozenset[int],
+        session: str,
         salt: str,
         streams: bool,
     ) -> None:
@@ -106,6 +108,7 @@ class CandidateRequest:
         self._sampling = sampling
         self._candidate = candidate
         self._eos_ids = sorted(eos_ids)
+        self._session = session
         self._streams = streams
         self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
         self._next = tokens_input(list(prompt_ids), cache_salt=salt or None)
@@ -161,6 +164,7 @@ class CandidateRequest:
                 self._candidate,
                 self._num_tokens,
                 self._eos_ids if sampling.min_tokens else (),
+                self._session,
             ),
         )
 
@@ -205,14 +209,18 @@ class VLLMEngine:
         sampling: Sampling,
         candidate: int,
         *,
+        session: str,
         salt: str = "",
         streams: bool = False,
     ) -> CandidateRequest:
-        """A candidate's request, which takes no resources before `generate`."""
+        """A candidate's request, which takes no resources before `generate`.
+
+        The prompt is read once for all requests of a `session`.
+        """
         name = f"{next(self._names)}"
         ends = self.eos_ids
         return CandidateRequest(
-            self._llm, name, prompt_ids, sampling, candidate, ends, salt, streams
+            self._llm, name, prompt_ids, sampling, candidate, ends, session, salt, streams
         )
 
     async def abort(self, requests: Sequence[CandidateRequest]) -> None:
@@ -276,7 +284,7 @@ class Statistics(StatLoggerBase):  # type: ignore[misc]
             prompts = iteration_stats.prompt_token_stats
             generated = iteration_stats.num_generation_tokens
             self._on_step(
-                Step(seconds, generated, generated, prompts.computed, prompts.local_cache_hit)
+                Step(seconds, generated, generated, prompts.computed, prompts.cached_tokens)
             )
 
     def log_engine_initialized(self) -> None:
@@ -296,6 +304,11 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
         "gpu_memory_utilization": settings.memory_fraction,
         "logprobs_mode": "raw_logprobs",
         "logits_processors": [f"{vllm_draw.__name__}:{vllm_draw.KeyedDraws.__name__}"],
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector=vllm_prompts.SharedPrompts.__name__,
+            kv_connector_module_path=vllm_prompts.__name__,
+            kv_role="kv_both",
+        ),
         **({"block_size": _CPU_BLOCK_TOKENS} if on_cpu else {}),
         **settings.vllm_options,
     }

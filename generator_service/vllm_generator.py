@@ -99,6 +99,7 @@ class VLLMSession:
                 command.prompt_ids,
                 command.sampling,
                 candidate.id,
+                session=str(self.id),
                 salt=command.cache_salt,
                 streams=command.stop_texts is not None,
             )

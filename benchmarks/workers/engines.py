@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,28 @@ class EngineSpec:
     options: Mapping[str, Any]
     home: Path | None = None  # of its virtual environment; None: this one
     environment: Mapping[str, str] = field(default_factory=dict)
+    worker: str = ""  # another one than `name`
 
-    @property
-    def worker(self) -> Path:
-        return Path(__file__).with_name(f"{self.name}_worker.py")
+    def behind_verbs(self, model: Path, slots: int, most: int) -> EngineSpec:
+        """The same engine as a generator with at most `most` candidates: generator_worker.py."""
+        return replace(
+            self,
+            name=f"{self.name}-verbs",
+            options={
+                "model": str(model),
+                "engine": "vllm" if self.name == "vllm" else "own",
+                "device": "cpu",
+                "kv_slots": slots,
+                "max_candidates": most,
+            },
+            environment={
+                **self.environment,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                # The environments have different versions of numba.
+                "NUMBA_CACHE_DIR": str(_BUILD / f"numba-{self.name}"),
+            },
+            worker="generator",
+        )
 
     def start(self, threads: int) -> WorkerProcess:
         """Start its process, which is not ready yet.
@@ -65,7 +83,7 @@ class EngineSpec:
         """
         return WorkerProcess(
             self.home / "bin" / "python" if self.home else Path(sys.executable),
-            self.worker,
+            Path(__file__).with_name(f"{self.worker or self.name}_worker.py"),
             {**self.options, "threads": threads},
             {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **self.environment},
             _BUILD / "logs" / f"{self.name}.log",

@@ -1,4 +1,4 @@
-"""The own generator or vLLM behind the session verbs; measured by generators.py."""
+"""The own generator or vLLM behind the session verbs; measured by vllm_verbs.py."""
 
 from __future__ import annotations
 

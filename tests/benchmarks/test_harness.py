@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.generators import Case, geometric
 from benchmarks.harness import interleave, parse_arguments, prompt_ids, report
+from benchmarks.vllm_verbs import Case, geometric
 
 
 def test_defaults_decide_the_types_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +71,9 @@ def test_decision_tokens_double_up_to_the_end(new_tokens: int, expected: tuple[i
 @pytest.mark.parametrize(
     ("case", "num_tokens"),
     [
-        (Case("whole", 16, (64,)), 16 * 64),
-        (Case("rounds", 16, (16, 32, 64)), 16 * 16 + 8 * 16 + 4 * 32),
-        (Case("rounds", 1, (16, 32)), 32),
+        (Case(16, (64,)), 16 * 64),
+        (Case(16, (16, 32, 64)), 16 * 16 + 8 * 16 + 4 * 32),
+        (Case(1, (16, 32)), 32),
     ],
 )
 def test_tokens_of_rejected_candidates_count_up_to_their_cut(case: Case, num_tokens: int) -> None:
