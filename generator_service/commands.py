@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from generator_service.admission import Demand
-from specrej.contracts import FinishReason, RoundEnd, Sampling, SlotGauge
+from specrej.contracts import FinishReason, RoundEnd, Sampling, SlotGauge, StartedCandidate
 
 # Whether a candidate's next token completes a stop text; it receives each token once, in order.
 CompletesStop = Callable[[int], bool]
@@ -27,6 +27,12 @@ class OpenCommand:
     stop_texts: Callable[[], CompletesStop] | None = None
     cache_salt: str = ""
     first_candidate_id: int = 0
+    started: Sequence[StartedCandidate] = ()
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that every candidate has at the start."""
+        return len(self.started[0].token_ids) if self.started else 0
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """In slots, as the engine counts them."""
@@ -34,8 +40,13 @@ class OpenCommand:
         return Demand(self.n, prompt_slots, first, longest, slots_of)
 
     def candidates(self, n: int) -> list[GrowingCandidate]:
-        """`n` candidates without tokens."""
+        """`n` candidates, which have taken none of the given tokens yet."""
         first, made = self.first_candidate_id, self.stop_texts
+        if self.started:
+            return [
+                GrowingCandidate(c.id, made and made(), c.token_ids, logprob=c.logprob)
+                for c in self.started
+            ]
         return [GrowingCandidate(i, made and made()) for i in range(first, first + n)]
 
     def finish_of(
@@ -88,10 +99,11 @@ class PrefixBatch:
 
 @dataclass(eq=False, slots=True)
 class GrowingCandidate:
-    """A candidate inside an engine."""
+    """A candidate inside an engine; `given` are the tokens it begins with."""
 
     id: int
     completes_stop: CompletesStop | None = None
+    given: Sequence[int] = ()
     token_ids: list[int] = field(default_factory=list)
     new_logprobs: list[float] = field(default_factory=list)  # since the last report
     logprob: float = 0.0
@@ -101,6 +113,13 @@ class GrowingCandidate:
         self.token_ids.append(token_id)
         self.new_logprobs.append(logprob)
         self.logprob += logprob
+
+    def take_given(self) -> None:
+        """Append the next of the given tokens, which `logprob` includes and no round reports."""
+        token_id = self.given[len(self.token_ids)]
+        self.token_ids.append(token_id)
+        if self.completes_stop:
+            self.completes_stop(token_id)
 
     def report(self) -> Prefix:
         """Its prefix; each token is new in one report only."""

@@ -267,8 +267,13 @@ class Engine:
         self._end_round_if_over(session)
 
     def _append(self, session: Session, logits: Tensor) -> None:
-        """Draw each live candidate's next token; a finished candidate holds no slots."""
+        """Append each live candidate's next token; a finished candidate holds no slots."""
         eos_ids, sampling, step = self._model.eos_ids, session.command.sampling, session.num_tokens
+        if step < session.command.num_given:
+            session.num_tokens += 1
+            for candidate in session.rows:
+                candidate.take_given()
+            return
         forbidden = eos_ids if step < sampling.min_tokens else ()
         ids = [candidate.id for candidate in session.rows]
         tokens, logprobs = sample(logits, sampling, ids, step, forbidden)

@@ -75,6 +75,7 @@ class Frontend:
             self.text.stop_texts(spec.sampling.stop),
             spec.cache_salt,
             spec.first_candidate_id,
+            spec.started,
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:

@@ -149,6 +149,22 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     if not 0 <= spec.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
         accepted = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {spec.first_candidate_id}"
         yield Violation("open.first_candidate_id", accepted)
+    if spec.started:
+        yield from _check_started(spec, description.vocabulary)
+
+
+def _check_started(spec: SessionSpec, vocabulary: int) -> Iterator[Violation]:
+    ids = [candidate.id for candidate in spec.started]
+    if len(ids) != spec.n:
+        yield Violation("open.started", f"must have {spec.n} candidates, as n, has {len(ids)}")
+    if ids != sorted({*ids}) or ids[0] < 0:
+        yield Violation("open.started", "must have ascending ids from 0 on")
+    lengths = {len(candidate.token_ids) for candidate in spec.started}
+    if len(lengths) > 1 or max(lengths) >= spec.sampling.max_tokens:
+        yield Violation("open.started", "must have equally many tokens, fewer than max_tokens")
+    token_ids = {token_id for candidate in spec.started for token_id in candidate.token_ids}
+    if not all(0 <= token_id < vocabulary for token_id in token_ids):
+        yield Violation("open.started", f"must have token ids of 0 .. {vocabulary - 1}")
 
 
 def _stale() -> pb.SessionResponse:

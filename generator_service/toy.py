@@ -99,6 +99,9 @@ class ToySession:
 
     def _draw(self, candidate: GrowingCandidate) -> None:
         sampling, step = self._sampling, self._num_tokens
+        if step < self.command.num_given:
+            candidate.take_given()
+            return
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
         candidate.append(draw % len(_WORDS), -(draw % 1000) / 500)
@@ -161,6 +164,7 @@ class ToyGenerator:
             spec.sampling,
             spec.first_round_tokens,
             first_candidate_id=spec.first_candidate_id,
+            started=spec.started,
         )
         session = ToySession(self, next(self._ids), command)
         self._queue.enter(session)  # admitted or refused: none may wait

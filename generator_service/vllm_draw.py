@@ -47,12 +47,17 @@ class _Row:
 
 
 def arguments(
-    sampling: Sampling, candidate: int, step: int, ends: Sequence[int], session: str
+    sampling: Sampling,
+    candidate: int,
+    step: int,
+    ends: Sequence[int],
+    session: str,
+    prompt_tokens: int,
 ) -> dict[str, Any]:
     """A request's extra arguments: its candidate, the step of its first token, and how to draw.
 
-    `ends` are tokens that are not drawn before min_tokens. The requests of a `session` have the
-    same prompt (vllm_prompts.py).
+    `ends` are tokens that are not drawn before min_tokens. The requests of a `session` have their
+    first `prompt_tokens` in common (vllm_prompts.py).
     """
     draw = {
         **{name: getattr(sampling, name) for name in _FIELDS},
@@ -60,6 +65,7 @@ def arguments(
         "step": step,
         "ends": list(ends),
         "session": session,
+        "prompt_tokens": prompt_tokens,
     }
     return {KEY: draw}
 

@@ -96,6 +96,7 @@ class CandidateRequest:
         llm: Any,
         name: str,
         prompt_ids: Sequence[int],
+        given: Sequence[int],
         sampling: Sampling,
         candidate: int,
         eos_ids: frozenset[int],
@@ -111,8 +112,9 @@ class CandidateRequest:
         self._session = session
         self._streams = streams
         self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
-        self._next = tokens_input(list(prompt_ids), cache_salt=salt or None)
-        self._num_tokens = 0
+        self._prompt_tokens = len(prompt_ids)
+        self._next = tokens_input([*prompt_ids, *given], cache_salt=salt or None)
+        self._num_tokens = len(given)
         self._outputs: AsyncGenerator[Any, None] = llm.generate(
             self._inputs(), self._params(sampling.max_tokens), name
         )
@@ -165,6 +167,7 @@ class CandidateRequest:
                 self._num_tokens,
                 self._eos_ids if sampling.min_tokens else (),
                 self._session,
+                self._prompt_tokens,
             ),
         )
 
@@ -206,6 +209,7 @@ class VLLMEngine:
     def request(
         self,
         prompt_ids: Sequence[int],
+        given: Sequence[int],
         sampling: Sampling,
         candidate: int,
         *,
@@ -215,12 +219,12 @@ class VLLMEngine:
     ) -> CandidateRequest:
         """A candidate's request, which takes no resources before `generate`.
 
-        The prompt is read once for all requests of a `session`.
+        `given` are tokens that it has already. The prompt is read once for all of a `session`.
         """
         name = f"{next(self._names)}"
         ends = self.eos_ids
         return CandidateRequest(
-            self._llm, name, prompt_ids, sampling, candidate, ends, session, salt, streams
+            self._llm, name, prompt_ids, given, sampling, candidate, ends, session, salt, streams
         )
 
     async def abort(self, requests: Sequence[CandidateRequest]) -> None:

@@ -92,11 +92,17 @@ class VLLMSession:
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""
         self.n = n
-        self.live = self.command.candidates(n)
         command = self.command
+        self.live = command.candidates(n)
+        self.num_tokens = command.num_given
+        self._ledger.take(self.id, n * self.blocks.own(self.num_tokens))
+        for candidate in self.live:
+            for _ in range(self.num_tokens):
+                candidate.take_given()
         self._requests = {
             candidate.id: self._generator.engine.request(
                 command.prompt_ids,
+                candidate.given,
                 command.sampling,
                 candidate.id,
                 session=str(self.id),

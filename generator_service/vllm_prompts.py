@@ -4,7 +4,7 @@ vLLM's prefix cache shares whole blocks that an earlier step has computed. So ea
 compute the rest of the prompt, and all of it if they began in one step. Here the first request of a
 session reads the prompt; the others wait for it, share its whole blocks through the prefix cache,
 and receive a copy of its last, partly filled block. Each computes the prompt's last token only,
-from which its first token is drawn.
+from which its first token is drawn, or the tokens that it has already.
 
 The copy is made in the step of the request that receives it, before its forward pass; the source
 belongs to a request that is alive in that step. Models with several groups of layers (such as
@@ -59,17 +59,18 @@ class SharedPrompts(KVConnectorBase_V1):  # type: ignore[misc]
         reader = self._readers.setdefault(_session(request), request)
         if reader is request or not self._block_tokens:
             return 0, False
-        if reader.num_computed_tokens < request.num_tokens - 1:
+        common = _common(request)
+        if reader.num_computed_tokens < common:
             return None, False
-        return request.num_tokens - 1 - num_computed_tokens, False
+        return max(0, common - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if not num_external_tokens:
             return
         reader = self._readers[_session(request)]
-        stored = request.num_tokens - 1
-        first = (stored - num_external_tokens) // self._block_tokens
-        past = -(-stored // self._block_tokens)
+        common = _common(request)
+        first = (common - num_external_tokens) // self._block_tokens
+        past = -(-common // self._block_tokens)
         manager = self._kv_cache_manager
         self._copies.sources += manager.get_block_ids(reader.request_id)[0][first:past]
         self._copies.targets += blocks.get_block_ids()[0][first:past]
@@ -114,5 +115,14 @@ class SharedPrompts(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _session(request: Any) -> str:
-    arguments = request.sampling_params.extra_args or {}
-    return str(arguments.get(KEY, {}).get("session", request.request_id))
+    return str(_arguments(request).get("session", request.request_id))
+
+
+def _common(request: Any) -> int:
+    """Tokens to share: the prompt's, but not the last token of the request."""
+    return int(min(_arguments(request)["prompt_tokens"], request.num_tokens - 1))
+
+
+def _arguments(request: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = (request.sampling_params.extra_args or {}).get(KEY, {})
+    return arguments

@@ -30,6 +30,8 @@ _ITEMS: Mapping[str, int] = {
     "Sampling.stop": 16,
     "TokensSchedule.decision_tokens": MAX_DECISION_TOKENS,
     "Selection.rewards": MAX_REWARDS,
+    "OpenSession.started": MAX_BATCH,
+    "StartedCandidate.token_ids": 2**17,
     "PruneSession.keep": MAX_BATCH,
     "ScoreRequest.responses": MAX_BATCH,
     "ScoreBatch.candidates": MAX_BATCH,

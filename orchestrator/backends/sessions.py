@@ -1,8 +1,7 @@
 """A session at one generator, and one that moves to another generator when its own is lost.
 
-A candidate's tokens depend on its id and the seed alone. So the live candidates of a lost session
-are generated again elsewhere with the same tokens: exactly in float32; nearly always in bfloat16,
-where rounding depends on the shape of the batch.
+The live candidates of a lost session go on elsewhere from the tokens that they have: these are read
+there, not drawn again, so that no survivor's text changes where rounding depends on the batch.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from specrej.contracts import (
     Session,
     SessionSpec,
     SlotGauge,
+    StartedCandidate,
 )
 from specrej.errors import InvalidRequest, Overloaded, Unavailable
 from specrej.remote import RemoteGenerator
@@ -73,18 +73,21 @@ class FailoverSession:
         self._lost: PlacedSession | None = None  # until it has moved
         self._may_move = True
         self._num_tokens = 0  # of every live candidate
+        self._live: dict[int, StartedCandidate]  # with their tokens so far
         # Set on entering.
         self.n: int
         self.prompt_tokens: int
         self._session: PlacedSession
-        self._live: set[int]
         self._slots: SlotGauge
 
     async def __aenter__(self) -> Self:
         session = await self._stack.enter_async_context(self._place(self._spec, None))
         self._session, self.n, self.prompt_tokens = session, session.n, session.prompt_tokens
         first = self._spec.first_candidate_id
-        self._live = set(range(first, first + self.n))
+        ids = range(first, first + self.n)
+        started = self._spec.started or [StartedCandidate(i, (), 0.0) for i in ids]
+        self._live = {candidate.id: candidate for candidate in started}
+        self._num_tokens = len(started[0].token_ids)
         self._slots = SlotGauge(0, 0, 0)
         return self
 
@@ -100,7 +103,7 @@ class FailoverSession:
         return self._noted(await self._move(until_tokens))
 
     async def prune(self, keep: Collection[int]) -> Pruned:
-        self._live &= set(keep)
+        self._live = {i: self._live[i] for i in keep if i in self._live}
         if not self._lost:
             try:
                 return await self._session.prune(keep)
@@ -109,7 +112,11 @@ class FailoverSession:
         return Pruned(0, self._slots)
 
     def _noted(self, ended: Round) -> Round:
-        self._live -= {c.id for c in ended.candidates if c.finish}
+        for c in ended.candidates:
+            started = self._live.pop(c.id)
+            if not c.finish:
+                tokens = started.token_ids + c.new_token_ids
+                self._live[c.id] = StartedCandidate(c.id, tokens, c.logprob)
         self._num_tokens = ended.num_tokens
         self._slots = replace(ended.slots, session=0)
         return ended
@@ -127,18 +134,17 @@ class FailoverSession:
         await self._stack.__aexit__(type(error), error, error.__traceback__)
 
     async def _move(self, until_tokens: int) -> Round:
-        """Generate the live candidates again at another generator, and on to `until_tokens`."""
+        """Go on with the live candidates at another generator, to `until_tokens`."""
         before, lost = self._num_tokens, self._lost
-        log.warning("a generator was lost: generating %d candidates again", len(self._live))
+        log.warning("a generator was lost: moving %d candidates", len(self._live))
         result = "failed"
         try:
             try:
-                moving = self._place(self._again(), lost)
+                moving = self._place(self._rest(), lost)
                 self._session = await self._stack.enter_async_context(moving)
             except (InvalidRequest, Overloaded) as error:
                 # The request was accepted before: the caller must not get this refusal.
                 raise Unavailable(_NO_ROOM) from error
-            await self._session.prune(self._live)
             ended = await self._session.extend(until_tokens)
             if ended.num_tokens < before and any(not c.finish for c in ended.candidates):
                 raise Unavailable(_NO_ROOM)
@@ -146,24 +152,10 @@ class FailoverSession:
         finally:
             metrics.add(names.SESSIONS_MOVED, result=result)
         self._lost = None
-        return _continued(ended, before)
+        return replace(ended, repeated_tokens=before * len(ended.candidates))
 
-    def _again(self) -> SessionSpec:
-        """A spec with all ids from the first to the last live candidate."""
-        first, last = min(self._live), max(self._live)
-        n = last - first + 1
-        # Admitted for n, then pruned to the live ones, which must reach one more token together.
-        needed = len(self._live) * (self._num_tokens + 1)
-        most = self._spec.sampling.max_tokens
-        tokens = min(most, max(self._spec.first_round_tokens, -(-needed // n) + 1))
-        return replace(self._spec, n=n, first_candidate_id=first, first_round_tokens=tokens)
-
-
-def _continued(ended: Round, before: int) -> Round:
-    """A round whose candidates were generated again, without their first `before` tokens."""
-    candidates = tuple(
-        replace(c, new_token_ids=c.new_token_ids[before:], new_logprobs=c.new_logprobs[before:])
-        for c in ended.candidates
-    )
-    repeated = sum(min(before, c.num_tokens) for c in ended.candidates)
-    return replace(ended, candidates=candidates, repeated_tokens=repeated)
+    def _rest(self) -> SessionSpec:
+        """The session from here on; the live candidates must reach one more token together."""
+        live = tuple(self._live[i] for i in sorted(self._live))
+        tokens = max(self._spec.first_round_tokens, self._num_tokens + 1)
+        return replace(self._spec, n=len(live), started=live, first_round_tokens=tokens)

@@ -66,7 +66,7 @@ class Round:
     """A prefix batch: every candidate that is live, or finished in this round, by ascending id.
 
     `num_tokens` is the token position reached by the live candidates. After the loss of a
-    generator, `repeated_tokens` tokens were generated a second time and the candidates `lost` no
+    generator, `repeated_tokens` tokens were computed a second time and the candidates `lost` no
     longer exist. `made_by` holds the fingerprints of the generators, if known.
     """
 
@@ -151,12 +151,25 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StartedCandidate:
+    """A candidate with the tokens it has, and the sum of their log-probabilities."""
+
+    id: int
+    token_ids: tuple[int, ...]
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class SessionSpec:
     """What a generator opens: `n` candidates of a prompt; n = 0: as many as fit.
 
     Ids are consecutive from `first_candidate_id`. A candidate's tokens depend on its id and not on
     its session, so several sessions can generate what one would have. Sessions with equal salts
     may share the KV of equal leading prompt tokens, others never do.
+
+    `started` candidates, if any, are all of the session's. Their tokens, as many each, are read and
+    not drawn or reported; so a session goes on elsewhere with the same texts, whatever the rounding
+    of another batch.
     """
 
     prompt: Prompt
@@ -165,6 +178,7 @@ class SessionSpec:
     first_round_tokens: int  # that every candidate must be able to reach before the first cut
     cache_salt: str = ""
     first_candidate_id: int = 0
+    started: tuple[StartedCandidate, ...] = ()
 
     @property
     def first_tokens(self) -> int:

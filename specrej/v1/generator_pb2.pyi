@@ -164,6 +164,7 @@ class OpenSession(_message.Message):
     FIRST_ROUND_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     FIRST_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -184,6 +185,12 @@ class OpenSession(_message.Message):
     def sampling(self) -> _common_pb2.Sampling:
         """How tokens are drawn."""
 
+    @_builtins.property
+    def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartedCandidate]:
+        """Candidates that have tokens already, such as those of a lost session: they go on from there.
+        If set, they are all of the session's candidates, `n` of them.
+        """
+
     def __init__(
         self,
         *,
@@ -193,14 +200,47 @@ class OpenSession(_message.Message):
         first_round_tokens: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         first_candidate_id: _builtins.int = ...,
+        started: _abc.Iterable[Global___StartedCandidate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_candidate_id", b"first_candidate_id", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_candidate_id", b"first_candidate_id", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
+
+@_typing.final
+class StartedCandidate(_message.Message):
+    """A candidate with the tokens it has, which the generator reads and does not draw."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
+    candidate_id: _builtins.int
+    """The candidate's id; 0 or more, in ascending order."""
+    cumulative_logprob: _builtins.float
+    """Sum of their log-probabilities, to which those of new tokens are added."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens; as many for every candidate, fewer than max_tokens."""
+
+    def __init__(
+        self,
+        *,
+        candidate_id: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cumulative_logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartedCandidate: _TypeAlias = StartedCandidate  # noqa: Y015
 
 @_typing.final
 class ExtendSession(_message.Message):

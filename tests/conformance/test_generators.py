@@ -20,6 +20,7 @@ from specrej.contracts import (
     Sampling,
     Session,
     SessionSpec,
+    StartedCandidate,
 )
 from specrej.errors import InvalidRequest, Overloaded, SpecrejError
 from tests.conformance.conftest import Started
@@ -191,6 +192,38 @@ async def test_a_candidate_is_the_same_in_any_session(subject: Subject) -> None:
         assert ids((await session.extend(4)).candidates) == [1000, 1001, 1002]
         await session.prune([1001])
         assert ids((await session.extend(8)).candidates) == [1001]
+
+
+async def test_a_session_goes_on_from_given_tokens(subject: Subject) -> None:
+    """They are neither drawn again nor reported, and their log-probability is kept."""
+    expected = await tokens_in_one_round(subject.generator, 6, ENDLESS)
+    started = tuple(StartedCandidate(i, expected[i][:8], -4.0) for i in (2, 5))
+    async with subject.generator.open(
+        SessionSpec(PROMPT, 2, ENDLESS, 9, started=started)
+    ) as session:
+        at_start = (await session.extend(8)).candidates
+        assert [(c.id, c.num_tokens, c.new_token_ids, c.logprob) for c in at_start] == [
+            (2, 8, (), -4.0),
+            (5, 8, (), -4.0),
+        ]
+        ended = await session.extend(24)
+        assert {c.id: c.new_token_ids for c in ended.candidates} == {
+            i: expected[i][8:] for i in (2, 5)
+        }
+        assert all(c.logprob < -4.0 for c in ended.candidates)
+
+
+async def test_given_tokens_are_kept_where_others_would_be_drawn(subject: Subject) -> None:
+    """Guards a survivor's text against the rounding of another batch."""
+    expected = await tokens_in_one_round(subject.generator, 6, ENDLESS)
+    given = StartedCandidate(5, expected[2][:8], 0.0)
+    spec = SessionSpec(PROMPT, 1, ENDLESS, 9, started=(given,))
+    async with subject.generator.open(spec) as session:
+        (candidate,) = (await session.extend(24)).candidates
+    assert len(candidate.new_token_ids) == 16
+    (other,) = await whole(subject.generator, 1, replace(ENDLESS, max_tokens=8), first_candidate=2)
+    assert candidate.text.startswith(other.text[:-1])
+    assert subject.is_toy or candidate.new_token_ids != expected[5][8:]
 
 
 async def test_candidates_stop_or_are_cut_off(subject: Subject) -> None:

@@ -114,6 +114,31 @@ async def test_every_violation_of_open_is_reported(stub: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("started", "reason"),
+    [
+        ([(0, [1])], "must have 2 candidates"),
+        ([(1, [1]), (0, [1])], "must have ascending ids"),
+        ([(0, [1]), (1, [1, 2])], "must have equally many tokens"),
+        ([(0, [1] * 20), (1, [1] * 20)], "must have equally many tokens, fewer than max_tokens"),
+        ([(0, [1]), (1, [8])], "must have token ids of 0 .. 7"),
+    ],
+)
+async def test_started_candidates_are_checked(
+    stub: Any, started: list[tuple[int, list[int]]], reason: str
+) -> None:
+    command = pb.OpenSession(
+        prompt=common_pb2.Prompt(text="a prompt"),
+        n=2,
+        sampling=common_pb2.Sampling(max_tokens=20),
+        first_round_tokens=1,
+        started=[pb.StartedCandidate(candidate_id=i, token_ids=ids) for i, ids in started],
+    )
+    error = await failure_of(answer_of(stub.Session(), 1, open=command))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert violations_of(error)["open.started"].startswith(reason)
+
+
+@pytest.mark.parametrize(
     ("sequence", "command", "field"),
     [
         (2, {"extend": pb.ExtendSession(until_tokens=0)}, "extend.until_tokens"),

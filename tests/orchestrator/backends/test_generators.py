@@ -72,6 +72,35 @@ async def test_an_answer_does_not_change_if_its_generator_is_lost(
     assert toys[1 - lost].is_idle
 
 
+async def test_survivors_keep_the_tokens_that_another_generator_would_not_draw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards a reader's text against the rounding of another batch."""
+    undisturbed = await answer(request(12), ToyGenerator(), SCORER)
+    toys = [HeldGenerator(), HeldGenerator()]
+    async with generators(*toys) as running:
+        answering = asyncio.ensure_future(answer(request(12), running.client, SCORER))
+        await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
+        lost = holder(toys)
+        gate, other = toys[lost].gates["prune"], toys[1 - lost].toy
+        opened = other.open
+        monkeypatch.setattr(
+            other,
+            "open",
+            lambda spec: opened(replace(spec, sampling=replace(spec.sampling, seed=8))),
+        )
+        gate.shut()
+        await until(lambda: gate.held == 1)
+        await running.servers[lost].kill()
+        moved = await answering
+    kept = undisturbed.rounds[0].decision_token
+    before, after = (
+        {c.id: c.text.split() for c in generation.candidates} for generation in (undisturbed, moved)
+    )
+    assert all(after[i][:kept] == before[i][:kept] for i in before)
+    assert after != before
+
+
 async def test_a_silent_generator_is_lost() -> None:
     """Guards against requests that wait for a stopped process until their deadline."""
     undisturbed = await answer(request(6), ToyGenerator(), SCORER)
