@@ -60,17 +60,28 @@ async def _load(
             f"no model in {settings.model} (SPECREJ_GENERATOR_MODEL): run make models"
         )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    generator = await threads.load(partial(_load_model, settings))
+    engine = await threads.load(partial(_engine_of, settings))
+    generator = await threads.load(partial(_load_model, settings, engine))
     resources.callback(generator.close)
-    if settings.engine == "vllm":
+    if engine == "vllm":
         await cast("VLLMGenerator", generator).warm_up()
     instruments.observe(generator.load)
     return generator, generator.heartbeat_s
 
 
-def _load_model(settings: GeneratorSettings) -> LocalGenerator | VLLMGenerator:
-    # Imported here: --help must not load torch, and vLLM has an environment of its own.
-    if settings.engine == "vllm":
+# Imported here: --help must not load torch, and vLLM has an environment of its own.
+
+
+def _engine_of(settings: GeneratorSettings) -> str:
+    if settings.engine != "auto":
+        return settings.engine  # vLLM reads variables that must be set before torch is loaded
+    from generator_service.devices import engine_of
+
+    return engine_of(settings)
+
+
+def _load_model(settings: GeneratorSettings, engine: str) -> LocalGenerator | VLLMGenerator:
+    if engine == "vllm":
         from generator_service.vllm_generator import load_vllm
 
         return load_vllm(settings, instruments.count_step)

@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from generator_service import memory
 from generator_service.commands import OpenCommand
+from generator_service.devices import device_of
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
 from generator_service.frontend import ModelCard
@@ -31,7 +32,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     transformers_logging.disable_progress_bar()
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = _device(settings.device)
+    device = device_of(settings.device)
     model = CausalLM.load(settings.model_directory, device)
     auto_candidates = min(settings.auto_candidates, settings.max_candidates)
     capacity = settings.kv_slots or slots_from_memory(model, settings)
@@ -81,12 +82,6 @@ def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
             f"{budget.workspace} for a step of {settings.max_candidates} candidates"
         )
     return slots
-
-
-def _device(setting: str) -> str:
-    if setting != "auto":
-        return setting
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _warm_up(engine: EngineThread) -> None:

@@ -26,8 +26,10 @@ class GeneratorSettings(ServiceSettings):
         ".models/SmolLM2-135M-Instruct",
         description="directory of a transformers causal language model, or 'toy', a test double",
     )
-    engine: Literal["own", "vllm"] = Field(
-        "own", description="this service's own engine, or vLLM (docs/vllm.md)"
+    engine: Literal["auto", "own", "vllm"] = Field(
+        "auto",
+        description="vLLM (docs/vllm.md), or this service's own engine, on CUDA a reference without"
+        " tuned kernels; auto: vLLM on CUDA, own on CPUs",
     )
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,

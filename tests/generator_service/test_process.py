@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from generator_service.__main__ import _load, _serve, main
+from generator_service.devices import engine_of
 from generator_service.settings import GeneratorSettings
 from specrej.channel import open_channel
 from specrej.serving import Server
@@ -61,6 +62,33 @@ async def test_the_engine_ends_with_the_service(tmp_path: Path) -> None:
         await _load(GeneratorSettings(model=str(tmp_path), kv_slots=1000), resources)
         assert len(engine_threads() - others) == 1
     assert not engine_threads() - others
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "device", "expected"),
+    [(False, "auto", "own"), (True, "cpu", "own"), (True, "auto", "vllm"), (True, "cuda", "vllm")],
+)
+def test_the_device_chooses_the_engine(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool, device: str, expected: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert engine_of(GeneratorSettings(device=device)) == expected
+
+
+def test_cuda_without_vllm_is_one_line_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a production service on an engine that is not made for GPUs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["generator", "--port", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    message = str(ended.value.code)
+    assert message.startswith("generator: the engine on CUDA is vLLM")
+    assert "pip install 'specrej[models,vllm]'" in message
+    assert "\n" not in message
 
 
 def test_a_missing_model_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
