@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,12 @@ test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
 conformance: $(VLLM) models ## test every generator against the same promises, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
 		tests/generator_service/test_vllm_draw.py tests/reward_service/test_vllm_classifier.py $(ARGS)
+
+# Both workers on this machine; vLLM's CPU build has neither Ray nor pipelines of several stages.
+conformance-distributed: $(VLLM) models ## the same with a model divided over two processes
+	@SPECREJ_VLLM_OPTIONS='{"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}' \
+		VLLM_CPU_OMP_THREADS_BIND="0|1" NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest \
+		-o filterwarnings=default tests/conformance $(ARGS)
 
 check: $(READY) ## lint, format, types, import rules, schema and stubs
 	@$(BIN)/ruff check

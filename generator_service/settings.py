@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from specrej.limits import MAX_BATCH
@@ -64,6 +64,16 @@ class GeneratorSettings(ServiceSettings):
     # Scoring takes place between two commands; keepalive detects a dead peer sooner.
     lease_s: Seconds = Field(300, description="seconds without a command that end a session")
     deadline_s: Seconds = Field(3600, description="deadline in seconds of calls without one")
+
+    @field_validator("vllm_options")
+    @classmethod
+    def _check_vllm_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if options.get("speculative_config"):
+            raise ValueError(
+                "speculative_config cannot be used: draws are keyed by seed, candidate and step,"
+                " and vLLM would accept or reject drafted tokens by draws of its own"
+            )
+        return options
 
     @property
     def model_directory(self) -> Path:

@@ -307,6 +307,8 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
         "disable_log_stats": True,
         "gpu_memory_utilization": settings.memory_fraction,
         "logprobs_mode": "raw_logprobs",
+        # vLLM decides for each step whether reading a shared prompt once is faster.
+        "disable_cascade_attn": False,
         "logits_processors": [f"{vllm_draw.__name__}:{vllm_draw.KeyedDraws.__name__}"],
         "kv_transfer_config": KVTransferConfig(
             kv_connector=vllm_prompts.SharedPrompts.__name__,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -26,6 +28,8 @@ from specrej.remote import RemoteGenerator
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 from tests.serving import listening, serving
 
+# More engine arguments, such as those of `make conformance-distributed`.
+VLLM_OPTIONS = json.loads(os.environ.get("SPECREJ_VLLM_OPTIONS", "{}"))
 CAPACITY = 1024
 MAX_CANDIDATES = 32
 PROMPT = Prompt(text="Name three uses of a brick, and say why each of them matters.")
@@ -51,7 +55,7 @@ def save_model(directory: Path) -> Path:
 
     There are several end tokens, so that some answers end early.
     """
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = make_config("llama", 0, **sizes, eos_token_id=[2, 100, 150, 200])
     return save_language_model(directory, config, make_tokenizer("<pad>"), seed=7)
 
@@ -79,7 +83,7 @@ async def vllm(directory: Path) -> AsyncIterator[Subject]:
         threads=1,
         kv_slots=CAPACITY,
         max_candidates=MAX_CANDIDATES,
-        vllm_options={"enforce_eager": True},  # compiling takes minutes
+        vllm_options={"enforce_eager": True, **VLLM_OPTIONS},  # compiling takes minutes
     )
     steps: list[Step] = []
     with warnings.catch_warnings():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
@@ -14,8 +18,12 @@ from generator_service.settings import GeneratorSettings
 from generator_service.vllm_engine import VLLMEngine
 from generator_service.vllm_generator import Blocks, VLLMGenerator
 from specrej.contracts import Prompt, RoundEnd, Sampling, SessionSpec
+from specrej.errors import InternalError, Unavailable
 from tests.conformance.conftest import Started
-from tests.conformance.subjects import PROMPT, own, vllm
+from tests.conformance.subjects import PROMPT, VLLM_OPTIONS, own, vllm
+from tests.serving import until
+
+_BOUND_S = 120.0
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -67,6 +75,33 @@ async def test_the_embedded_model_draws_the_tokens_of_the_own_engine() -> None:
     ]
     for ours, theirs in zip(*made, strict=True):
         assert ours.new_logprobs == pytest.approx(theirs.new_logprobs, abs=1e-3)
+
+
+@pytest.mark.skipif(
+    "tensor_parallel_size" not in VLLM_OPTIONS, reason="one worker: make conformance-distributed"
+)
+async def test_a_killed_worker_ends_sessions_with_a_status(model_directory: Path) -> None:
+    """Guards against a request that waits for ever, and a dead engine that counts as healthy."""
+    long = Sampling(max_tokens=200, ignore_eos=True)
+    for is_killed in (True, False):  # the second one is the restart
+        async with vllm(model_directory) as subject, asyncio.timeout(_BOUND_S):
+            generator = subject.generator
+            assert isinstance(generator, VLLMGenerator)
+            async with generator.open(SessionSpec(PROMPT, 2, long, 8)) as session:
+                assert (await session.extend(8)).num_tokens == 8
+                if not is_killed:
+                    continue
+                children = psutil.Process().children(recursive=True)
+                (worker,) = [child for child in children if "Worker_TP1" in child.cmdline()[0]]
+                growing = asyncio.create_task(session.extend(200))
+                worker.kill()
+                with pytest.raises((Unavailable, InternalError)):
+                    await growing
+            await until(partial(_has_ended, generator), bound_s=_BOUND_S)
+
+
+def _has_ended(generator: VLLMGenerator) -> bool:
+    return generator.heartbeat_s() == math.inf
 
 
 async def test_pausing_and_cutting_compute_nothing_again(started: Started) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from generator_service.frontend import ModelCard
 from generator_service.settings import GeneratorSettings
@@ -38,6 +39,12 @@ def test_vllm_options_are_in_the_fingerprint(tmp_path: Path) -> None:
 
     assert of(quantization="fp8") == of(quantization="fp8")
     assert len({of(), of(quantization="fp8"), of(kv_cache_dtype="fp8")}) == 3
+
+
+def test_speculative_decoding_is_refused() -> None:
+    """Guards against tokens that depend on what a draft model proposes."""
+    with pytest.raises(ValidationError, match="speculative_config cannot be used"):
+        GeneratorSettings(vllm_options={"speculative_config": {"model": "ngram"}})
 
 
 class Words:
@@ -102,13 +109,15 @@ class DoubleEngine:
     def request(
         self,
         prompt_ids: Sequence[int],
+        given: Sequence[int],
         sampling: Sampling,
         candidate: int,
         *,
+        session: str,
         salt: str = "",
         streams: bool = False,
     ) -> DoubleRequest:
-        return DoubleRequest(self, candidate, len(prompt_ids))
+        return DoubleRequest(self, candidate, len(prompt_ids), len(given))
 
     def hold(self, request: DoubleRequest, count: int) -> None:
         """Blocks of its own for what is stored once it has written so many more tokens."""
