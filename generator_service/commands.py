@@ -28,6 +28,7 @@ class OpenCommand:
     cache_salt: str = ""
     first_candidate_id: int = 0
     started: Sequence[StartedCandidate] = ()
+    adapter: str = ""
 
     @property
     def num_given(self) -> int:

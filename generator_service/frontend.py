@@ -29,6 +29,7 @@ class ModelCard:
     slot_bytes: int
     device: str
     auto_candidates: int = 64  # most of a session whose n is 0
+    adapters: tuple[str, ...] = ()
 
     def description(self, load: Load) -> GeneratorDescription:
         """With slots and sessions as in `load`."""
@@ -44,6 +45,7 @@ class ModelCard:
             slots=load.slots,
             sessions=load.sessions,
             waiting=load.waiting,
+            adapters=self.adapters,
         )
 
 
@@ -76,6 +78,7 @@ class Frontend:
             spec.cache_salt,
             spec.first_candidate_id,
             spec.started,
+            spec.adapter,
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:

@@ -29,6 +29,8 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
 
     `on_step` is called after every step, in the engine's thread.
     """
+    if settings.adapters:
+        raise ValueError("adapters need vLLM: set engine to vllm")
     transformers_logging.disable_progress_bar()
     if settings.threads:
         torch.set_num_threads(settings.threads)

@@ -149,6 +149,9 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     if not 0 <= spec.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
         accepted = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {spec.first_candidate_id}"
         yield Violation("open.first_candidate_id", accepted)
+    if spec.adapter and spec.adapter not in description.adapters:
+        there_are = ", ".join(description.adapters) or "none"
+        yield Violation("open.adapter", f"no such adapter, there are: {there_are}")
     if spec.started:
         yield from _check_started(spec, description.vocabulary)
 

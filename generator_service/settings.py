@@ -37,6 +37,11 @@ class GeneratorSettings(ServiceSettings):
         ' "pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}; they override'
         " other settings",
     )
+    adapters: dict[str, Path] = Field(
+        default_factory=dict,
+        description="directories of LoRA adapters by name, as JSON, for vLLM: a request names one"
+        " as its model",
+    )
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -103,6 +105,7 @@ class CandidateRequest:
         session: str,
         salt: str,
         streams: bool,
+        adapter: LoRARequest | None,
     ) -> None:
         """`streams`: vLLM returns each token as soon as it is drawn, not at the end of a chunk."""
         self.name = name
@@ -116,7 +119,7 @@ class CandidateRequest:
         self._next = tokens_input([*prompt_ids, *given], cache_salt=salt or None)
         self._num_tokens = len(given)
         self._outputs: AsyncGenerator[Any, None] = llm.generate(
-            self._inputs(), self._params(sampling.max_tokens), name
+            self._inputs(), self._params(sampling.max_tokens), name, lora_request=adapter
         )
 
     async def generate(self, count: int) -> AsyncGenerator[Token, None]:
@@ -175,8 +178,14 @@ class CandidateRequest:
 class VLLMEngine:
     """A running vLLM. Its calls belong to one event loop, that of the first of them."""
 
-    def __init__(self, llm: Any, shape: Shape, statistics: Statistics) -> None:
+    def __init__(
+        self, llm: Any, shape: Shape, statistics: Statistics, adapters: Mapping[str, Path]
+    ) -> None:
         self._llm: Any | None = llm
+        self._adapters = {
+            name: LoRARequest(name, number, str(directory))
+            for number, (name, directory) in enumerate(adapters.items(), 1)
+        }
         self._statistics = statistics
         self._names = itertools.count(1)
         cache = llm.vllm_config.cache_config
@@ -204,7 +213,7 @@ class VLLMEngine:
         if "max_model_len" in settings.vllm_options:  # else a small kv_slots may have reduced it
             longest = llm.vllm_config.model_config.max_model_len
             shape = replace(shape, context_tokens=longest)
-        return cls(llm, shape, statistics)
+        return cls(llm, shape, statistics, settings.adapters)
 
     def request(
         self,
@@ -216,6 +225,7 @@ class VLLMEngine:
         session: str,
         salt: str = "",
         streams: bool = False,
+        adapter: str = "",
     ) -> CandidateRequest:
         """A candidate's request, which takes no resources before `generate`.
 
@@ -224,7 +234,8 @@ class VLLMEngine:
         name = f"{next(self._names)}"
         ends = self.eos_ids
         return CandidateRequest(
-            self._llm, name, prompt_ids, given, sampling, candidate, ends, session, salt, streams
+            *(self._llm, name, prompt_ids, given, sampling, candidate, ends, session, salt),
+            *(streams, self._adapters[adapter] if adapter else None),
         )
 
     async def abort(self, requests: Sequence[CandidateRequest]) -> None:
@@ -315,12 +326,26 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
             kv_connector_module_path=vllm_prompts.__name__,
             kv_role="kv_both",
         ),
+        **_adapter_arguments(settings.adapters),
         **({"block_size": _CPU_BLOCK_TOKENS} if on_cpu else {}),
         **settings.vllm_options,
     }
     if settings.kv_slots:
         arguments |= _capacity(settings.kv_slots, arguments, shape, on_cpu=on_cpu)
     return arguments
+
+
+def _adapter_arguments(adapters: Mapping[str, Path]) -> dict[str, Any]:
+    """All adapters stay loaded, at the highest rank among them."""
+    if not adapters:
+        return {}
+    configs = [json.loads((path / "adapter_config.json").read_text()) for path in adapters.values()]
+    return {
+        "enable_lora": True,
+        "max_loras": len(configs),
+        # vLLM accepts some ranks only, the powers of two among them.
+        "max_lora_rank": max(8, 1 << (max(config["r"] for config in configs) - 1).bit_length()),
+    }
 
 
 def _capacity(

@@ -93,10 +93,10 @@ class VLLMSession:
         """It is admitted with `n` candidates."""
         self.n = n
         command = self.command
-        self.live = command.candidates(n)
+        live = command.candidates(n)
         self.num_tokens = command.num_given
         self._ledger.take(self.id, n * self.blocks.own(self.num_tokens))
-        for candidate in self.live:
+        for candidate in live:
             for _ in range(self.num_tokens):
                 candidate.take_given()
         self._requests = {
@@ -108,9 +108,11 @@ class VLLMSession:
                 session=str(self.id),
                 salt=command.cache_salt,
                 streams=command.stop_texts is not None,
+                adapter=command.adapter,
             )
-            for candidate in self.live
+            for candidate in live
         }
+        self.live = live
         self.admitted.set_result(None)
 
     async def extend(self, until_tokens: int) -> Round:
@@ -310,6 +312,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
         slot_bytes=shape.slot_bytes,
         device=f"vllm {engine.device} {shape.dtype}",
         auto_candidates=min(settings.auto_candidates, settings.max_candidates),
+        adapters=tuple(settings.adapters),
     )
     return VLLMGenerator(
         engine,
@@ -322,6 +325,8 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
 def fingerprint_of(settings: GeneratorSettings, dtype: str, version: str) -> str:
     """Of the weights and all else that changes tokens, such as options that quantise them."""
     settings_of_engine: dict[str, object] = {"dtype": dtype, "engine": f"vllm {version}"}
+    for name, adapter in settings.adapters.items():
+        settings_of_engine[f"adapter {name}"] = fingerprint.of_directory(adapter)
     if settings.vllm_options:
         settings_of_engine["options"] = settings.vllm_options
     return fingerprint.of_directory(settings.model_directory, settings_of_engine)

@@ -46,6 +46,7 @@ _CHARACTERS: Mapping[str, int] = {
     "WeightedReward.name": _NAME_CHARACTERS,
     "GetRecordRequest.request_id": _NAME_CHARACTERS,
     "OpenSession.cache_salt": 128,
+    "OpenSession.adapter": _NAME_CHARACTERS,
     "ScoreRequest.reward": _NAME_CHARACTERS,
     "ScoreRequest.responses": 262_144,
     "OpenScoring.reward": _NAME_CHARACTERS,

@@ -105,8 +105,11 @@ def _key(made_by: tuple[str, ...], digest: str, *kind: str) -> str:
 def _hashed(request: GenerationRequest, secret: Secret) -> str:
     """A keyed hash of all fields that the answer depends on, new ones of the contract included."""
     fields = asdict(request)
-    # The generator's fingerprint identifies the model. Degraded answers are never stored.
-    del fields["cache"], fields["model"], fields["allow_degraded"]
+    # Degraded answers are never stored. The generator's fingerprint identifies its model, and
+    # `model` is the name of one of its adapters.
+    del fields["cache"], fields["allow_degraded"]
+    if not request.model:
+        del fields["model"]
     selection = fields["selection"]
     rewards = sorted(request.selection.rewards, key=lambda reward: reward.name)
     selection["rewards"] = [_reward_fields(reward) for reward in rewards]

@@ -120,8 +120,10 @@ class Planner:
         generator = await self._generator.get()
         checks = check_request(request, generator.context_tokens, generator.max_candidates)
         raise_if_any([*violations, *checks])
-        if request.model not in ("", generator.model):
-            raise NotFound(f"no such model, there is: {generator.model}")
+        if request.model not in ("", generator.model, *generator.adapters):
+            models = ", ".join((generator.model, *generator.adapters))
+            raise NotFound(f"no such model, there is: {models}")
+        adapter = request.model if request.model in generator.adapters else ""
         selection = request.selection
         if selection.algorithm is Algorithm.BEST_OF_N:
             selection = replace(selection, alpha=0.0)
@@ -134,7 +136,8 @@ class Planner:
             has_no_rewards = True
             rewards, reward_fingerprint = [WeightedReward(LIKELIHOOD)], ""
         ordered = sorted(rewards, key=lambda reward: reward.name)
-        planned = replace(request, selection=replace(selection, rewards=tuple(ordered)))
+        selection = replace(selection, rewards=tuple(ordered))
+        planned = replace(request, model=adapter, selection=selection)
         keys = cache_keys(
             planned,
             tenant=tenant,
@@ -155,7 +158,7 @@ class Planner:
             arrived,
             time_left_s,
             has_no_rewards,
-            generator.model,
+            adapter or generator.model,
         )
 
     def scorers(self, plan: Plan) -> list[Scorer]:

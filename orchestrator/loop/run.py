@@ -113,7 +113,9 @@ async def _opened(
 ) -> AsyncIterator[tuple[Session, RequestScorer]]:
     """A generator session and the rewards' sessions, with spans of their opening and closing."""
     n, first_tokens = request.selection.n, first_round_tokens(request)
-    spec = SessionSpec(request.prompt, n, request.sampling, first_tokens, cache_salt)
+    spec = SessionSpec(
+        request.prompt, n, request.sampling, first_tokens, cache_salt, adapter=request.model
+    )
     several = scorers if isinstance(scorers, Sequence) else [scorers]
     scoring = RequestScorer(several, request.prompt, may_fall_back=request.allow_degraded)
     async with AsyncExitStack() as stack:

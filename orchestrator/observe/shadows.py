@@ -120,7 +120,8 @@ class WatchedRun:
             SpecrejError: a backend failed.
         """
         prompt, sampling = self.request.prompt, self.request.sampling
-        opening = self.generator.open(SessionSpec(prompt, n, sampling, 1, self.cache_salt))
+        spec = SessionSpec(prompt, n, sampling, 1, self.cache_salt, adapter=self.request.model)
+        opening = self.generator.open(spec)
         async with opening as session, RequestScorer(self.scorers, prompt) as scorer:
             self.count(names.SHADOW_TOKENS, _num_tokens(await session.extend(1)))
             await session.prune(set(self.shadows))

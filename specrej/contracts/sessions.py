@@ -102,6 +102,7 @@ class GeneratorDescription:
     sessions: int = 0
     waiting: int = 0
     auto_candidates: int = 0  # of a session whose n is 0, if that many fit
+    adapters: tuple[str, ...] = ()  # names of its LoRA adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class SessionSpec:
 
     `started` candidates, if any, are all of the session's. Their tokens, as many each, are read and
     not drawn or reported; so a session goes on elsewhere with the same texts, whatever the rounding
-    of another batch.
+    of another batch. `adapter`: one of the generator's, or the model alone.
     """
 
     prompt: Prompt
@@ -179,6 +180,7 @@ class SessionSpec:
     cache_salt: str = ""
     first_candidate_id: int = 0
     started: tuple[StartedCandidate, ...] = ()
+    adapter: str = ""
 
     @property
     def first_tokens(self) -> int:

@@ -165,6 +165,7 @@ class OpenSession(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     FIRST_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -177,6 +178,8 @@ class OpenSession(_message.Message):
     """The id of the first candidate; 0 .. 1,000,000. A candidate's tokens depend on the seed and
     its id, so sessions at several generators can generate what one session would have.
     """
+    adapter: _builtins.str
+    """A name of `adapters` in Describe: the candidates are its and the model's; empty: the model's."""
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """The prompt."""
@@ -201,10 +204,11 @@ class OpenSession(_message.Message):
         cache_salt: _builtins.str = ...,
         first_candidate_id: _builtins.int = ...,
         started: _abc.Iterable[Global___StartedCandidate] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_candidate_id", b"first_candidate_id", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_candidate_id", b"first_candidate_id", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,6 +537,7 @@ class GeneratorServiceDescribeResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     AUTO_CANDIDATES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -557,6 +562,10 @@ class GeneratorServiceDescribeResponse(_message.Message):
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots now."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of its adapters, which a request may name as its model."""
+
     def __init__(
         self,
         *,
@@ -571,10 +580,11 @@ class GeneratorServiceDescribeResponse(_message.Message):
         sessions: _builtins.int = ...,
         waiting: _builtins.int = ...,
         auto_candidates: _builtins.int = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto_candidates", b"auto_candidates", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,11 +50,9 @@ class Page:
 @asynccontextmanager
 async def browser(profile: Path) -> AsyncIterator[Page]:
     """Chromium with a profile of its own, for as long as the context."""
-    process = await asyncio.create_subprocess_exec(
-        str(DRIVER), "--port=0", stdout=asyncio.subprocess.PIPE
-    )
+    process, port = await _started()
     try:
-        base = f"http://127.0.0.1:{await _port(process)}/session"
+        base = f"http://127.0.0.1:{port}/session"
         chrome = {
             "browserName": "chrome",
             "goog:chromeOptions": {
@@ -73,14 +71,27 @@ async def browser(profile: Path) -> AsyncIterator[Page]:
         await process.communicate()
 
 
+async def _started() -> tuple[asyncio.subprocess.Process, int]:
+    """A driver and its port. It ends at once where the port that it picks for IPv4 is another
+    process's for IPv6."""
+    for _ in range(5):
+        process = await asyncio.create_subprocess_exec(
+            str(DRIVER), "--port=0", stdout=asyncio.subprocess.PIPE
+        )
+        if port := await _port(process):
+            return process, port
+        await process.communicate()
+    raise AssertionError("chromedriver ended at once, five times")
+
+
 async def _port(process: asyncio.subprocess.Process) -> int:
-    """Read from the line "... was started successfully on port 12345."."""
+    """From the line "... was started successfully on port 12345."; 0: the process has ended."""
     assert process.stdout
     async with asyncio.timeout(30):
         async for line in process.stdout:
             if b"successfully on port" in line:
                 return int(line.decode().strip().rstrip(".").rpartition(" ")[2])
-    raise AssertionError("chromedriver ended at once")
+    return 0
 
 
 async def _send(url: str, body: Any, method: str = "POST") -> Any:

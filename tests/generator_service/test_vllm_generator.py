@@ -116,6 +116,7 @@ class DoubleEngine:
         session: str,
         salt: str = "",
         streams: bool = False,
+        adapter: str = "",
     ) -> DoubleRequest:
         return DoubleRequest(self, candidate, len(prompt_ids), len(given))
 

@@ -57,8 +57,17 @@ class CacheEvents:
 
     @property
     def num_failures(self) -> int:
-        events = (event for span in self._spans.get_finished_spans() for event in span.events)
-        return sum(event.name == names.CACHE_FAILURE for event in events)
+        return sum(self.failures.values())
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Failed calls by step."""
+        events = [event for span in self._spans.get_finished_spans() for event in span.events]
+        return Counter(
+            str((event.attributes or {})[names.FAILED_STEP])
+            for event in events
+            if event.name == names.CACHE_FAILURE
+        )
 
 
 def generation(text: str = "an answer", score: float = 0.5) -> Generation:

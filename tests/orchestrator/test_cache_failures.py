@@ -151,7 +151,10 @@ async def test_a_server_may_start_late_and_restart(
 
 
 async def test_a_hanging_server_is_probed_once_per_cool_down(cache_events: CacheEvents) -> None:
-    """Guards against a timeout per request: during a cool-down no call is sent, then one."""
+    """Guards against a timeout per request: during a cool-down no call is sent, then one.
+
+    On a busy machine some timeouts are those of the event loop, which begin no cool-down.
+    """
     clock = Clock()
     async with (
         scripted(hang) as (url, counts),
@@ -161,11 +164,13 @@ async def test_a_hanging_server_is_probed_once_per_cool_down(cache_events: Cache
             for _ in range(50):
                 assert await cache.get("k") is None
                 await cache.put(Keys("k"), generation())
-            assert (counts["commands"], cache_events.num_failures) == (probes, probes)
+            assert cache_events.failures["connection"] == probes
+            assert counts["commands"] == cache_events.num_failures
             clock.now_s += 1.001
+        sent = counts["commands"]
         # All are ready when the cool-down ends; one is sent.
         hits = await asyncio.gather(*(cache.get("k") for _ in range(50)))
-        assert hits == [None] * 50 and counts["commands"] == 4
+        assert hits == [None] * 50 and counts["commands"] == sent + 1
 
 
 async def test_the_timeout_includes_the_wait_for_a_connection() -> None:

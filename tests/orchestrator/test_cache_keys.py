@@ -158,7 +158,6 @@ def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
         (_BASE, request(sampling=Sampling(temperature=1, top_p=1))),
         (_BASE, request(selection=Selection(schedule=GeometricSchedule(first=16, factor=2)))),
         (_BASE, replace(_BASE, cache=CacheControl.REFRESH)),
-        (_BASE, replace(_BASE, model="served")),
         (_BASE, replace(_BASE, allow_degraded=True)),
         (_rewarded(_ONE, _TWO), _rewarded(_TWO, _ONE)),
         (
