@@ -70,8 +70,10 @@ def test_copied_files_are_not_ignored() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
-@pytest.mark.parametrize("extras", [["orchestrator"], ["models"], ["models", "embedded"]])
-def test_packages_of_images_are_pinned(extras: list[str]) -> None:
+@pytest.mark.parametrize(
+    "extras", [["orchestrator"], ["models"], ["models", "embedded"], ["loadtest", "experiments"]]
+)
+def test_packages_are_pinned(extras: list[str]) -> None:
     """Guards against a transitive dependency without a pin."""
     lock = (ROOT / "requirements.lock").read_text().splitlines()
     pinned = {canonicalize_name(re.split("[=;]", line)[0]) for line in lock if "==" in line}
