@@ -58,15 +58,15 @@ def main(arguments: list[str]) -> None:
 
 
 def pip_settings() -> dict[str, str]:
-    """Return pip's configured package sources, keyed by environment variable."""
+    """Return pip's configured package sources as build arguments."""
     settings: dict[str, str] = {}
     for line in _run(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
         variable = f"PIP_{name.rpartition('.')[2]}".upper().replace("-", "_")
         if variable in PIP_VARIABLES:
             settings[variable] = value.strip("'\"")
-    # With sources of its own, the build must not use the Dockerfile's extra index.
-    return {"PIP_EXTRA_INDEX_URL": "", **settings} if settings.keys() - {"PIP_CERT"} else settings
+    # With sources of its own, the build must not use the Dockerfile's index of torch.
+    return {"TORCH_INDEX_URL": "", **settings} if settings.keys() - {"PIP_CERT"} else settings
 
 
 def local_paths(settings: Mapping[str, str]) -> Iterator[Path]:
