@@ -1,9 +1,9 @@
-"""Installs the packages of an image by hash.
+"""Installs the packages of an image by hash and lists them in a bill of materials.
 
-`python install.py EXTRA...`, in the environment to install into, with pip on the path. Package
-names come from pyproject.toml (its dependencies and those extras), versions and hashes from
-requirements.lock: pip refuses a package without them. Packages that are installed already, such as
-torch, are kept. Only wheels are used: no code of a package runs.
+`python install.py EXTRA...`, in the environment to install into, with pip and cyclonedx-py on the
+path. Package names come from pyproject.toml (its dependencies and those extras), versions and
+hashes from requirements.lock: pip refuses a package without them. Packages that are installed
+already, such as torch, are kept. Only wheels are used: no code of a package runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from pathlib import Path
 
 
 def main(extras: list[str]) -> None:
-    """Install the packages."""
+    """Install and list the packages."""
+    project = Path("pyproject.toml")
     pip = ("pip", "--python", sys.executable, "install", "--no-cache-dir", "--only-binary=:all:")
     locked = ("--require-hashes", "--constraint=requirements.lock")
-    subprocess.run([*pip, *locked, *requirements(Path("pyproject.toml"), extras)], check=True)
+    subprocess.run([*pip, *locked, *requirements(project, extras)], check=True)
+    sbom = ("--output-reproducible", f"--pyproject={project}", f"-o={sys.prefix}/sbom.cdx.json")
+    subprocess.run(["cyclonedx-py", "environment", *sbom, sys.executable], check=True)
 
 
 def requirements(project: Path, extras: list[str]) -> list[str]:

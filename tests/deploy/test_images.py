@@ -146,17 +146,22 @@ def test_images_get_what_the_lock_names(
     lock = f"outer==1.0 \\\n    --hash=sha256:{digest or right}\n"
     (tmp_path / "requirements.lock").write_text(lock)
     (tmp_path / "pyproject.toml").write_text("[project]\ndependencies = ['outer']\n")
-    environment = tmp_path / "environment"
+    environment = tmp_path / Path(build.SBOM).parent
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    lister = environment / "bin" / "cyclonedx-py"
+    lister.write_text('#!/bin/sh\ntouch "${4#-o=}"\n')
+    lister.chmod(0o755)
     _set_environment(monkeypatch, {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)})
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    programs = (str(lister.parent), str(Path(sys.executable).parent), os.environ["PATH"])
+    monkeypatch.setenv("PATH", ":".join(programs))
     result = subprocess.run(
-        [environment / "bin" / "python", install.__file__],
+        [lister.with_name("python"), install.__file__],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     installed = list(environment.glob("lib/*/site-packages/outer-1.0.dist-info"))
     assert (result.returncode == 0, len(installed)) == (not error, 0 if error else 1), result.stderr
     assert error in result.stderr
+    assert (tmp_path / build.SBOM).exists() == (not error)
 
 
 def _write_wheel(directory: Path, name: str, dependency: str) -> str:
@@ -281,6 +286,8 @@ def test_sizes_are_those_of_the_layers(tmp_path: Path) -> None:
     assert [layer.made_by for layer in image.layers] == ["ADD file:01 in /", "COPY to /opt/venv"]
     assert [layer.largest for layer in image.layers] == [{"usr/lib": large}, {"torch": large}]
     assert f"{image.bytes / 1e6:.1f}" in build.table({"some": image})
+    assert sizes.file_of(archive, "v/pyvenv.cfg") == bytes(7)
+    assert not sizes.file_of(archive, build.SBOM)
 
 
 def _write_archive(archive: Path, layers: dict[str, dict[str, int]]) -> None:
