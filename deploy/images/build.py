@@ -1,4 +1,5 @@
-"""Builds the images and prints the sizes of their layers and largest packages.
+"""Builds the images, copies their bills of materials to build/sbom, and prints the sizes of their
+layers and largest packages.
 
 `python -m deploy.images.build [--base IMAGE] [--write FILE] [TARGET ...]`, with buildah if it is
 installed, else docker; buildah needs BUILDAH_ISOLATION=chroot where it may not create containers.
@@ -21,11 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from deploy.images.sizes import Image, image_of
+from deploy.images.sizes import Image, file_of, image_of
 from deploy.local.machine import describe_machine
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("orchestrator", "generator", "reward", "models")
+# Of an image; written by install.py.
+SBOM = "opt/venv/sbom.cdx.json"
 # Environment variables of pip settings; PIP_FIND_LINKS stands for find-links.
 PIP_VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
 
@@ -58,15 +61,15 @@ def main(arguments: list[str]) -> None:
 
 
 def pip_settings() -> dict[str, str]:
-    """Return pip's configured package sources, keyed by environment variable."""
+    """Return pip's configured package sources as build arguments."""
     settings: dict[str, str] = {}
     for line in _run(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
         variable = f"PIP_{name.rpartition('.')[2]}".upper().replace("-", "_")
         if variable in PIP_VARIABLES:
             settings[variable] = value.strip("'\"")
-    # With sources of its own, the build must not use the Dockerfile's extra index.
-    return {"PIP_EXTRA_INDEX_URL": "", **settings} if settings.keys() - {"PIP_CERT"} else settings
+    # With sources of its own, the build must not use the Dockerfile's index of torch.
+    return {"TORCH_INDEX_URL": "", **settings} if settings.keys() - {"PIP_CERT"} else settings
 
 
 def local_paths(settings: Mapping[str, str]) -> Iterator[Path]:
@@ -133,6 +136,10 @@ def _measured(engine: str, target: str) -> Image:
             _run("buildah", "push", "--quiet", name, f"oci-archive:{archive}")
         else:
             _run("docker", "save", "--output", str(archive), name)
+        if sbom := file_of(archive, SBOM):
+            copy = ROOT / "build" / "sbom" / f"{target}.cdx.json"
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(sbom)
         return image_of(archive)
 
 

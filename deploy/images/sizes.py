@@ -39,13 +39,25 @@ class Image:
 def image_of(archive: Path) -> Image:
     """Read a tar file in the OCI layout."""
     with tarfile.open(archive) as tar:
-        manifest = _json(tar, _json(tar, "index.json")["manifests"][0]["digest"])
+        manifest = _manifest(tar)
         history = _json(tar, manifest["config"]["digest"])["history"]
         made_by = [step.get("created_by", "") for step in history if not step.get("empty_layer")]
         pairs = zip(made_by, manifest["layers"], strict=True)
         layers = tuple(_layer(tar, short(step), layer) for step, layer in pairs)
     packed = sum(layer.packed_bytes for layer in layers)
     return Image(sum(layer.bytes for layer in layers), packed, layers)
+
+
+def file_of(archive: Path, path: str) -> bytes:
+    """Return the content of a file in the topmost layer that has it; empty if none has."""
+    with tarfile.open(archive) as tar:
+        for layer in reversed(_manifest(tar)["layers"]):
+            blob = tar.extractfile(_blob(layer["digest"]))
+            with tarfile.open(fileobj=blob, mode="r|*") as files:
+                for file in files:
+                    if file.name == path and (content := files.extractfile(file)):
+                        return content.read()
+    return b""
 
 
 def short(made_by: str) -> str:
@@ -72,6 +84,10 @@ def _layer(tar: tarfile.TarFile, made_by: str, described: Mapping[str, Any]) -> 
             sizes[owner(PurePosixPath(file.name))] += file.size
     largest = {name: size for name, size in sizes.most_common(_LARGEST) if size >= LEAST}
     return Layer(made_by, sizes.total(), described["size"], largest)
+
+
+def _manifest(tar: tarfile.TarFile) -> Any:
+    return _json(tar, _json(tar, "index.json")["manifests"][0]["digest"])
 
 
 def _json(tar: tarfile.TarFile, name: str) -> Any:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.deploy.manifests import DEPLOY, MARGIN_S, ROOT, SERVICES, accepted
 DOCKERFILE = DEPLOY / "images" / "Dockerfile"
 TEXT = DOCKERFILE.read_text()
 TARGETS = ("orchestrator", "generator", "reward", "generator-cuda", "reward-cuda", "models")
+LOCKS = sorted(ROOT.glob("requirements*"))
 COMPOSE = DEPLOY / "compose.yaml"
 COMPOSED = yaml.safe_load(COMPOSE.read_text())
 
@@ -70,11 +72,12 @@ def test_copied_files_are_not_ignored() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
-@pytest.mark.parametrize("extras", [["orchestrator"], ["models"], ["models", "embedded"]])
-def test_packages_of_images_are_pinned(extras: list[str]) -> None:
+@pytest.mark.parametrize(
+    "extras", [["orchestrator"], ["models"], ["models", "embedded"], ["loadtest", "experiments"]]
+)
+def test_packages_are_pinned(extras: list[str]) -> None:
     """Guards against a transitive dependency without a pin."""
-    lock = (ROOT / "requirements.lock").read_text().splitlines()
-    pinned = {canonicalize_name(re.split("[=;]", line)[0]) for line in lock if "==" in line}
+    pinned = _pins(ROOT / "requirements.lock").keys() | {"torch"}
     assert _closure(install.requirements(ROOT / "pyproject.toml", extras)) <= pinned
 
 
@@ -94,18 +97,89 @@ def _closure(requirements: list[str]) -> set[str]:
     return names
 
 
-def test_unpinned_packages_are_reported() -> None:
-    """Guards against a check that cannot fail."""
-    lock = (ROOT / "requirements.lock").read_text()
-    other = re.sub("(?m)^grpcio==.*|^(numpy==).*", r"\g<1>1.0", lock).splitlines()
-    loose = {package.split()[0] for package in install.unpinned(other, gpu=False)}
-    assert loose >= {"grpcio", "numpy"}
-    assert "torch" not in loose
+@pytest.mark.parametrize("path", LOCKS, ids=[path.name for path in LOCKS])
+def test_pins_have_hashes(path: Path) -> None:
+    """Guards against a package whose files are not checked."""
+    assert _pins(path)
+    for name, (pin, *hashes) in _pins(path).items():
+        assert re.fullmatch(r"[\w.-]+==\S+( ; .+)?", pin), name
+        assert hashes and all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", text) for text in hashes)
+
+
+def _pins(path: Path) -> dict[str, list[str]]:
+    """Return the pin and the hashes of each package in a lock."""
+    lines = path.read_text().replace("\\\n", "").splitlines()
+    entries = [re.split(" +(?=--hash)", line) for line in lines if not line.startswith("#")]
+    return {canonicalize_name(entry[0].split("==")[0]): entry for entry in entries}
+
+
+def test_locks_have_one_version_of_the_build_tools() -> None:
+    """Guards against images that are built with another pip or setuptools than is tested."""
+    tools, lock = (_pins(ROOT / f"requirements{name}.lock") for name in ("-build", ""))
+    assert [tools[name] for name in ("pip", "setuptools")] == [lock["pip"], lock["setuptools"]]
+
+
+def test_every_requirement_is_installed_by_hash_from_one_index() -> None:
+    """Guards against an installation whose files a lock does not name."""
+    for text in (TEXT, (ROOT / "Makefile").read_text()):
+        commands = re.findall(r"pip[) ].*install\b(?:.*\\\n)*.*", text, re.IGNORECASE)
+        locked = [command for command in commands if "--requirement" in command]
+        assert len(locked) >= 4, commands
+        assert all("--require-hashes" in command for command in locked)
+        assert "--extra-index-url" not in text
+
+
+@pytest.mark.parametrize(
+    ("dependency", "digest", "error"),
+    [
+        ("", "", ""),
+        ("", "0" * 64, "DO NOT MATCH THE HASHES"),
+        ("inner", "", "all requirements must have their versions pinned"),
+    ],
+)
+def test_images_get_what_the_lock_names(
+    dependency: str, digest: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against other files of a pinned version, and dependencies without a pin."""
+    _write_wheel(tmp_path, "inner", "")
+    right = _write_wheel(tmp_path, "outer", dependency)
+    lock = f"outer==1.0 \\\n    --hash=sha256:{digest or right}\n"
+    (tmp_path / "requirements.lock").write_text(lock)
+    (tmp_path / "pyproject.toml").write_text("[project]\ndependencies = ['outer']\n")
+    environment = tmp_path / Path(build.SBOM).parent
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    lister = environment / "bin" / "cyclonedx-py"
+    lister.write_text('#!/bin/sh\ntouch "${4#-o=}"\n')
+    lister.chmod(0o755)
+    _set_environment(monkeypatch, {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)})
+    programs = (str(lister.parent), str(Path(sys.executable).parent), os.environ["PATH"])
+    monkeypatch.setenv("PATH", ":".join(programs))
+    result = subprocess.run(
+        [lister.with_name("python"), install.__file__],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    installed = list(environment.glob("lib/*/site-packages/outer-1.0.dist-info"))
+    assert (result.returncode == 0, len(installed)) == (not error, 0 if error else 1), result.stderr
+    assert error in result.stderr
+    assert (tmp_path / build.SBOM).exists() == (not error)
+
+
+def _write_wheel(directory: Path, name: str, dependency: str) -> str:
+    """Write a wheel without modules and return its digest."""
+    path, about = directory / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    requires = f"Requires-Dist: {dependency}\n" if dependency else ""
+    with zipfile.ZipFile(path, "w") as wheel:
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}"
+        wheel.writestr(f"{about}/METADATA", text)
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_pip_settings_reach_every_stage() -> None:
     """Guards against an index that only the first stage uses: arguments end with their stage."""
     (first,) = re.findall(r"^FROM \$\{BASE\} AS build\n(.*?)(?=^FROM)", TEXT, re.M | re.S)
+    assert "PIP_EXTRA_INDEX_URL=http" not in TEXT
     for name in build.PIP_VARIABLES:
         assert re.search(rf"^ARG {name}(=\S+)?$", first, re.MULTILINE)
         assert f"{name}=${name} " in first
@@ -122,17 +196,19 @@ _PLAIN["PIP_CONFIG_FILE"] = os.devnull
     [
         ({}, CPU_TORCH),
         ({"PIP_CERT": "ca.pem"}, CPU_TORCH),
-        ({"PIP_EXTRA_INDEX_URL": "https://example.com"}, "https://example.com"),
+        ({"PIP_EXTRA_INDEX_URL": "https://example.com"}, ""),
         ({"PIP_FIND_LINKS": "wheels"}, ""),
     ],
 )
 def test_default_index_has_the_cpu_build_of_torch(
     variables: dict[str, str], index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against gigabytes of CUDA packages, and a default index beside configured ones."""
-    (default,) = re.findall(r"^ARG PIP_EXTRA_INDEX_URL=(\S+)$", TEXT, re.MULTILINE)
+    """Guards against the CUDA build, which the lock refuses, and a default index beside others."""
+    (default,) = re.findall(r"^ARG TORCH_INDEX_URL=(\S+)$", TEXT, re.MULTILINE)
     _set_environment(monkeypatch, variables)
-    assert build.pip_settings().get("PIP_EXTRA_INDEX_URL", default) == index
+    settings = build.pip_settings()
+    assert settings.get("TORCH_INDEX_URL", default) == index
+    assert settings.items() >= variables.items()
 
 
 @pytest.mark.parametrize(
@@ -142,16 +218,14 @@ def test_default_index_has_the_cpu_build_of_torch(
 def test_make_installs_the_cpu_build_of_torch(
     environment: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against gigabytes of CUDA packages on a machine without a GPU."""
+    """Guards against the CUDA build, which the lock refuses, and a default index beside others."""
     _set_environment(monkeypatch, {name: "wheels"} if name else {})
     changed = ("--what-if=requirements.lock", "--what-if=requirements-vllm.txt")
     make = ["make", "--dry-run", *changed, f"PYTHON={sys.executable}", f"{environment}/.installed"]
     printed = subprocess.check_output(make, cwd=ROOT, text=True)
-    (index,) = re.findall(
-        r" install (\$\(.+?\)) .*?--requirement requirements.(?:lock|vllm)", printed, re.S
-    )
+    (index,) = re.findall(r"--requirement requirements-torch.lock +(\$\(.+\))$", printed, re.M)
     shell = ["sh", "-c", f"echo {index}".replace(f"{environment}/bin/python", sys.executable)]
-    expected = "" if name else f"--extra-index-url {CPU_TORCH}"
+    expected = "" if name else f"--index-url {CPU_TORCH}"
     assert subprocess.check_output(shell, text=True).strip() == expected
 
 
@@ -212,6 +286,8 @@ def test_sizes_are_those_of_the_layers(tmp_path: Path) -> None:
     assert [layer.made_by for layer in image.layers] == ["ADD file:01 in /", "COPY to /opt/venv"]
     assert [layer.largest for layer in image.layers] == [{"usr/lib": large}, {"torch": large}]
     assert f"{image.bytes / 1e6:.1f}" in build.table({"some": image})
+    assert sizes.file_of(archive, "v/pyvenv.cfg") == bytes(7)
+    assert not sizes.file_of(archive, build.SBOM)
 
 
 def _write_archive(archive: Path, layers: dict[str, dict[str, int]]) -> None:
@@ -275,7 +351,7 @@ def test_references_of_compose_exist(service: dict[str, Any]) -> None:
         assert (COMPOSE.parent / built["context"]).resolve() == ROOT
         assert service["image"] == build.name_of(built["target"])
         if arguments := built.get("args"):
-            assert arguments == {"PIP_INDEX_URL": None, "PIP_EXTRA_INDEX_URL": None}
+            assert arguments == {"PIP_INDEX_URL": None, "TORCH_INDEX_URL": None}
     else:
         assert re.fullmatch(r"\S+/\S+:[\w.-]+@sha256:[0-9a-f]{64}", service["image"])
     for volume in service.get("volumes", ()):
