@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -75,9 +76,10 @@ async def own(directory: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def vllm(directory: Path) -> AsyncIterator[Subject]:
-    """As the service starts it."""
+async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
+    """As the service starts it, with `more` settings."""
     settings = GeneratorSettings(
+        **more,
         engine="vllm",
         model=str(directory),
         threads=1,
