@@ -42,6 +42,9 @@ class GeneratorSettings(ServiceSettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="cpu (float32), cuda or cuda:N (bfloat16); auto: cuda if available, else cpu",
     )
+    context_tokens: int = Field(
+        0, ge=0, description="most tokens of prompt and answer together; 0: the model's"
+    )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
     kv_slots: int = Field(0, ge=0, description="KV capacity in slots; 0: from memory")
     memory_fraction: float = Field(
@@ -78,3 +81,16 @@ class GeneratorSettings(ServiceSettings):
     @property
     def model_directory(self) -> Path:
         return Path(self.model)
+
+    def context_of(self, model_tokens: int) -> int:
+        """The context of a model that has `model_tokens`.
+
+        Raises:
+            ValueError: `context_tokens` is more.
+        """
+        if self.context_tokens > model_tokens:
+            raise ValueError(
+                f"context_tokens must be at most the model's {model_tokens}, "
+                f"is {self.context_tokens}"
+            )
+        return self.context_tokens or model_tokens

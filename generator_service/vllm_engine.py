@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from generator_service.steps import OnStep, Step
 from generator_service.text import eos_ids
 from specrej.contracts import Sampling
 from specrej.errors import InternalError, Unavailable
+from specrej.inference.sizes import ModelSizes
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +77,12 @@ class Shape:
     @classmethod
     def read(cls, directory: Path, dtype: str) -> Shape:
         config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        bytes_each = 4 if dtype == "float32" else 2
+        sizes = ModelSizes.of(partial(getattr, config))
         return cls(
-            context_tokens=config.max_position_embeddings,
-            vocabulary=config.vocab_size,
+            context_tokens=sizes.context_tokens,
+            vocabulary=sizes.vocabulary,
             eos_ids=eos_ids(_generation_config(directory), config),
-            slot_bytes=2 * config.num_hidden_layers * kv_heads * head_dim * bytes_each,
+            slot_bytes=sizes.slot_bytes(4 if dtype == "float32" else 2),
             dtype=dtype,
         )
 
@@ -197,6 +196,7 @@ class VLLMEngine:
         statistics = Statistics(on_step)
         on_cpu = current_platform.is_cpu()
         shape = Shape.read(settings.model_directory, "float32" if on_cpu else "bfloat16")
+        shape = replace(shape, context_tokens=settings.context_of(shape.context_tokens))
         arguments = AsyncEngineArgs(**_arguments(settings, shape, on_cpu=on_cpu))
         llm = AsyncLLMEngine.from_engine_args(
             arguments, stat_loggers=[lambda config, index: statistics]

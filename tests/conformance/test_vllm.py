@@ -44,14 +44,19 @@ def test_a_shorter_context_is_a_limit(
 
     monkeypatch.setattr("vllm.AsyncLLMEngine.from_engine_args", started)
 
-    def context_tokens(**options: object) -> int:
+    def context_tokens(setting: int = 0, **options: object) -> int:
         settings = GeneratorSettings(
-            engine="vllm", model=str(model_directory), kv_slots=96, vllm_options=options
+            engine="vllm",
+            model=str(model_directory),
+            kv_slots=96,
+            context_tokens=setting,
+            vllm_options=options,
         )
         return VLLMEngine.load(settings).shape.context_tokens
 
     assert context_tokens() > 96  # a small kv_slots is no limit of the context
-    assert context_tokens(max_model_len=64) == 64
+    assert context_tokens(80) == 80
+    assert context_tokens(80, max_model_len=64) == 64
 
 
 async def test_the_embedded_model_draws_the_tokens_of_the_own_engine() -> None:
