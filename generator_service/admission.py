@@ -39,6 +39,11 @@ class Demand:
         """The least useful share: a first round for `n` candidates, or the whole answer for one."""
         return max(n * self.first_round_slots, self.slots_of(self.max_tokens))
 
+    def beginning(self, slots: int) -> int:
+        """Candidates that so many slots, without the prompt's, hold at the end of the first round;
+        0: no whole answer fits."""
+        return slots // max(1, self.first_round_slots) if slots >= self.floor(1) else 0
+
     def whole(self, n: int) -> int:
         """The most that `n` candidates can ever use."""
         return n * self.slots_of(self.max_tokens)
@@ -72,9 +77,10 @@ class AdmissionQueue(Generic[S]):
     ) -> None:
         """`admit(session, n)` opens a session with n candidates; it must call `give_share`.
 
-        max_waiting: sessions that may wait; auto_candidates: most candidates where N is left open;
-        max_candidates: most candidates of all sessions together, of which `free_candidates()` are
-        free now; `missing(session)`: slots of its prompt that no open session holds yet.
+        max_waiting: sessions that may wait; auto_candidates: most candidates where N is left open,
+        at most max_candidates; max_candidates: most candidates of all sessions together, of which
+        `free_candidates()` are free now; `missing(session)`: slots of its prompt that no open
+        session holds yet.
         """
         self._ledger = ledger
         self._admit = admit
@@ -136,13 +142,19 @@ class AdmissionQueue(Generic[S]):
         floor = max(demand.whole(min(live, 1)), live * demand.slots_of(ahead))
         self._ledger.narrow(session.id, floor, demand.whole(live), len(self._waiting))
 
+    def is_reduced(self, session: S, n: int) -> bool:
+        """Whether N was left open, and without other sessions it would be more than `n`."""
+        demand = session.demand
+        room = demand.beginning(self._ledger.capacity - demand.prompt_slots)
+        return not demand.n and n < min(self._auto_candidates, room)
+
     def _fitting(self, session: S) -> int:
         """Candidates with which a session can be admitted now; 0: none."""
         demand, missing, free = session.demand, self._missing(session), self._free_candidates()
         least = max(1, demand.n)
         if least > free or not self._ledger.can_admit(missing + demand.floor(least)):
             return 0
-        room = (self._ledger.unshared - missing) // max(1, demand.first_round_slots)
+        room = demand.beginning(self._ledger.unshared - missing)
         return demand.n or max(1, min(self._auto_candidates, free, room))
 
     def _check_capacity(self, demand: Demand) -> None:
@@ -153,8 +165,7 @@ class AdmissionQueue(Generic[S]):
         needed = demand.prompt_slots + demand.floor(max(1, demand.n))
         if needed <= capacity:
             return
-        room = capacity - demand.prompt_slots
-        most = room // max(1, demand.first_round_slots) if room >= demand.floor(1) else 0
+        most = demand.beginning(capacity - demand.prompt_slots)
         raise SlotsExceeded(
             [Violation("n", f"needs {needed} KV slots, capacity is {capacity}")],
             needed=needed,

@@ -69,6 +69,7 @@ class Opened:
 
     n: int
     slots: SlotGauge
+    reduced: bool = False  # as in `contracts.Session`
 
 
 @dataclass(frozen=True, slots=True)

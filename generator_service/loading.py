@@ -35,7 +35,8 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     device = device_of(settings.device)
     model = CausalLM.load(settings.model_directory, device)
     context_tokens = settings.context_of(model.sizes.context_tokens)
-    auto_candidates = min(settings.auto_candidates, settings.max_candidates)
+    dtype = str(model.shape.dtype).removeprefix("torch.")
+    auto_candidates = settings.auto_candidates_of(dtype)
     capacity = settings.kv_slots or slots_from_memory(model, settings)
     engine = Engine(
         model,
@@ -59,7 +60,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         max_candidates=settings.max_candidates,
         vocabulary=model.vocabulary,
         slot_bytes=model.shape.slot_bytes,
-        device=f"{device} {str(model.shape.dtype).removeprefix('torch.')}",
+        device=f"{device} {dtype}",
         auto_candidates=auto_candidates,
     )
     return LocalGenerator(thread, Text.load(settings.model_directory, model.eos_ids), card)

@@ -77,6 +77,7 @@ class VLLMSession:
         self.id = session_id
         self.command = command
         self.n = 0
+        self.reduced = False
         self.prompt_tokens = len(command.prompt_ids)
         self.blocks = Blocks(generator.engine.block_tokens, self.prompt_tokens)
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
@@ -285,6 +286,7 @@ class VLLMGenerator:
             self.ledger.hold(session.blocks.shared)
             self.queue.give_share(session, n)
             self._sessions[session.id] = session
+            session.reduced = self.queue.is_reduced(session, n)
             session.begin(n)
 
     def _free_rows(self) -> int:
@@ -309,7 +311,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
         vocabulary=shape.vocabulary,
         slot_bytes=shape.slot_bytes,
         device=f"vllm {engine.device} {shape.dtype}",
-        auto_candidates=min(settings.auto_candidates, settings.max_candidates),
+        auto_candidates=settings.auto_candidates_of(shape.dtype),
     )
     return VLLMGenerator(
         engine,

@@ -88,6 +88,16 @@ def test_llama_31_8b_fits_a_device_of_80_gb() -> None:
     assert (int(80e9 * 0.9) - weights - workspace) // slot > 400_000
 
 
+def test_the_memory_of_gpus_decides_n_and_cpus_begin_64() -> None:
+    """Guards against a thousand candidates on a CPU for a request that names no number."""
+    settings = GeneratorSettings(max_candidates=500)
+    assert settings.auto_candidates_of("bfloat16") == 500
+    assert settings.auto_candidates_of("float32") == 64
+    few = GeneratorSettings(max_candidates=500, auto_candidates=100)
+    assert [few.auto_candidates_of(dtype) for dtype in ("bfloat16", "float32")] == [100, 100]
+    assert GeneratorSettings(max_candidates=8).auto_candidates_of("float32") == 8
+
+
 def test_a_context_beyond_the_models_is_refused() -> None:
     assert GeneratorSettings(context_tokens=100).context_of(256) == 100
     assert GeneratorSettings().context_of(256) == 256
