@@ -15,6 +15,18 @@ from typing import Generic, Protocol, TypeVar
 from specrej.errors import InvalidRequest, Overloaded, SlotsExceeded, Violation
 from specrej.inference.slots import SlotLedger
 
+# Tokens of vLLM's blocks: its default, on CPUs the fewest with which its kernels are fast.
+BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+
+# Blocks that no candidate gets: vLLM reserves one, and counts the newest token, which is never
+# stored, against the longest text.
+SPARE_BLOCKS = 2
+
+
+def own_slots(tokens: int) -> int:
+    """Slots of one candidate in the own engine, which stores the newest token in the next step."""
+    return max(0, tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -47,6 +59,31 @@ class Demand:
     def whole(self, n: int) -> int:
         """The most that `n` candidates can ever use."""
         return n * self.slots_of(self.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Slots of a prompt's candidates in vLLM, in whole blocks of `size` tokens."""
+
+    size: int
+    prompt_tokens: int
+
+    @property
+    def shared(self) -> int:
+        """Slots of the prompt held once: vLLM computes a prompt's last token anew every time."""
+        return (self.prompt_tokens - 1) // self.size * self.size
+
+    def own(self, tokens: int) -> int:
+        """Slots of one candidate of so many new tokens, the newest of which is not stored yet."""
+        if not tokens:
+            return 0
+        stored = self.prompt_tokens - self.shared + tokens - 1
+        return -(-stored // self.size) * self.size
+
+    def reach(self, room: int) -> int:
+        """The most new tokens for which `own` is at most `room`."""
+        stored = room // self.size * self.size
+        return max(0, stored - (self.prompt_tokens - self.shared) + 1) if stored else 0
 
 
 class Waiting(Protocol):

@@ -37,6 +37,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from generator_service import vllm_draw, vllm_prompts
+from generator_service.admission import BLOCK_TOKENS, SPARE_BLOCKS
+from generator_service.capacity import batched_tokens
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import OnStep, Step
 from generator_service.text import eos_ids
@@ -47,13 +49,6 @@ from specrej.inference.sizes import ModelSizes
 log = logging.getLogger(__name__)
 
 VERSION = vllm.__version__
-
-# Default tokens per block on CPUs: the fewest with which vLLM's kernels are fast.
-_CPU_BLOCK_TOKENS = 32
-
-# Blocks that no candidate gets: vLLM reserves one, and counts the newest token, which is never
-# stored, against the longest text.
-_SPARE_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +177,7 @@ class VLLMEngine:
         self.shape = shape
         self.eos_ids = shape.eos_ids
         self.block_tokens: int = cache.block_size
-        self.capacity_slots = (cache.num_gpu_blocks - _SPARE_BLOCKS) * self.block_tokens
+        self.capacity_slots = (cache.num_gpu_blocks - SPARE_BLOCKS) * self.block_tokens
         self.max_rows: int = llm.vllm_config.scheduler_config.max_num_seqs
         self.device: str = current_platform.device_name
 
@@ -302,6 +297,10 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
         "dtype": shape.dtype,
         "max_model_len": shape.context_tokens,
         "max_num_seqs": settings.max_candidates,
+        "max_num_batched_tokens": batched_tokens(settings.max_candidates),
+        # Every block holds all layers: where some have a window, vLLM would store a text in several
+        # blocks, and slots would not be tokens.
+        "disable_hybrid_kv_cache_manager": True,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
@@ -315,7 +314,7 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
             kv_connector_module_path=vllm_prompts.__name__,
             kv_role="kv_both",
         ),
-        **({"block_size": _CPU_BLOCK_TOKENS} if on_cpu else {}),
+        **({"block_size": BLOCK_TOKENS["cpu"]} if on_cpu else {}),
         **settings.vllm_options,
     }
     if settings.kv_slots:
@@ -327,8 +326,8 @@ def _capacity(
     slots: int, arguments: dict[str, Any], shape: Shape, *, on_cpu: bool
 ) -> dict[str, Any]:
     """Engine arguments for so many slots in whole blocks; texts cannot be longer than that."""
-    block = arguments.setdefault("block_size", 16)
-    blocks = slots // block + _SPARE_BLOCKS
+    block = arguments.setdefault("block_size", BLOCK_TOKENS["cuda"])
+    blocks = slots // block + SPARE_BLOCKS
     longest = min(arguments["max_model_len"], (blocks - 1) * block)
     capacity: dict[str, Any] = {"num_gpu_blocks_override": blocks, "max_model_len": longest}
     if on_cpu:

@@ -1,12 +1,12 @@
-"""Bytes that KV slots and the steps of a model take, from its config alone; standard library only.
+"""Bytes that weights, KV slots and steps of a model take, from its config; standard library only.
 
 The engines reserve memory by these formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 # Returns a field of a config, or the default.
@@ -57,6 +57,25 @@ class ModelSizes:
             context_tokens=read("max_position_embeddings", None),
         )
 
+    def split(self, devices: int) -> Self:
+        """Sizes on one of the devices of tensor parallelism, which each have some of the heads.
+
+        Fewer key heads than devices are copied.
+
+        Raises:
+            ValueError: the heads cannot be divided.
+        """
+        few, many = sorted((self.kv_heads, devices))
+        if self.heads % devices or many % few:
+            heads = f"{self.heads} heads and {self.kv_heads} key heads"
+            raise ValueError(f"{heads} cannot be divided among {devices} devices")
+        return replace(
+            self,
+            heads=self.heads // devices,
+            kv_heads=max(1, self.kv_heads // devices),
+            intermediate=-(-self.intermediate // devices),
+        )
+
     def slot_bytes(self, dtype_bytes: int) -> int:
         """Bytes of keys and values of one token across all layers."""
         return slot_bytes(self.layers, self.kv_heads, self.head_dim, dtype_bytes)
@@ -98,3 +117,47 @@ def rows_at_once(vocabulary: int, device: str) -> int:
 def cpu_score_bytes(threads: int, context_tokens: int) -> int:
     """Most that the compiled attention holds: each thread one share's scores of all tokens."""
     return threads * 4 * CPU_COLUMNS * context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What the layers of a model type have beside their matrices, and its config's defaults."""
+
+    num_norms: int = 2
+    has_head_norms: bool = False  # of queries and keys
+    has_qkv_bias: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+
+_TIED = {"tie_word_embeddings": True}
+_GEMMA_3 = _TIED | {"vocab_size": 262_208, "head_dim": 256, "max_position_embeddings": 131_072}
+ARCHITECTURES = {
+    "llama": Architecture(),
+    "mistral": Architecture(),
+    "qwen2": Architecture(has_qkv_bias=True),
+    "qwen3": Architecture(has_head_norms=True),
+    "gemma": Architecture(defaults=_TIED),
+    "gemma2": Architecture(num_norms=4, defaults=_TIED),
+    "gemma3_text": Architecture(num_norms=4, has_head_norms=True, defaults=_GEMMA_3),
+}
+
+
+def num_parameters(read: Read, devices: int = 1) -> int:
+    """Weights of a model, or of one of the devices of tensor parallelism.
+
+    Raises:
+        ValueError: its architecture is not one of `ARCHITECTURES`, or cannot be divided.
+    """
+    architecture = ARCHITECTURES.get(kind := read("model_type", ""))
+    if architecture is None:
+        raise ValueError(f"model_type {kind!r} is none of {', '.join(ARCHITECTURES)}")
+    sizes = ModelSizes.of(read).split(devices)
+    hidden, dim, of_kv = sizes.hidden, sizes.head_dim, 2 * sizes.kv_heads
+    layer = hidden * dim * (2 * sizes.heads + of_kv) + 3 * hidden * sizes.intermediate
+    layer += architecture.num_norms * hidden + 2 * dim * architecture.has_head_norms
+    if architecture.has_qkv_bias or read("attention_bias", False):
+        layer += dim * (sizes.heads + of_kv)
+    if read("attention_bias", False):
+        layer += hidden
+    num_tables = 1 if read("tie_word_embeddings", False) else 2
+    return sizes.layers * layer + hidden + num_tables * hidden * -(-sizes.vocabulary // devices)
