@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 from transformers import Gemma3TextConfig
 
