@@ -29,7 +29,7 @@ def main() -> None:
     try:
         with telemetry.configured("generator", settings):
             asyncio.run(_serve(settings))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"generator: {error}") from error
     threads.leave()
 

@@ -15,6 +15,18 @@ from typing import Generic, Protocol, TypeVar
 from specrej.errors import InvalidRequest, Overloaded, SlotsExceeded, Violation
 from specrej.inference.slots import SlotLedger
 
+# Tokens of vLLM's blocks: its default, on CPUs the fewest with which its kernels are fast.
+BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+
+# Blocks that no candidate gets: vLLM reserves one, and counts the newest token, which is never
+# stored, against the longest text.
+SPARE_BLOCKS = 2
+
+
+def own_slots(tokens: int) -> int:
+    """Slots of one candidate in the own engine, which stores the newest token in the next step."""
+    return max(0, tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -39,9 +51,39 @@ class Demand:
         """The least useful share: a first round for `n` candidates, or the whole answer for one."""
         return max(n * self.first_round_slots, self.slots_of(self.max_tokens))
 
+    def beginning(self, slots: int) -> int:
+        """Candidates that so many slots, without the prompt's, hold at the end of the first round;
+        0: no whole answer fits."""
+        return slots // max(1, self.first_round_slots) if slots >= self.floor(1) else 0
+
     def whole(self, n: int) -> int:
         """The most that `n` candidates can ever use."""
         return n * self.slots_of(self.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Slots of a prompt's candidates in vLLM, in whole blocks of `size` tokens."""
+
+    size: int
+    prompt_tokens: int
+
+    @property
+    def shared(self) -> int:
+        """Slots of the prompt held once: vLLM computes a prompt's last token anew every time."""
+        return (self.prompt_tokens - 1) // self.size * self.size
+
+    def own(self, tokens: int) -> int:
+        """Slots of one candidate of so many new tokens, the newest of which is not stored yet."""
+        if not tokens:
+            return 0
+        stored = self.prompt_tokens - self.shared + tokens - 1
+        return -(-stored // self.size) * self.size
+
+    def reach(self, room: int) -> int:
+        """The most new tokens for which `own` is at most `room`."""
+        stored = room // self.size * self.size
+        return max(0, stored - (self.prompt_tokens - self.shared) + 1) if stored else 0
 
 
 class Waiting(Protocol):
@@ -72,9 +114,10 @@ class AdmissionQueue(Generic[S]):
     ) -> None:
         """`admit(session, n)` opens a session with n candidates; it must call `give_share`.
 
-        max_waiting: sessions that may wait; auto_candidates: most candidates where N is left open;
-        max_candidates: most candidates of all sessions together, of which `free_candidates()` are
-        free now; `missing(session)`: slots of its prompt that no open session holds yet.
+        max_waiting: sessions that may wait; auto_candidates: most candidates where N is left open,
+        at most max_candidates; max_candidates: most candidates of all sessions together, of which
+        `free_candidates()` are free now; `missing(session)`: slots of its prompt that no open
+        session holds yet.
         """
         self._ledger = ledger
         self._admit = admit
@@ -136,13 +179,19 @@ class AdmissionQueue(Generic[S]):
         floor = max(demand.whole(min(live, 1)), live * demand.slots_of(ahead))
         self._ledger.narrow(session.id, floor, demand.whole(live), len(self._waiting))
 
+    def is_reduced(self, session: S, n: int) -> bool:
+        """Whether N was left open, and without other sessions it would be more than `n`."""
+        demand = session.demand
+        room = demand.beginning(self._ledger.capacity - demand.prompt_slots)
+        return not demand.n and n < min(self._auto_candidates, room)
+
     def _fitting(self, session: S) -> int:
         """Candidates with which a session can be admitted now; 0: none."""
         demand, missing, free = session.demand, self._missing(session), self._free_candidates()
         least = max(1, demand.n)
         if least > free or not self._ledger.can_admit(missing + demand.floor(least)):
             return 0
-        room = (self._ledger.unshared - missing) // max(1, demand.first_round_slots)
+        room = demand.beginning(self._ledger.unshared - missing)
         return demand.n or max(1, min(self._auto_candidates, free, room))
 
     def _check_capacity(self, demand: Demand) -> None:
@@ -153,8 +202,7 @@ class AdmissionQueue(Generic[S]):
         needed = demand.prompt_slots + demand.floor(max(1, demand.n))
         if needed <= capacity:
             return
-        room = capacity - demand.prompt_slots
-        most = room // max(1, demand.first_round_slots) if room >= demand.floor(1) else 0
+        most = demand.beginning(capacity - demand.prompt_slots)
         raise SlotsExceeded(
             [Violation("n", f"needs {needed} KV slots, capacity is {capacity}")],
             needed=needed,

@@ -70,6 +70,7 @@ class Opened:
 
     n: int
     slots: SlotGauge
+    reduced: bool = False  # as in `contracts.Session`
 
 
 @dataclass(frozen=True, slots=True)

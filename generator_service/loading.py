@@ -36,7 +36,9 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         torch.set_num_threads(settings.threads)
     device = device_of(settings.device)
     model = CausalLM.load(settings.model_directory, device)
-    auto_candidates = min(settings.auto_candidates, settings.max_candidates)
+    context_tokens = settings.context_of(model.sizes.context_tokens)
+    dtype = str(model.shape.dtype).removeprefix("torch.")
+    auto_candidates = settings.auto_candidates_of(dtype)
     capacity = settings.kv_slots or slots_from_memory(model, settings)
     engine = Engine(
         model,
@@ -56,11 +58,11 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         fingerprint=fingerprint.of_directory(
             settings.model_directory, {"dtype": str(model.shape.dtype)}
         ),
-        context_tokens=model.context_tokens,
+        context_tokens=context_tokens,
         max_candidates=settings.max_candidates,
         vocabulary=model.vocabulary,
         slot_bytes=model.shape.slot_bytes,
-        device=f"{device} {str(model.shape.dtype).removeprefix('torch.')}",
+        device=f"{device} {dtype}",
         auto_candidates=auto_candidates,
     )
     return LocalGenerator(thread, Text.load(settings.model_directory, model.eos_ids), card)
@@ -73,7 +75,11 @@ def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
         ValueError: not even one fits.
     """
     device = model.shape.device
-    workspace = model.workspace_bytes(settings.max_candidates, settings.prefill_chunk)
+    workspace = model.workspace_bytes(
+        settings.max_candidates,
+        settings.prefill_chunk,
+        settings.context_of(model.sizes.context_tokens),
+    )
     budget = memory.budget(device, settings.memory_fraction, model.weight_bytes, workspace)
     log.info("memory in bytes: %s, %d per KV slot", budget, model.shape.slot_bytes)
     slots = budget.kv_bytes // model.shape.slot_bytes
@@ -81,7 +87,8 @@ def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:
         raise ValueError(
             f"no memory for KV slots: {budget.allowed} bytes (memory_fraction "
             f"{settings.memory_fraction} of {budget.total}) - {budget.weights} for weights - "
-            f"{budget.workspace} for a step of {settings.max_candidates} candidates"
+            f"{budget.workspace} for a step of {settings.max_candidates} candidates; "
+            "specrej plan computes settings that fit"
         )
     return slots
 

@@ -24,6 +24,7 @@ class LocalSession:
     _sampling: Sampling
     n: int
     prompt_tokens: int
+    reduced: bool
 
     async def extend(self, until_tokens: int) -> Round:
         batch = await asyncio.wrap_future(self._engine.extend(self._id, until_tokens))
@@ -45,9 +46,15 @@ class LocalGenerator:
         command = await self._frontend.command(spec)
         session_id, opened = self._engine.open(command)
         try:
-            n = (await asyncio.wrap_future(opened)).n
+            admitted = await asyncio.wrap_future(opened)
             yield LocalSession(
-                self._engine, self._frontend, session_id, spec.sampling, n, len(command.prompt_ids)
+                self._engine,
+                self._frontend,
+                session_id,
+                spec.sampling,
+                admitted.n,
+                len(command.prompt_ids),
+                admitted.reduced,
             )
         finally:
             await asyncio.wrap_future(self._engine.close(session_id))

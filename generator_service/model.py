@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from generator_service.sampling import WORKSPACE_TENSORS, rows_at_once
 from generator_service.text import eos_ids
 from specrej.inference.attention import Segment
 from specrej.inference.model import SegmentedModel
+from specrej.inference.sizes import cpu_score_bytes
 
 
 class CausalLM(SegmentedModel):
@@ -53,20 +53,14 @@ class CausalLM(SegmentedModel):
         logits: Tensor = output.logits[0].float()
         return logits
 
-    def workspace_bytes(self, max_rows: int, prefill_chunk: int) -> int:
-        """Most that one step allocates for a moment: activations, scores, logits, sampling.
+    def workspace_bytes(self, max_rows: int, prefill_chunk: int, context_tokens: int) -> int:
+        """Most that one step allocates for a moment, if no text is longer than `context_tokens`.
 
-        The largest step has `max_rows` candidates and `prefill_chunk` tokens of a prompt. The sum
-        is of the tensors that live at once in the widest places of a layer and after the last one.
+        The largest step has `max_rows` candidates and `prefill_chunk` tokens of a prompt.
         """
-        rows, dtype_bytes = max_rows + prefill_chunk, self.shape.dtype.itemsize
-        intermediate: int = self._model.config.get_text_config().intermediate_size
-        attention = 3 * self.num_heads * self.shape.head_dim
-        layer = rows * (4 * self.hidden_size + max(attention, 4 * intermediate)) * dtype_bytes
-        # Scores: of a chunk with all tokens before it, twice; of all rows with a shared prompt.
-        scored = 3 * prefill_chunk + 2 * max_rows
-        scores = self.num_heads * self.context_tokens * scored * 4
-        logits = (max_rows + 1) * self.vocabulary * (dtype_bytes + 4)
-        block = min(max_rows, rows_at_once(self.vocabulary, self.shape.device))
-        sampling = block * self.vocabulary * 4 * WORKSPACE_TENSORS
-        return max(layer + scores, logits + sampling)
+        if self.is_compiled:
+            scores = cpu_score_bytes(torch.get_num_threads(), context_tokens)
+        else:
+            scores = self.sizes.torch_score_bytes(max(max_rows, prefill_chunk), context_tokens)
+        dtype_bytes, device = self.shape.dtype.itemsize, self.shape.device.type
+        return self.sizes.workspace_bytes(dtype_bytes, max_rows, prefill_chunk, scores, device)

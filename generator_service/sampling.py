@@ -13,25 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrej.contracts import Sampling
+from specrej.inference.sizes import DRAW_BLOCK, rows_at_once
 
 # top_p usually needs far fewer tokens than this; a full sort is the fallback.
 _NUCLEUS_GUESS = 256
-
-# Tokens per block: a draw finds its block by the blocks' sums, then its token in the block.
-_BLOCK = 256
-
-
-# Logits drawn from at once; few on a CPU, to bound the memory.
-_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
-
-# Float32 tensors of this size that sampling holds at once at most: weights, weights without the
-# forbidden tokens, a full sort with its indices, running sums and the nucleus.
-WORKSPACE_TENSORS = 8
-
-
-def rows_at_once(vocabulary: int, device: torch.device) -> int:
-    """Rows with which tokens are drawn in one block."""
-    return max(1, _AT_ONCE.get(device.type, 1 << 22) // vocabulary)
 
 
 def sample(
@@ -55,7 +40,7 @@ def sample(
         if sampling.temperature:
             uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
         return cpu_sampling.draw(logits, sampling.temperature, uniform, forbidden)
-    block = rows_at_once(logits.shape[1], logits.device)
+    block = rows_at_once(logits.shape[1], logits.device.type)
     parts = [
         _sample_block(part, sampling, candidate_ids[at * block : (at + 1) * block], step, forbidden)
         for at, part in enumerate(torch.split(logits, block))
@@ -158,11 +143,11 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     target = uniform[:, None] * running[:, -1:]
     block = _pass(sums, running, target)
     before = running.gather(1, block) - sums.gather(1, block)
-    inside = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
     within = weights.gather(1, inside.clamp(max=weights.shape[1] - 1)).double()
     within.masked_fill_(inside >= weights.shape[1], 0.0)
     at = _pass(within, within.cumsum(dim=-1), target - before)
-    return (block * _BLOCK + at)[:, 0]
+    return (block * DRAW_BLOCK + at)[:, 0]
 
 
 def _block_sums(weights: Tensor) -> Tensor:
@@ -171,9 +156,9 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _blocks(weights: Tensor) -> list[Tensor]:
-    """Views [rows, blocks, _BLOCK] of the whole blocks and [rows, 1, rest] of the rest."""
-    whole = weights.shape[1] // _BLOCK * _BLOCK
-    blocks = torch.unflatten(weights[:, :whole], 1, (whole // _BLOCK, _BLOCK))
+    """Views [rows, blocks, DRAW_BLOCK] of the whole blocks and [rows, 1, rest] of the rest."""
+    whole = weights.shape[1] // DRAW_BLOCK * DRAW_BLOCK
+    blocks = torch.unflatten(weights[:, :whole], 1, (whole // DRAW_BLOCK, DRAW_BLOCK))
     return [part for part in (blocks, weights[:, None, whole:]) if part.numel()]
 
 

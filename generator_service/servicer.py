@@ -111,6 +111,7 @@ class _Commands:
             prompt_tokens=session.prompt_tokens,
             slots=wire.to_message(description.slots, common_pb2.SlotGauge),
             fingerprint=description.fingerprint,
+            reduced=session.reduced,
         )
         return pb.SessionResponse(opened=opened)
 

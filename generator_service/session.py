@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from generator_service.admission import Demand
+from generator_service.admission import Demand, own_slots
 from generator_service.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
 from generator_service.prompt_tree import RadixNode
 from specrej.inference.attention import DecodeSegment, PrefillSegment
@@ -35,8 +35,7 @@ class Session:
 
     @property
     def demand(self) -> Demand:
-        # The newest token of a candidate is not stored until the next step computes it.
-        return self.command.demand(self.prompt_tokens, lambda tokens: max(0, tokens - 1))
+        return self.command.demand(self.prompt_tokens, own_slots)
 
     def unread(self) -> RadixNode[PromptKV]:
         """The first node of the prompt that is not computed; the last one if all are."""

@@ -11,6 +11,9 @@ from pydantic_settings import SettingsConfigDict
 from specrej.limits import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
 
+# More candidates take a CPU minutes, whatever its memory.
+_AUTO_ON_CPU = 64
+
 
 class GeneratorSettings(ServiceSettings):
     """The generator service: holds the model's weights and the KV slots, makes tokens.
@@ -47,6 +50,9 @@ class GeneratorSettings(ServiceSettings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="cpu (float32), cuda or cuda:N (bfloat16); auto: cuda if available, else cpu",
     )
+    context_tokens: int = Field(
+        0, ge=0, description="most tokens of prompt and answer together; 0: the model's"
+    )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0: all cores")
     kv_slots: int = Field(0, ge=0, description="KV capacity in slots; 0: from memory")
     memory_fraction: float = Field(
@@ -62,7 +68,11 @@ class GeneratorSettings(ServiceSettings):
         1024, ge=1, le=MAX_BATCH, description="most candidates per session, and per step of all"
     )
     auto_candidates: int = Field(
-        64, ge=1, le=MAX_BATCH, description="most candidates if a request does not set n"
+        0,
+        ge=0,
+        le=MAX_BATCH,
+        description="most candidates if a request does not set n, of those that the free slots"
+        " hold; 0: max_candidates on GPUs, 64 on CPUs",
     )
     max_waiting: int = Field(64, ge=0, description="sessions that may wait for slots")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens read in one step")
@@ -83,3 +93,21 @@ class GeneratorSettings(ServiceSettings):
     @property
     def model_directory(self) -> Path:
         return Path(self.model)
+
+    def auto_candidates_of(self, dtype: str) -> int:
+        """Most candidates where N is left open; float32 is the precision on CPUs."""
+        of_device = _AUTO_ON_CPU if dtype == "float32" else self.max_candidates
+        return min(self.auto_candidates or of_device, self.max_candidates)
+
+    def context_of(self, model_tokens: int) -> int:
+        """The context of a model that has `model_tokens`.
+
+        Raises:
+            ValueError: `context_tokens` is more.
+        """
+        if self.context_tokens > model_tokens:
+            raise ValueError(
+                f"context_tokens must be at most the model's {model_tokens}, "
+                f"is {self.context_tokens}"
+            )
+        return self.context_tokens or model_tokens

@@ -41,6 +41,7 @@ class ToySession:
         self.id = session_id
         self.demand = command.demand(len(command.prompt_ids), lambda tokens: tokens)
         self.n = 0
+        self.reduced = False
         self.prompt_tokens = len(command.prompt_ids)
         self.command = command
         self._generator = generator
@@ -183,6 +184,7 @@ class ToyGenerator:
     def _admit(self, session: ToySession, n: int) -> None:
         self.ledger.hold(session.prompt_tokens)
         self._queue.give_share(session, n)
+        session.reduced = self._queue.is_reduced(session, n)
         session.begin(n)
 
     def load(self) -> Load:

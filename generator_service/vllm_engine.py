@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,18 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from generator_service import vllm_draw, vllm_prompts
+from generator_service.admission import BLOCK_TOKENS, SPARE_BLOCKS
+from generator_service.capacity import batched_tokens
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import OnStep, Step
 from generator_service.text import eos_ids
 from specrej.contracts import Sampling
 from specrej.errors import InternalError, Unavailable
+from specrej.inference.sizes import ModelSizes
 
 log = logging.getLogger(__name__)
 
 VERSION = vllm.__version__
-
-# Default tokens per block on CPUs: the fewest with which vLLM's kernels are fast.
-_CPU_BLOCK_TOKENS = 32
-
-# Blocks that no candidate gets: vLLM reserves one, and counts the newest token, which is never
-# stored, against the longest text.
-_SPARE_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +74,12 @@ class Shape:
     @classmethod
     def read(cls, directory: Path, dtype: str) -> Shape:
         config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        bytes_each = 4 if dtype == "float32" else 2
+        sizes = ModelSizes.of(partial(getattr, config))
         return cls(
-            context_tokens=config.max_position_embeddings,
-            vocabulary=config.vocab_size,
+            context_tokens=sizes.context_tokens,
+            vocabulary=sizes.vocabulary,
             eos_ids=eos_ids(_generation_config(directory), config),
-            slot_bytes=2 * config.num_hidden_layers * kv_heads * head_dim * bytes_each,
+            slot_bytes=sizes.slot_bytes(4 if dtype == "float32" else 2),
             dtype=dtype,
         )
 
@@ -192,7 +186,7 @@ class VLLMEngine:
         self.shape = shape
         self.eos_ids = shape.eos_ids
         self.block_tokens: int = cache.block_size
-        self.capacity_slots = (cache.num_gpu_blocks - _SPARE_BLOCKS) * self.block_tokens
+        self.capacity_slots = (cache.num_gpu_blocks - SPARE_BLOCKS) * self.block_tokens
         self.max_rows: int = llm.vllm_config.scheduler_config.max_num_seqs
         self.device: str = current_platform.device_name
 
@@ -206,6 +200,7 @@ class VLLMEngine:
         statistics = Statistics(on_step)
         on_cpu = current_platform.is_cpu()
         shape = Shape.read(settings.model_directory, "float32" if on_cpu else "bfloat16")
+        shape = replace(shape, context_tokens=settings.context_of(shape.context_tokens))
         arguments = AsyncEngineArgs(**_arguments(settings, shape, on_cpu=on_cpu))
         llm = AsyncLLMEngine.from_engine_args(
             arguments, stat_loggers=[lambda config, index: statistics]
@@ -313,6 +308,10 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
         "dtype": shape.dtype,
         "max_model_len": shape.context_tokens,
         "max_num_seqs": settings.max_candidates,
+        "max_num_batched_tokens": batched_tokens(settings.max_candidates),
+        # Every block holds all layers: where some have a window, vLLM would store a text in several
+        # blocks, and slots would not be tokens.
+        "disable_hybrid_kv_cache_manager": True,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
@@ -327,7 +326,7 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
             kv_role="kv_both",
         ),
         **_adapter_arguments(settings.adapters),
-        **({"block_size": _CPU_BLOCK_TOKENS} if on_cpu else {}),
+        **({"block_size": BLOCK_TOKENS["cpu"]} if on_cpu else {}),
         **settings.vllm_options,
     }
     if settings.kv_slots:
@@ -352,8 +351,8 @@ def _capacity(
     slots: int, arguments: dict[str, Any], shape: Shape, *, on_cpu: bool
 ) -> dict[str, Any]:
     """Engine arguments for so many slots in whole blocks; texts cannot be longer than that."""
-    block = arguments.setdefault("block_size", 16)
-    blocks = slots // block + _SPARE_BLOCKS
+    block = arguments.setdefault("block_size", BLOCK_TOKENS["cuda"])
+    blocks = slots // block + SPARE_BLOCKS
     longest = min(arguments["max_model_len"], (blocks - 1) * block)
     capacity: dict[str, Any] = {"num_gpu_blocks_override": blocks, "max_model_len": longest}
     if on_cpu:

@@ -18,10 +18,9 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from generator_service.admission import AdmissionQueue
+from generator_service.admission import AdmissionQueue, Blocks
 from generator_service.commands import GrowingCandidate, OpenCommand, PrefixBatch
 from generator_service.frontend import Frontend, ModelCard
 from generator_service.settings import GeneratorSettings
@@ -45,31 +44,6 @@ if TYPE_CHECKING:
     from generator_service.vllm_engine import CandidateRequest, VLLMEngine
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Slots of a prompt's candidates, in whole blocks of `size` tokens."""
-
-    size: int
-    prompt_tokens: int
-
-    @property
-    def shared(self) -> int:
-        """Slots of the prompt held once: vLLM computes a prompt's last token anew every time."""
-        return (self.prompt_tokens - 1) // self.size * self.size
-
-    def own(self, tokens: int) -> int:
-        """Slots of one candidate of so many new tokens, the newest of which is not stored yet."""
-        if not tokens:
-            return 0
-        stored = self.prompt_tokens - self.shared + tokens - 1
-        return -(-stored // self.size) * self.size
-
-    def reach(self, room: int) -> int:
-        """The most new tokens for which `own` is at most `room`."""
-        stored = room // self.size * self.size
-        return max(0, stored - (self.prompt_tokens - self.shared) + 1) if stored else 0
-
-
 class VLLMSession:
     """A `Session` on vLLM; one call at a time."""
 
@@ -77,6 +51,7 @@ class VLLMSession:
         self.id = session_id
         self.command = command
         self.n = 0
+        self.reduced = False
         self.prompt_tokens = len(command.prompt_ids)
         self.blocks = Blocks(generator.engine.block_tokens, self.prompt_tokens)
         self.demand = command.demand(self.blocks.shared, self.blocks.own)
@@ -287,6 +262,7 @@ class VLLMGenerator:
             self.ledger.hold(session.blocks.shared)
             self.queue.give_share(session, n)
             self._sessions[session.id] = session
+            session.reduced = self.queue.is_reduced(session, n)
             session.begin(n)
 
     def _free_rows(self) -> int:
@@ -311,7 +287,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
         vocabulary=shape.vocabulary,
         slot_bytes=shape.slot_bytes,
         device=f"vllm {engine.device} {shape.dtype}",
-        auto_candidates=min(settings.auto_candidates, settings.max_candidates),
+        auto_candidates=settings.auto_candidates_of(shape.dtype),
         adapters=tuple(settings.adapters),
     )
     return VLLMGenerator(

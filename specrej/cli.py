@@ -293,6 +293,7 @@ def _forward(name: str, help_text: str, *command: str) -> None:
 
 _forward("up", "Run the whole service on this machine until Ctrl-C.", "deploy.local", "up")
 _forward("demo", "Start everything on free ports and answer one prompt.", "deploy.local", "demo")
+_forward("plan", "Compute slots, N and settings from a model's config.", "generator_service.plan")
 _forward("train-reward", "Fit a reward on pairs of answers.", "reward_service.training")
 _forward("cache", "Inspect or empty the answer cache.", "orchestrator.cache.admin")
 _forward("experiment", "Reproduce the paper on your models.", "experiments")

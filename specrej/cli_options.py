@@ -29,12 +29,12 @@ REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]"
 
 
 def parse_schedule(text: str) -> Schedule:
-    """`memory`, `geometric`, `geometric:FIRST`, `geometric:FIRST,FACTOR` or `tokens:T,T,...`."""
+    """`memory[:FIRST]`, `geometric[:FIRST[,FACTOR]]` or `tokens:T,T,...`."""
     kind, _, rest = text.partition(":")
     values = rest.split(",") if rest else []
     try:
-        if kind == "memory" and not values:
-            return MemorySchedule()
+        if kind == "memory" and len(values) <= 1:
+            return MemorySchedule(int(values[0])) if values else MemorySchedule()
         if kind == "tokens" and values:
             return TokensSchedule(tuple(int(value) for value in values))
         if kind == "geometric" and len(values) <= 2:
@@ -45,7 +45,7 @@ def parse_schedule(text: str) -> Schedule:
     except ValueError:
         pass
     raise typer.BadParameter(
-        f"{text!r}: use memory, geometric:16,2 (first, factor) or tokens:16,32,64"
+        f"{text!r}: use memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64"
     )
 
 

@@ -204,6 +204,7 @@ class RemoteSession:
         self._made_by = frozenset({opened.fingerprint} - {""})
         self.n = opened.n
         self.prompt_tokens = opened.prompt_tokens
+        self.reduced = opened.reduced
 
     async def extend(self, until_tokens: int) -> Round:
         command = generator_pb2.ExtendSession(until_tokens=until_tokens)

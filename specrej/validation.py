@@ -96,12 +96,11 @@ def check_schedule(schedule: Schedule, path: str) -> Iterator[Violation]:
             yield Violation(where, f"must have 1 .. {MAX_DECISION_TOKENS} tokens")
         if any(later <= earlier for earlier, later in zip((0, *tokens), tokens, strict=False)):
             yield Violation(where, "must be 1 or more and strictly ascending")
-    if isinstance(schedule, GeometricSchedule):
-        if not 1 <= schedule.first <= MAX_INT32:
-            yield _out_of(f"{path}.geometric.first", schedule.first, "1 or more")
-        if not MIN_FACTOR <= schedule.factor <= MAX_FACTOR:
-            accepted = f"{MIN_FACTOR} .. {MAX_FACTOR}"
-            yield _out_of(f"{path}.geometric.factor", schedule.factor, accepted)
+    elif not 1 <= schedule.first <= MAX_INT32:
+        yield _out_of(f"{path}.{schedule.kind}.first", schedule.first, "1 or more")
+    if isinstance(schedule, GeometricSchedule) and not MIN_FACTOR <= schedule.factor <= MAX_FACTOR:
+        accepted = f"{MIN_FACTOR} .. {MAX_FACTOR}"
+        yield _out_of(f"{path}.geometric.factor", schedule.factor, accepted)
 
 
 def check_selection(

@@ -41,6 +41,7 @@ class PlacedSession:
         self.version = backend.version  # a restarted backend may have another
         self.n = session.n
         self.prompt_tokens = session.prompt_tokens
+        self.reduced = session.reduced
 
     async def extend(self, until_tokens: int) -> Round:
         async with self.backend.answering():
@@ -77,12 +78,14 @@ class FailoverSession:
         # Set on entering.
         self.n: int
         self.prompt_tokens: int
+        self.reduced: bool
         self._session: PlacedSession
         self._slots: SlotGauge
 
     async def __aenter__(self) -> Self:
         session = await self._stack.enter_async_context(self._place(self._spec, None))
         self._session, self.n, self.prompt_tokens = session, session.n, session.prompt_tokens
+        self.reduced = session.reduced
         first = self._spec.first_candidate_id
         ids = range(first, first + self.n)
         started = self._spec.started or [StartedCandidate(i, (), 0.0) for i in ids]

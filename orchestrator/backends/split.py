@@ -84,6 +84,7 @@ class SplitSession:
         self._num_tokens = 0  # of every live candidate
         self.n = sum(session.n for _, session in sessions)
         self.prompt_tokens = sessions[0][1].prompt_tokens
+        self.reduced = False  # only sessions with a given n are split
 
     async def extend(self, until_tokens: int) -> Round:
         if not (self._lost or any(part.live for part in self._parts)):

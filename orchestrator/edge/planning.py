@@ -15,6 +15,7 @@ from orchestrator.loop import (
     check_expansion,
     expanded,
     fingerprint_of,
+    first_round_tokens,
     most_rounds,
 )
 from specrej.contracts import (
@@ -56,7 +57,6 @@ class Plan:
     request: GenerationRequest
     reward_order: tuple[int, ...]
     candidate_tokens: int  # upper bound, for admission
-    auto_candidates: int  # of a run that is not reduced; 0 if the request sets n
     tenant: str
     share: Share
     keys: Keys
@@ -125,11 +125,12 @@ class Planner:
             raise NotFound(f"no such model, there is: {models}")
         adapter = request.model if request.model in generator.adapters else ""
         selection = request.selection
+        most = selection.n or _most_candidates(request, generator)
         if selection.algorithm is Algorithm.BEST_OF_N:
             selection = replace(selection, alpha=0.0)
         has_no_rewards = False
         try:
-            rewards, reward_fingerprint = await self._rewards_of(selection)
+            rewards, reward_fingerprint = await self._rewards_of(selection, most)
         except Unavailable:
             if not request.allow_degraded:
                 raise
@@ -148,8 +149,7 @@ class Planner:
         return Plan(
             planned,
             tuple(ordered.index(reward) for reward in rewards),
-            _candidate_tokens(request, generator),
-            0 if selection.n else generator.auto_candidates,
+            _candidate_tokens(request, most, generator),
             tenant,
             share,
             keys,
@@ -171,8 +171,11 @@ class Planner:
         available = self._names(reward.name for reward in await self._served.get())
         return tuple(sorted(available, key=lambda name: name != self._default_reward))
 
-    async def _rewards_of(self, selection: Selection) -> tuple[list[WeightedReward], str]:
-        """The rewards of a request, composites expanded, and their fingerprint."""
+    async def _rewards_of(
+        self, selection: Selection, most: int
+    ) -> tuple[list[WeightedReward], str]:
+        """The rewards of a request of at most `most` candidates, composites expanded, and their
+        fingerprint."""
         named = selection.rewards
         if not named:
             default = self._default_reward or (await self._served.get())[0].name
@@ -184,7 +187,7 @@ class Planner:
             served = {reward.name: reward for reward in await self._served.get()}
         for index, part in parts:
             self._check_served(part.name, named[index].name, served)
-        raise_if_any(_check_batches(parts, selection.n, served))
+        raise_if_any(_check_batches(parts, most, served))
         rewards = [part for _, part in parts]
         own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
         return rewards, fingerprint_of(rewards, own)
@@ -221,11 +224,10 @@ class _LastDescription(Generic[T]):
         return self._last
 
 
-def _candidate_tokens(request: GenerationRequest, generator: GeneratorDescription) -> int:
-    """The cost of a request: candidates times the tokens that each may grow to, at most the
+def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDescription) -> int:
+    """The cost of a request: `n` candidates times the tokens that each may grow to, at most the
     generator's slots, and one per prefix that may be scored and per value that may be returned."""
     selection, sampling = request.selection, request.sampling
-    n = selection.n or generator.auto_candidates or generator.max_candidates
     grown = min(n * sampling.max_tokens, generator.slots.capacity)
     is_cut = selection.algorithm is not Algorithm.BEST_OF_N
     scored = n * (most_rounds(selection.schedule, sampling.max_tokens) if is_cut else 1)
@@ -233,12 +235,19 @@ def _candidate_tokens(request: GenerationRequest, generator: GeneratorDescriptio
     return grown + scored + min(selection.return_candidates, n) * values
 
 
+def _most_candidates(request: GenerationRequest, generator: GeneratorDescription) -> int:
+    """Most candidates of a request whose n is 0: all slots, each candidate at its first cut."""
+    # The newest token of a candidate has no slot yet.
+    room = generator.slots.capacity // max(1, first_round_tokens(request) - 1)
+    return min(max(1, room), generator.auto_candidates or generator.max_candidates)
+
+
 def _check_batches(
     parts: Sequence[tuple[int, WeightedReward]], n: int, served: Mapping[str, RewardDescription]
 ) -> Iterator[Violation]:
-    """Every reward must accept all candidates in one batch."""
+    """Every reward must accept all candidates in one batch; `n` is the most there may be."""
     for index, reward in parts:
         limit = served[reward.name].max_batch if reward.name in served else n
         if n > limit:
-            description = f"{reward.name} takes at most {limit} candidates, n is {n}"
+            description = f"{reward.name} takes at most {limit} candidates, there may be {n}"
             yield Violation(f"{_REWARDS_PATH}[{index}]", description)

@@ -298,7 +298,6 @@ def _completed(
     return replace(
         generation,
         degradations=(*generation.degradations, *added),
-        reduced=generation.n < plan.auto_candidates,
         generator_fingerprint=generation.generator_fingerprint or plan.generator_fingerprint,
         reward_fingerprint=generation.reward_fingerprint or plan.reward_fingerprint,
         timings=replace(

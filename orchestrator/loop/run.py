@@ -88,7 +88,7 @@ async def run(
     async with _opened(request, generator, scorers, cache_salt) as (session, scorer):
         rewards = request.selection.rewards or _UNWEIGHTED
         state = RunState(session.n, session.prompt_tokens, rewards, request.sampling.logprobs)
-        state.open_ms = (clock() - began) * 1e3
+        state.open_ms, state.reduced = (clock() - began) * 1e3, session.reduced
         current = _Run(request, session, scorer, state, deadline, clock, on_round)
         with current.degradable():
             yield Admitted(session.n, session.prompt_tokens)

@@ -58,6 +58,7 @@ class RunState:
     rounds: list[RoundTrace] = field(default_factory=list)
     degradations: list[Degradation] = field(default_factory=list)
     hurried: bool = False
+    reduced: bool = False
     num_tokens: int = 0  # of every live candidate
     num_started: int = 0  # live when the latest round began
     num_traced: int = 0  # candidates in `rounds`
@@ -251,6 +252,7 @@ class RunState:
             ),
             degradations=tuple(self.degradations),
             hurried=self.hurried,
+            reduced=self.reduced,
         )
 
     def _is_truncated(self, number: int) -> bool:

@@ -128,13 +128,16 @@ class TokensSchedule:
 
 @dataclass(frozen=True, slots=True)
 class MemorySchedule:
-    """No planned decision tokens. A session opens with room for `first` tokens per candidate."""
+    """No planned decision tokens. A session opens with room for `first` tokens per candidate.
+
+    With n = 0 there are as many candidates as that allows: full slots end the first round there.
+    """
 
     first: int = 16
     kind: Literal["memory"] = "memory"
 
     def __str__(self) -> str:
-        return "memory"
+        return f"memory:{self.first}"
 
 
 # Where decision tokens lie. Full slots end a round early under every schedule. `str` is the text
@@ -170,14 +173,15 @@ class WeightedReward:
 class Selection:
     """How the returned candidate is found; fields as in `specrej.v1.Selection`."""
 
-    n: int = option(0, "Candidates; 0: as many as the free slots hold.")
+    n: int = option(0, "Candidates; 0: as many as the free slots hold at the first cut.")
     alpha: float = option(
         0.5,
         "Fraction of the ranked candidates rejected at each decision token.",
         Accepted("[0, 1)", lambda value: 0 <= value < 1),
     )
     schedule: Schedule = option(
-        GeometricSchedule(), "Decision tokens: memory, geometric:FIRST,FACTOR or tokens:T,T,..."
+        GeometricSchedule(),
+        "Decision tokens: memory:FIRST, geometric:FIRST,FACTOR or tokens:T,T,...",
     )
     algorithm: Algorithm = option(Algorithm.SPECULATIVE_REJECTION, "How the best is found.")
     rewards: tuple[WeightedReward, ...] = option(

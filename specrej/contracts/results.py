@@ -108,7 +108,7 @@ class Generation:
     """An answer with its rounds and cost; `candidates[0]` is the answer.
 
     `hurried`: deadline-adjusted; the deadline made cuts deeper or earlier than requested.
-    `reduced`: n was 0, and fewer candidates fitted than the generator's `auto_candidates`.
+    `reduced`: n was 0, and other requests held slots of some of the candidates.
     """
 
     candidates: tuple[RankedCandidate, ...]

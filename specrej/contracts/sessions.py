@@ -101,7 +101,7 @@ class GeneratorDescription:
     slots: SlotGauge
     sessions: int = 0
     waiting: int = 0
-    auto_candidates: int = 0  # of a session whose n is 0, if that many fit
+    auto_candidates: int = 0  # most of a session whose n is 0
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
 
 
@@ -140,6 +140,10 @@ class Session(Protocol):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the rendered prompt."""
+
+    @property
+    def reduced(self) -> bool:
+        """Whether N was left open, and the slots of other sessions made it smaller."""
 
     async def extend(self, until_tokens: int) -> Round:
         """Grow all live candidates to `until_tokens` new tokens.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specrej.inference.kv import PromptKV, SuffixKV
+from specrej.inference.sizes import SCORES_AT_ONCE
 
 NAME = "specrej"
 
@@ -144,41 +145,61 @@ def attend_rows(
             if not segment.stored:
                 piece = segment.pieces[-1]
                 piece.write(layer, segment.offset, key[:, rows], value[:, rows])
-            output[rows] = _prefill(segment, layer, query[:, rows], scaled)
         else:
             new = (key[:, rows].transpose(0, 1), value[:, rows].transpose(0, 1))
             segment.suffix.write(layer, *new)
-            output[rows] = _decode(segment, layer, query[:, rows].transpose(0, 1), scaled)
+        _attend(segment, layer, query[:, rows], output[rows], scaled)
     return output
 
 
-def _prefill(segment: PrefillSegment, layer: int, query: Tensor, scaled: Scaling) -> Tensor:
-    """Causal attention of a chunk to the prompt so far.
+def _attend(segment: Segment, layer: int, query: Tensor, output: Tensor, scaled: Scaling) -> None:
+    """Attention of a segment's rows, query [heads, rows, d], to output [rows, heads, d].
 
-    query [heads, chunk, d]; returns [chunk, heads, d].
+    In blocks of rows, so that the scores of a long text fit the memory.
     """
-    heads, chunk, dim = query.shape
-    end, last = segment.start + chunk, segment.offset + chunk
+    if isinstance(segment, PrefillSegment):
+        num_seen = segment.start + segment.num_rows
+    else:
+        num_seen = segment.position + 1
+    at_once = max(1, SCORES_AT_ONCE // (query.shape[0] * num_seen))
+    for first in range(0, segment.num_rows, at_once):
+        rows = slice(first, first + at_once)
+        if isinstance(segment, PrefillSegment):
+            output[rows] = _prefill(segment, layer, first, query[:, rows], scaled)
+        else:
+            output[rows] = _decode(segment, layer, first, query[:, rows].transpose(0, 1), scaled)
+
+
+def _prefill(
+    segment: PrefillSegment, layer: int, first: int, query: Tensor, scaled: Scaling
+) -> Tensor:
+    """Causal attention of a chunk's rows from `first` on to the prompt so far.
+
+    query [heads, rows, d]; returns [rows, heads, d].
+    """
+    heads, num_rows, dim = query.shape
+    start = segment.start + first
+    end, last = start + num_rows, segment.offset + first + num_rows
     *earlier, own = segment.pieces
     keys = [*(piece.keys[layer] for piece in earlier), own.keys[layer][:, :last]]
     values = [*(piece.values[layer] for piece in earlier), own.values[layer][:, :last]]
     kv_heads = keys[0].shape[0]
-    grouped = query.reshape(kv_heads, -1, dim)  # [kv_heads, group * chunk, d]
+    grouped = query.reshape(kv_heads, -1, dim)  # [kv_heads, group * rows, d]
     # Pieces side by side under one softmax; their keys and values are not copied together.
-    parts = [torch.bmm(grouped, part.transpose(1, 2)) for part in keys]
-    scores = _capped(torch.cat(parts, dim=-1), scaled).view(kv_heads, -1, chunk, end)
+    scores = _joined([torch.bmm(grouped, part.transpose(1, 2)) for part in keys], scaled)
+    scores = scores.view(kv_heads, -1, num_rows, end)
     if scaled.window is None:
-        # All that stands before the chunk is seen.
-        scores[..., segment.start :].masked_fill_(_later(chunk, query.device), -torch.inf)
+        # All that stands before the rows is seen.
+        scores[..., start:].masked_fill_(_later(num_rows, query.device), -torch.inf)
     else:
-        hidden = _hidden(segment.start, chunk, scaled.window, query.device)
+        hidden = _hidden(start, num_rows, scaled.window, query.device)
         scores.masked_fill_(hidden, -torch.inf)
     weights = _softmax(scores).view(kv_heads, -1, end)
     shares = torch.split(weights, [part.shape[1] for part in keys], dim=-1)
     output = torch.bmm(shares[0], values[0])
     for share, part in zip(shares[1:], values[1:], strict=True):
         output.baddbmm_(share, part)
-    return output.view(heads, chunk, dim).transpose(0, 1)
+    return output.view(heads, num_rows, dim).transpose(0, 1)
 
 
 @lru_cache(maxsize=64)
@@ -194,46 +215,53 @@ def _hidden(start: int, chunk: int, window: int, device: torch.device) -> Tensor
     return (keys > queries) | (keys <= queries - window)
 
 
-def _decode(segment: DecodeSegment, layer: int, query: Tensor, scaled: Scaling) -> Tensor:
-    """Attention of one new token per live row, query [live, heads, d], to prompt and own suffix.
+def _decode(
+    segment: DecodeSegment, layer: int, first_row: int, query: Tensor, scaled: Scaling
+) -> Tensor:
+    """Attention of the new tokens of rows, from `first_row` on, to prompt and own suffix.
+
+    query [rows, heads, d]; returns the same.
 
     Scores of both parts stand side by side under one softmax, so that the split is exact. All rows
     are at one position, so a sliding window only shortens both parts.
     """
     suffix = segment.suffix
-    live, heads, dim = query.shape
+    num_rows, heads, dim = query.shape
+    rows = slice(first_row, first_row + num_rows)
     length = suffix.length + 1
     pieces, first = segment.seen(scaled.window)
     parts = [(piece.keys[layer][:, at:], piece.values[layer][:, at:]) for piece, at in pieces]
     # Only the tokens that are set: beyond them lies uninitialised memory.
-    own_keys = suffix.keys(layer)[:live, :, first:length].flatten(0, 1)  # [live*kv_heads, own, d]
-    own_values = suffix.values(layer)[:live, :, first:length].flatten(0, 1)
-    kv_heads = own_keys.shape[0] // live
+    own_keys = suffix.keys(layer)[rows, :, first:length].flatten(0, 1)  # [rows*kv_heads, own, d]
+    own_values = suffix.values(layer)[rows, :, first:length].flatten(0, 1)
+    kv_heads = own_keys.shape[0] // num_rows
     group = heads // kv_heads
 
     # The shared parts are one dense product per head for all rows together.
-    by_head = query.reshape(live, kv_heads, group, dim).transpose(0, 1)
-    by_head = by_head.reshape(kv_heads, live * group, dim)
-    by_row = query.reshape(live * kv_heads, group, dim)
-    scores = [
-        torch.bmm(by_head, keys.transpose(1, 2)).view(kv_heads, live, group, -1).transpose(0, 1)
-        for keys, _ in parts
-    ]
-    scores.append(torch.bmm(by_row, own_keys.transpose(1, 2)).view(live, kv_heads, group, -1))
-    weights = _softmax(_capped(torch.cat(scores, dim=-1), scaled))
-    *shared_weights, own_weights = torch.split(weights, [part.shape[-1] for part in scores], dim=-1)
-    output = torch.bmm(own_weights.flatten(0, 1), own_values).view(live, kv_heads, group, dim)
+    by_head = query.reshape(num_rows, kv_heads, group, dim).transpose(0, 1)
+    by_head = by_head.reshape(kv_heads, num_rows * group, dim)
+    by_row = query.reshape(num_rows * kv_heads, group, dim)
+    shape = (kv_heads, num_rows, group, -1)
+    of_parts = [torch.bmm(by_head, keys.transpose(1, 2)).view(shape) for keys, _ in parts]
+    of_own = torch.bmm(by_row, own_keys.transpose(1, 2)).view(num_rows, kv_heads, group, -1)
+    sizes = [scores.shape[-1] for scores in (*of_parts, of_own)]
+    weights = _softmax(_joined([*(s.transpose(0, 1) for s in of_parts), of_own], scaled))
+    *shared_weights, own_weights = torch.split(weights, sizes, dim=-1)
+    output = torch.bmm(own_weights.flatten(0, 1), own_values).view(num_rows, kv_heads, group, dim)
     for (_, values), part in zip(parts, shared_weights, strict=True):
-        by_head = part.transpose(0, 1).reshape(kv_heads, live * group, -1)
-        output += torch.bmm(by_head, values).view(kv_heads, live, group, dim).transpose(0, 1)
-    return output.view(live, heads, dim)
+        by_head = part.transpose(0, 1).reshape(kv_heads, num_rows * group, -1)
+        output += torch.bmm(by_head, values).view(shape).transpose(0, 1)
+    return output.view(num_rows, heads, dim)
 
 
-def _capped(scores: Tensor, scaled: Scaling) -> Tensor:
+def _joined(parts: list[Tensor], scaled: Scaling) -> Tensor:
+    """Scores side by side, scaled and capped; `parts` is empty afterwards, to free its memory."""
+    scores = torch.cat(parts, dim=-1)
+    parts.clear()
     scores *= scaled.scale
-    return (
-        scores if scaled.softcap is None else torch.tanh(scores / scaled.softcap) * scaled.softcap
-    )
+    if scaled.softcap is not None:
+        scores.div_(scaled.softcap).tanh_().mul_(scaled.softcap)
+    return scores
 
 
 def _softmax(scores: Tensor) -> Tensor:

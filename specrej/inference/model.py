@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from specrej.inference import attention
 from specrej.inference.attention import Decoder, Segment
 from specrej.inference.kv import KVShape
+from specrej.inference.sizes import ModelSizes
 
 AttentionInterface.register(attention.NAME, attention.attend)
 
@@ -44,19 +45,21 @@ class SegmentedModel:
         }
         if kinds:
             raise ValueError(f"layers of kind {', '.join(sorted(kinds))} are not supported")
-        heads = config.num_attention_heads
-        self.num_heads: int = heads
-        self.hidden_size: int = config.hidden_size
+        self.sizes = ModelSizes.of(partial(getattr, config))
         self.shape = KVShape(
-            layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            self.sizes.layers,
+            self.sizes.kv_heads,
+            self.sizes.head_dim,
             dtype=model.dtype,
             device=model.device,
         )
         self._decoder: Callable[[Sequence[Segment]], Decoder | None] | None = None
         self._speed_up()
-        self.context_tokens: int = config.max_position_embeddings
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether attention is compiled, and holds the scores of a few rows only."""
+        return self._decoder is not None
 
     @property
     def products(self) -> list[nn.Module]:
@@ -102,8 +105,8 @@ class SegmentedModel:
 
             if not cpu_jobs.ON_ALL_THREADS:
                 return
-            if cpu_layout.supports(self.shape, self.num_heads):
-                self._decoder = partial(cpu_layout.CPUAttention, self.shape, self.num_heads)
+            if cpu_layout.supports(self.shape, self.sizes.heads):
+                self._decoder = partial(cpu_layout.CPUAttention, self.shape, self.sizes.heads)
                 cpu_layer.replace(self._model, self.shape)
             linear.pack(self._model)
             norm.replace(self._model)

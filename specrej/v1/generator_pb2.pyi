@@ -319,12 +319,15 @@ class SessionOpened(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    REDUCED_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; their ids are first_candidate_id and those that follow."""
     prompt_tokens: _builtins.int
     """Tokens of the rendered prompt."""
     fingerprint: _builtins.str
     """The generator's fingerprint, as in Describe; empty: unknown."""
+    reduced: _builtins.bool
+    """Whether n was 0 and would have been larger without the slots of other sessions."""
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots after admission."""
@@ -336,10 +339,11 @@ class SessionOpened(_message.Message):
         prompt_tokens: _builtins.int = ...,
         slots: _common_pb2.SlotGauge | None = ...,
         fingerprint: _builtins.str = ...,
+        reduced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "n", b"n", "prompt_tokens", b"prompt_tokens", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "n", b"n", "prompt_tokens", b"prompt_tokens", "reduced", b"reduced", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -557,7 +561,7 @@ class GeneratorServiceDescribeResponse(_message.Message):
     waiting: _builtins.int
     """Sessions waiting for slots now."""
     auto_candidates: _builtins.int
-    """Candidates of a session whose n is 0, if that many fit."""
+    """Most candidates of a session whose n is 0."""
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots now."""

@@ -219,14 +219,23 @@ class MemorySchedule(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    FIRST_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """Tokens for which each candidate has room when the session opens; with n = 0, full slots end the
+    first round there; 1 or more; default 16.
+    """
     def __init__(
         self,
+        *,
+        first: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first", b"_first", "first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first", b"_first", "first", b"first"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__first: _TypeAlias = _typing.Literal["first"]  # noqa: Y015
+    _WhichOneofArgType__first: _TypeAlias = _typing.Literal["_first", b"_first"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first) -> _WhichOneofReturnType__first | None: ...
 
 Global___MemorySchedule: _TypeAlias = MemorySchedule  # noqa: Y015
 
@@ -426,8 +435,8 @@ class Selection(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     RETURN_CANDIDATES_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Candidates at the start; 0 .. the server's limit; default 0: the generator's auto_candidates, or
-    as many as the free slots hold, with `reduced` set in the answer.
+    """Candidates at the start; 0 .. the server's limit; default 0: as many as the free slots hold at
+    the first decision token, at most the generator's auto_candidates.
     """
     alpha: _builtins.float
     """Fraction of the ranked candidates rejected at each decision token; [0, 1); default 0.5."""
@@ -558,7 +567,7 @@ class GenerateResponse(_message.Message):
     hurried: _builtins.bool
     """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
     reduced: _builtins.bool
-    """Whether n was 0 and fewer candidates fitted than the generator's auto_candidates."""
+    """Whether n was 0 and would have been larger without the slots of other requests."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedCandidate]:
         """The top candidates, best first: complete ones before truncated ones, vetoed ones last. The

@@ -6,6 +6,9 @@ import asyncio
 import json
 import math
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +18,22 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3TextConfig
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
+from generator_service.admission import BLOCK_TOKENS, Blocks
+from generator_service.capacity import Capacity, reader, weight_bytes
+from generator_service.plan import read_config
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_engine import VLLMEngine
-from generator_service.vllm_generator import Blocks, VLLMGenerator
+from generator_service.vllm_generator import VLLMGenerator
 from specrej.contracts import Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.errors import InternalError, Unavailable
+from specrej.inference.sizes import ModelSizes
 from tests.conformance.conftest import Started
 from tests.conformance.subjects import PROMPT, VLLM_OPTIONS, Subject, own, vllm
+from tests.reward_service.tiny import SIZES, make_tokenizer, save_language_model
 from tests.serving import until
 
 _BOUND_S = 120.0
@@ -48,14 +57,55 @@ def test_a_shorter_context_is_a_limit(
 
     monkeypatch.setattr("vllm.AsyncLLMEngine.from_engine_args", started)
 
-    def context_tokens(**options: object) -> int:
+    def context_tokens(setting: int = 0, **options: object) -> int:
         settings = GeneratorSettings(
-            engine="vllm", model=str(model_directory), kv_slots=96, vllm_options=options
+            engine="vllm",
+            model=str(model_directory),
+            kv_slots=96,
+            context_tokens=setting,
+            vllm_options=options,
         )
         return VLLMEngine.load(settings).shape.context_tokens
 
     assert context_tokens() > 96  # a small kv_slots is no limit of the context
-    assert context_tokens(max_model_len=64) == 64
+    assert context_tokens(80) == 80
+    assert context_tokens(80, max_model_len=64) == 64
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_plan_has_the_slots_that_vllm_allocates(
+    kind: str, model_directory: Path, tmp_path: Path
+) -> None:
+    """Also where some layers have a sliding window. Guards against slots that vLLM stores in
+    several blocks, so that it has room for a part of them only."""
+    if kind == "gemma3_text":
+        config = Gemma3TextConfig(
+            **(SIZES | {"num_hidden_layers": 6, "head_dim": 32}),
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            sliding_window=64,
+        )
+        model_directory = save_language_model(tmp_path, config, make_tokenizer("<pad>"))
+    command = [sys.executable, "-m", "tests.conformance.allocated", str(model_directory), "1024"]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    allocated = json.loads(outcome.stdout.splitlines()[-1])
+    read = reader(read_config(model_directory))
+    planned = Capacity(
+        ModelSizes.of(read),
+        weight_bytes=weight_bytes(read, "cpu", 1, is_vllm=True),
+        usable_bytes=0,
+        context_tokens=256,
+        max_candidates=32,
+        prefill_chunk=256,
+        device="cpu",
+        is_vllm=True,
+    )
+    assert allocated["block_tokens"] == BLOCK_TOKENS["cpu"]
+    assert allocated["kv_bytes"] == allocated["blocks"] * 32 * planned.slot_bytes
+    used = planned.weight_bytes + planned.workspace_bytes
+    planned = replace(planned, usable_bytes=used + allocated["kv_bytes"])
+    assert planned.slots == 1024
 
 
 @pytest.mark.skipif("tensor_parallel_size" in VLLM_OPTIONS, reason="it has nine heads")
@@ -107,7 +157,8 @@ def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
     """An adapter of random weights for the queries, and a model with its product added."""
     shutil.copytree(model, merged)
     weights = load_file(model / "model.safetensors")
-    random, rank, parts = torch.Generator().manual_seed(5), 4, {}
+    random, rank = torch.Generator().manual_seed(5), 4
+    parts: dict[str, torch.Tensor] = {}
     for name in [name for name in weights if name.endswith("q_proj.weight")]:
         rows, columns = weights[name].shape
         down = torch.randn(rank, columns, generator=random)

@@ -101,8 +101,20 @@ def test_candidates_are_bounded_over_all_sessions() -> None:
 @pytest.mark.parametrize(("capacity", "n"), [(5 + 3 * 10 + 9, 3), (25, 2), (1000, 8)])
 def test_n_zero_fills_the_free_slots(capacity: int, n: int) -> None:
     room = Room(capacity)
-    room.queue.enter(session_of(0, 0))
+    alone = session_of(0, 0)
+    room.queue.enter(alone)
     assert room.admitted == [(0, n)]
+    assert not room.queue.is_reduced(alone, n)
+
+
+@pytest.mark.parametrize(("n", "is_reduced"), [(0, True), (2, False)])
+def test_n_zero_beside_another_session_is_reduced(n: int, is_reduced: bool) -> None:
+    room = Room(5 + 4 * 20 + 5 + 3 * 10)
+    first, second = session_of(0, 4), session_of(1, n)
+    room.queue.enter(first)
+    room.queue.enter(second)
+    assert room.admitted == [(0, 4), (1, n or 3)]
+    assert room.queue.is_reduced(second, n or 3) == is_reduced
 
 
 def test_a_share_widens_to_free_slots_and_narrows_for_waiting_sessions() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from generator_service import loading, memory
 from generator_service.engine import Engine
 from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Sampling
+from specrej.inference.cpu_attention import COLUMNS
+from specrej.inference.sizes import CPU_COLUMNS
 from tests.generator_service import tiny
 from tests.generator_service.stepping import admitted, steps
 
@@ -55,6 +58,53 @@ def test_kv_gets_a_fraction_less_weights_and_workspace(
     assert budget.kv_bytes == kv_gib * GIB
 
 
+LLAMA_31_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    dtype="bfloat16",
+)
+
+
+def test_llama_31_8b_fits_a_device_of_80_gb() -> None:
+    """Guards against 47 GB reserved for the scores of a context of 131,072 tokens."""
+    with torch.device("meta"):
+        model = CausalLM(AutoModelForCausalLM.from_config(LLAMA_31_8B))
+    heads, slot = 32, 2 * 32 * 8 * 128 * 2
+    assert (model.shape.slot_bytes, model.sizes.context_tokens) == (slot, 131072)
+    # In blocks of 8 rows: 32 heads * 131,072 tokens are an eighth of the scores at once.
+    scores = 12 * 8 * heads * 131072
+    layer = (1024 + 256) * (4 * 4096 + 4 * 14336) * 2
+    assert model.sizes.torch_score_bytes(1024, 131072) == scores == 402_653_184
+    drawn = (1 << 26) // 128256  # rows, on a GPU
+    drawing = 1025 * 128256 * (2 + 4) + drawn * (128256 + 256) * 4 * 8
+    workspace = model.sizes.workspace_bytes(2, 1024, 256, scores, "cuda")
+    assert workspace == max(layer + scores, drawing) < 3 * 10**9
+    weights = 16_060_522_496
+    assert (int(80e9 * 0.9) - weights - workspace) // slot > 400_000
+
+
+def test_the_memory_of_gpus_decides_n_and_cpus_begin_64() -> None:
+    """Guards against a thousand candidates on a CPU for a request that names no number."""
+    settings = GeneratorSettings(max_candidates=500)
+    assert settings.auto_candidates_of("bfloat16") == 500
+    assert settings.auto_candidates_of("float32") == 64
+    few = GeneratorSettings(max_candidates=500, auto_candidates=100)
+    assert [few.auto_candidates_of(dtype) for dtype in ("bfloat16", "float32")] == [100, 100]
+    assert GeneratorSettings(max_candidates=8).auto_candidates_of("float32") == 8
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    assert GeneratorSettings(context_tokens=100).context_of(256) == 100
+    assert GeneratorSettings().context_of(256) == 256
+    with pytest.raises(ValueError, match="context_tokens must be at most the model's 256, is 257"):
+        GeneratorSettings(context_tokens=257).context_of(256)
+
+
 def test_no_room_for_a_slot_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a negative capacity, and a process that starts and refuses all sessions."""
     host(monkeypatch, tmp_path, GIB // 1024, GIB // 1024, "max")
@@ -64,10 +114,21 @@ def test_no_room_for_a_slot_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_a_step_stays_within_its_workspace(top_p: float) -> None:
-    """The largest step allocates at most what the formula reserves."""
-    network = tiny.build()
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize(("compiled", "scores_at_once"), [(True, 0), (False, 1 << 25), (False, 1)])
+def test_a_step_stays_within_its_workspace(
+    compiled: bool, scores_at_once: int, kind: str, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest step allocates at most what the formula reserves, and a good part of it.
+
+    With torch operations, as on a GPU, all scores at once or row by row.
+    """
+    monkeypatch.setattr("specrej.inference.cpu_jobs.ON_ALL_THREADS", compiled)
+    monkeypatch.setattr("specrej.inference.attention.SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr("specrej.inference.sizes.SCORES_AT_ONCE", scores_at_once)
+    network = tiny.build(kind)
     model = CausalLM(network)
+    assert model.is_compiled == compiled
     assert model.weight_bytes >= sum(parameter.nbytes for parameter in network.parameters())
     n, chunk = 96, 64
     engine = Engine(model, 5000, max_rows=n, prefill_chunk=chunk)
@@ -78,8 +139,12 @@ def test_a_step_stays_within_its_workspace(top_p: float) -> None:
     admitted(engine, [6] * chunk, 1, sampling, first=1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine.step()
-    limit = model.workspace_bytes(n, chunk)
-    assert limit / 20 < _peak_bytes(profiled) <= limit
+    limit = model.workspace_bytes(n, chunk, context_tokens=154)
+    assert limit / 8 < _peak_bytes(profiled) <= limit
+
+
+def test_compiled_attention_holds_the_reserved_scores() -> None:
+    assert COLUMNS <= CPU_COLUMNS
 
 
 def _peak_bytes(profiled: profile) -> int:

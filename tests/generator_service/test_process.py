@@ -18,6 +18,8 @@ from generator_service.__main__ import _load, _serve, main
 from generator_service.devices import engine_of
 from generator_service.settings import GeneratorSettings
 from specrej.channel import open_channel
+from specrej.contracts import Prompt, Sampling, SessionSpec
+from specrej.errors import InvalidRequest
 from specrej.serving import Server
 from specrej.v1 import generator_pb2_grpc
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
@@ -48,6 +50,18 @@ async def test_a_session_without_a_deadline_has_the_servers(
         await until(ends_by_deadline)
     os.kill(os.getpid(), signal.SIGTERM)
     await serving
+
+
+async def test_a_shorter_context_is_a_limit(tmp_path: Path) -> None:
+    save_language_model(tmp_path, make_config("llama", None), make_tokenizer(None))
+    settings = GeneratorSettings(model=str(tmp_path), kv_slots=1000, context_tokens=40)
+    async with AsyncExitStack() as resources:
+        generator, _ = await _load(settings, resources)
+        assert (await generator.describe()).context_tokens == 40
+        spec = SessionSpec(Prompt(text="Hello"), 1, Sampling(max_tokens=40), 1)
+        with pytest.raises(InvalidRequest, match="exceed the context of 40"):
+            async with generator.open(spec):
+                pass
 
 
 def engine_threads() -> set[threading.Thread]:

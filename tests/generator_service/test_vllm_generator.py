@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from generator_service.admission import Blocks
 from generator_service.frontend import ModelCard
 from generator_service.settings import GeneratorSettings
-from generator_service.vllm_generator import Blocks, VLLMGenerator, VLLMSession, fingerprint_of
+from generator_service.vllm_generator import VLLMGenerator, VLLMSession, fingerprint_of
 from specrej.contracts import FinishReason, Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.errors import InternalError, InvalidRequest, OutOfOrder, SessionExpired
 from tests.serving import until

@@ -162,6 +162,24 @@ def test_equals_the_torch_operations(name: str) -> None:
     assert_equal(CASES[name])
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_of_rows_equal_all_rows_at_once(
+    name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards torch's attention in blocks: their positions, masks, windows and places."""
+    case = CASES[name]
+    chunks = (Chunk((4, 3), 2, 8), Chunk((), 0, 9))
+    segments, again = ([*prompts_of(case, chunks), *segments_of(case)] for _ in range(2))
+    qkv = rows_of(case, segments)
+    expected = attend_rows(0, qkv, segments, case.scaled, None)
+    longest = max(s.start + s.num_rows for s in segments if isinstance(s, PrefillSegment))
+    scores = num_rows * case.kv_heads * case.group * longest
+    monkeypatch.setattr("specrej.inference.attention.SCORES_AT_ONCE", scores)
+    actual = attend_rows(0, qkv, again, case.scaled, None)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(4, 6), slice(3, 11)])
 def test_a_rows_attention_does_not_depend_on_its_batch(group: int, rows: slice) -> None:

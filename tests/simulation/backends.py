@@ -130,7 +130,9 @@ class SimulatedGenerator(Node):
         try:
             await self.call(lambda: opened.append(at_once(opening.__aenter__())), life)
             verbs = {verb: partial(call, verb) for verb in ("extend", "prune")}
-            yield SimpleNamespace(n=opened[0].n, prompt_tokens=opened[0].prompt_tokens, **verbs)
+            session = opened[0]
+            sizes = {name: getattr(session, name) for name in ("n", "prompt_tokens", "reduced")}
+            yield SimpleNamespace(**sizes, **verbs)
             await self.travel()
             late_s = 0.0
         finally:

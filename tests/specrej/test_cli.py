@@ -220,6 +220,7 @@ async def test_up_names_a_taken_port() -> None:
     ("text", "schedule"),
     [
         ("memory", c.MemorySchedule()),
+        ("memory:128", c.MemorySchedule(first=128)),
         ("geometric", c.GeometricSchedule()),
         ("geometric:8", c.GeometricSchedule(first=8)),
         ("geometric:16,1.5", c.GeometricSchedule(first=16, factor=1.5)),
@@ -233,7 +234,17 @@ def test_schedules(text: str, schedule: c.Schedule) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "memory:1", "tokens", "tokens:", "tokens:a", "geometric:1,2,3", "geometric:x"]
+    "text",
+    [
+        "",
+        "memory:x",
+        "memory:1,2",
+        "tokens",
+        "tokens:",
+        "tokens:a",
+        "geometric:1,2,3",
+        "geometric:x",
+    ],
 )
 def test_bad_schedules(text: str) -> None:
     """Guards against a typing error that becomes some other schedule."""

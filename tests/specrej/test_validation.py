@@ -115,6 +115,7 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
         schedules = (c.GeometricSchedule(**{field: value}) for value in values)
         path = f"selection.schedule.geometric.{field}"
         yield from ((with_selection(schedule=schedule), path) for schedule in schedules)
+    yield with_selection(schedule=c.MemorySchedule(0)), "selection.schedule.memory.first"
     for tokens in BAD_TOKENS:
         yield with_tokens(*tokens), "selection.schedule.tokens.decision_tokens"
     for rewards, field in BAD_REWARDS:
@@ -170,7 +171,7 @@ def test_too_many_min_tokens_name_the_range() -> None:
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),
         with_sampling(max_tokens=5, min_tokens=5),
         with_tokens(1, 2, INT32_MAX),
-        with_selection(schedule=c.MemorySchedule()),
+        *[with_selection(schedule=c.MemorySchedule(first)) for first in (1, INT32_MAX)],
         with_selection(schedule=c.GeometricSchedule(first=1, factor=16.0)),
         with_rewards(*((f"r{i}", -1.0) for i in range(8))),
         with_reward(normalization=c.Normalization("fixed", -1e12, 1e-12), veto_below=1e12),

@@ -41,7 +41,7 @@ LONG = {
 LOCAL = {
     c.Round: {"repeated_tokens", "lost", "made_by"},
     c.Finished: {"source"},
-    c.MemorySchedule: {"first", "kind"},
+    c.MemorySchedule: {"kind"},
     c.TokensSchedule: {"kind"},
     c.GeometricSchedule: {"kind"},
 }

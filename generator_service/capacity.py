@@ -1,0 +1,160 @@
+"""Slots and candidates that fit a device, by a model's config alone; standard library only.
+
+The formulas are those by which the engines reserve memory and admit sessions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from generator_service.admission import BLOCK_TOKENS, SPARE_BLOCKS, Blocks, Demand, own_slots
+from specrej.inference.sizes import (
+    ARCHITECTURES,
+    ModelSizes,
+    Read,
+    cpu_score_bytes,
+    num_parameters,
+)
+from specrej.limits import MAX_BATCH
+
+_VLLM_BATCHED_TOKENS = 2048  # vLLM's default
+_USUAL_PROMPT, _USUAL_ANSWER = 1024, 512  # tokens
+_WORKSPACE_SHARE = 1 / 8  # of what the weights leave
+_NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+
+# Bytes per weight on CPUs: float32, and a copy for few rows of at most two bytes.
+_PACKED_BYTES = 6
+
+
+def batched_tokens(max_candidates: int) -> int:
+    """Tokens of a step in vLLM, which must not be fewer than its candidates."""
+    return max(_VLLM_BATCHED_TOKENS, max_candidates)
+
+
+def reader(config: Mapping[str, Any]) -> Read:
+    """Of the text part of a config.json, with the defaults of its model type.
+
+    Raises:
+        ValueError: a field is missing.
+    """
+    text = config.get("text_config") or config
+    architecture = ARCHITECTURES.get(text.get("model_type", ""))
+    known = {**(architecture.defaults if architecture else {}), **text}
+    for name in (*_NEEDED, "max_position_embeddings"):
+        if not known.get(name):
+            raise ValueError(f"the config has no {name}")
+    return known.get
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """One device, and what a generator does with it; of several devices all are alike.
+
+    sizes: of the device's part of the model; usable_bytes: for weights, workspace and KV; device:
+    "cpu" or "cuda"; threads: on CPUs.
+    """
+
+    sizes: ModelSizes
+    weight_bytes: int
+    usable_bytes: int
+    context_tokens: int
+    max_candidates: int
+    prefill_chunk: int
+    device: str
+    is_vllm: bool
+    threads: int = os.cpu_count() or 1
+
+    @property
+    def dtype_bytes(self) -> int:
+        return 4 if self.device == "cpu" else 2
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.sizes.slot_bytes(self.dtype_bytes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of vLLM an estimate: it measures its own when it starts."""
+        rows, chunk, scores, logprobs = self.max_candidates, self.prefill_chunk, 0, 0
+        if self.is_vllm:  # its kernels store no scores, and it has log-probabilities of all logits
+            chunk, logprobs = batched_tokens(rows) - rows, rows * self.sizes.vocabulary * 4
+        elif self.device == "cpu":
+            scores = cpu_score_bytes(self.threads, self.context_tokens)
+        else:
+            scores = self.sizes.torch_score_bytes(max(rows, chunk), self.context_tokens)
+        sizes, dtype_bytes = self.sizes, self.dtype_bytes
+        return logprobs + sizes.workspace_bytes(dtype_bytes, rows, chunk, scores, self.device)
+
+    @property
+    def slots(self) -> int:
+        """Slots that candidates and prompts may hold; in vLLM whole blocks."""
+        room = max(0, self.usable_bytes - self.weight_bytes - self.workspace_bytes)
+        if not self.is_vllm:
+            return room // self.slot_bytes
+        block = BLOCK_TOKENS[self.device]
+        return max(0, room // (block * self.slot_bytes) - SPARE_BLOCKS) * block
+
+    def beginning(self, prompt_tokens: int, first_tokens: int, max_tokens: int) -> int:
+        """Candidates that the slots hold at their first decision token; 0: no whole answer fits."""
+        if prompt_tokens + max_tokens > self.context_tokens:
+            return 0
+        blocks = Blocks(BLOCK_TOKENS[self.device], prompt_tokens)
+        shared, slots_of = prompt_tokens, own_slots
+        if self.is_vllm:
+            shared, slots_of = blocks.shared, blocks.own
+        demand = Demand(0, shared, first_tokens, max_tokens, slots_of)
+        return demand.beginning(self.slots - shared)
+
+    def most_candidates(self, prompt_tokens: int, first_tokens: int, max_tokens: int) -> int:
+        """The largest `max_candidates` for which the memory is enough: each takes workspace."""
+        few, many = 0, MAX_BATCH + 1
+        while many - few > 1:
+            middle = (few + many) // 2
+            planned = replace(self, max_candidates=middle)
+            fits = planned.beginning(prompt_tokens, first_tokens, max_tokens) >= middle
+            few, many = (middle, many) if fits else (few, middle)
+        return few
+
+    def fitted(self, first_tokens: int) -> Self:
+        """With as many candidates, a power of two, as begin behind a usual prompt and take little
+        workspace; and no more context than the slots hold for one candidate.
+
+        Raises:
+            ValueError: not even one candidate fits.
+        """
+        prompt = min(_USUAL_PROMPT, self.context_tokens // 2)
+        most = self.most_candidates(prompt, first_tokens, min(_USUAL_ANSWER, prompt))
+        planned, room = replace(self, max_candidates=1), self.usable_bytes - self.weight_bytes
+        if not most:
+            raise ValueError(
+                f"does not fit: {self.usable_bytes / (1 << 30):.1f} GiB less "
+                f"{self.weight_bytes / (1 << 30):.1f} GiB of weights and the workspace are "
+                f"{planned.slots} slots"
+            )
+        least = planned.workspace_bytes
+        while 2 * planned.max_candidates <= most:
+            more = replace(planned, max_candidates=2 * planned.max_candidates)
+            if more.workspace_bytes - least > _WORKSPACE_SHARE * room:
+                break
+            planned = more
+        return replace(planned, context_tokens=min(self.context_tokens, planned.slots))
+
+
+def weight_bytes(read: Read, device: str, devices: int, *, is_vllm: bool) -> int:
+    """Weights on each device. On CPUs the own engine stores them in its kernels' order, and a tied
+    embedding a second time: at most so much.
+
+    Raises:
+        ValueError: the architecture is unknown, or cannot be divided.
+    """
+    count = num_parameters(read, devices)
+    if device == "cuda":
+        return 2 * count
+    if is_vllm:
+        return 4 * count
+    sizes = ModelSizes.of(read)
+    tied = sizes.hidden * sizes.vocabulary if read("tie_word_embeddings", False) else 0
+    return _PACKED_BYTES * count + 4 * tied

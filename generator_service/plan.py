@@ -1,0 +1,170 @@
+"""`specrej plan`: slots, N and settings for a model on a device, without weights or a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from generator_service.capacity import Capacity, reader, weight_bytes
+from generator_service.settings import GeneratorSettings
+from specrej.inference.sizes import ModelSizes, Read, num_parameters
+
+PROMPTS, ANSWERS = (128, 1024, 8192), (128, 512, 2048)
+_UNITS = {"": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def parse_bytes(text: str) -> int:
+    """`80GiB`, `80GB` or a number of bytes."""
+    match = re.fullmatch(r"([0-9.]+) ?([KMGT]i?B|)", text)
+    try:
+        if match:
+            return int(float(match[1]) * _UNITS[match[2]])
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"{text!r}: use 80GiB, 80GB or a number of bytes")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of a model's directory, or that file."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from None
+    return config
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="Directory of a model, or its config.json.")],
+    memory: Annotated[
+        int, typer.Option(parser=parse_bytes, metavar="BYTES", help="Of each device.")
+    ],
+    memory_fraction: Annotated[
+        float, typer.Option(min=0, max=0.95, help="Share of it for the generator.")
+    ] = 0.9,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], typer.Option(help="bfloat16 on GPUs, float32 on CPUs.")
+    ] = "bfloat16",
+    engine: Annotated[Literal["auto", "own", "vllm"], typer.Option(help="The setting.")] = "auto",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share layers.")] = 1,
+    context_tokens: Annotated[int, typer.Option(min=0, help="0: the model's, if it fits.")] = 0,
+    first: Annotated[int, typer.Option(min=1, help="The first decision token.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compute bytes per slot, slots, N and settings from a model's config alone."""
+    config = read_config(model)
+    try:
+        read = reader(config)
+        whole, settings = ModelSizes.of(read), GeneratorSettings(context_tokens=context_tokens)
+        device = "cuda" if dtype == "bfloat16" else "cpu"
+        is_vllm = engine == "vllm" or (engine, device) == ("auto", "cuda") or tensor_parallel > 1
+        planned = Capacity(
+            whole.split(tensor_parallel),
+            weight_bytes(read, device, tensor_parallel, is_vllm=is_vllm),
+            int(memory * memory_fraction),
+            settings.context_of(whole.context_tokens),
+            settings.max_candidates,
+            settings.prefill_chunk,
+            device,
+            is_vllm,
+        ).fitted(first)
+        result = {"parameters": num_parameters(read)} | _described(planned, first)
+    except ValueError as error:
+        typer.echo(f"specrej: {error}", err=True)
+        raise typer.Exit(1) from None
+    result["settings"] = _settings(planned, memory_fraction, whole.context_tokens, tensor_parallel)
+    result["notes"] = _notes(config, read, is_vllm=is_vllm)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        _show(result, planned)
+
+
+def _described(planned: Capacity, first: int) -> dict[str, Any]:
+    """The plan in JSON types."""
+
+    def numbers(prompt: int, answer: int) -> dict[str, int]:
+        cut = min(first, answer)
+        return {
+            "prompt_tokens": prompt,
+            "max_tokens": answer,
+            "best_of_n": planned.most_candidates(prompt, answer, answer),
+            "speculative_rejection": planned.most_candidates(prompt, cut, answer),
+        }
+
+    return {
+        "slot_bytes": planned.slot_bytes,
+        "weight_bytes": planned.weight_bytes,
+        "workspace_bytes": planned.workspace_bytes,
+        "slots": planned.slots,
+        "first_decision_token": first,
+        "n": [numbers(prompt, answer) for prompt in PROMPTS for answer in ANSWERS],
+    }
+
+
+def _settings(
+    planned: Capacity, memory_fraction: float, context: int, devices: int
+) -> dict[str, str]:
+    """Environment variables; `context`: the model's."""
+    shorter = planned.context_tokens < context
+    chosen = {
+        "GENERATOR_ENGINE": "vllm" if planned.is_vllm else "own",
+        "GENERATOR_MEMORY_FRACTION": f"{memory_fraction:g}",
+        "GENERATOR_KV_SLOTS": "0",  # the engine measures what is free when it starts
+        "GENERATOR_MAX_CANDIDATES": f"{planned.max_candidates}",
+        "GENERATOR_CONTEXT_TOKENS": f"{planned.context_tokens if shorter else 0}",
+        "REWARD_MAX_BATCH": f"{planned.max_candidates}",
+    }
+    if devices > 1:
+        chosen["GENERATOR_VLLM_OPTIONS"] = json.dumps({"tensor_parallel_size": devices})
+    return {f"SPECREJ_{name}": value for name, value in chosen.items()}
+
+
+def _notes(config: Mapping[str, Any], read: Read, *, is_vllm: bool) -> list[str]:
+    notes = []
+    if read("sliding_window", None) and read("use_sliding_window", True):
+        notes.append("layers with a sliding window hold all tokens: their slots are full ones")
+    if "vision_config" in config:
+        notes.append("the weights are those of the text model alone")
+    if "quantization_config" in config:
+        notes.append("the weights are counted without quantisation")
+    if is_vllm:
+        notes.append("vLLM's workspace is an estimate: it measures its own, and adds CUDA graphs")
+    return notes
+
+
+def _show(result: Mapping[str, Any], planned: Capacity) -> None:
+    """Print facts, N by lengths, settings and notes."""
+    console, facts = Console(), Table.grid(padding=(0, 2))
+    usable, weights, workspace = (
+        f"{size / (1 << 30):.1f} GiB"
+        for size in (planned.usable_bytes, planned.weight_bytes, planned.workspace_bytes)
+    )
+    facts.add_row("model", f"{result['parameters'] / 1e9:.2f} G weights")
+    facts.add_row("each device", f"{usable}: weights {weights}, workspace {workspace}, KV the rest")
+    facts.add_row("slot", f"{planned.slot_bytes:,} bytes on each device")
+    facts.add_row("slots", f"{planned.slots:,}")
+    first = result["first_decision_token"]
+    table = Table("prompt", "answer", "Best-of-N", f"Speculative Rejection, first {first}")
+    for row in result["n"]:
+        table.add_row(*(f"{number:,}" for number in row.values()))
+    console.print(facts, table)
+    for name, value in result["settings"].items():
+        console.print(f"{name}={value}", soft_wrap=True, highlight=False)
+    for text in result["notes"]:
+        console.print(f"note: {text}", soft_wrap=True, style="dim")
+
+
+if __name__ == "__main__":
+    app(prog_name="specrej plan")

@@ -1,0 +1,45 @@
+"""Starts vLLM in this process, as the generator does, and prints what it allocates as JSON.
+
+python -m tests.conformance.allocated DIRECTORY SLOTS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from generator_service.settings import GeneratorSettings
+from generator_service.vllm_generator import _prepare_environment
+
+
+def main(directory: str, slots: int) -> None:
+    settings = GeneratorSettings(
+        engine="vllm",
+        model=directory,
+        threads=1,
+        kv_slots=slots,
+        max_candidates=32,
+        vllm_options={"enforce_eager": True},
+    )
+    _prepare_environment(settings)
+    # Imported here: vLLM reads the environment when imported.
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from generator_service.vllm_engine import Shape, _arguments
+
+    shape = Shape.read(settings.model_directory, "float32")
+    engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings, shape, on_cpu=True)))
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    stores = [tensor.untyped_storage() for tensor in worker.model_runner.kv_caches]
+    cache = engine.vllm_config.cache_config
+    allocated = {
+        "kv_bytes": sum({store.data_ptr(): store.nbytes() for store in stores}.values()),
+        "blocks": cache.num_gpu_blocks,
+        "block_tokens": cache.block_size,
+    }
+    print(json.dumps(allocated))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
