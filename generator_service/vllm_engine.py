@@ -335,13 +335,14 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
 
 
 def _adapter_arguments(adapters: Mapping[str, Path]) -> dict[str, Any]:
-    """All adapters stay loaded, at the highest rank among them."""
+    """All adapters stay loaded, at the highest rank among them, and one place stays empty: on CPUs
+    vLLM adds the product of the last place to rows without an adapter."""
     if not adapters:
         return {}
     configs = [json.loads((path / "adapter_config.json").read_text()) for path in adapters.values()]
     return {
         "enable_lora": True,
-        "max_loras": len(configs),
+        "max_loras": len(configs) + 1,
         # vLLM accepts some ranks only, the powers of two among them.
         "max_lora_rank": max(8, 1 << (max(config["r"] for config in configs) - 1).bit_length()),
     }

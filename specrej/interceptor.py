@@ -271,6 +271,8 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
         return DeadlineExceeded("deadline exceeded")
     if isinstance(error, asyncio.CancelledError):
         return Cancelled("cancelled by the server")
+    if isinstance(error, grpc.aio.InternalError):
+        return Cancelled("the client is gone")  # grpc accepts no message for a call that is over
     request_id = uuid.uuid4().hex
     log.error("bug in %s (error %s)", method, request_id, exc_info=error)
     return InternalError(f"internal error {request_id}", metadata={"error_id": request_id})

@@ -218,4 +218,4 @@ def test_invalid_schedule_is_refused_with_the_syntax(
 ) -> None:
     with pytest.raises(SystemExit):
         run("replay", "--schedule", "sometimes")
-    assert "use memory, geometric:16,2" in capsys.readouterr().err
+    assert "use memory:16 (first), geometric:16,2" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 from specrej import contracts as c
 from specrej import wire
 from specrej.client import Options
-from specrej.errors import NotFound, SpecrejError
+from specrej.errors import NotFound
 from specrej.security import current_caller
 from specrej.serving import Context, Service
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc, reward_pb2, reward_pb2_grpc
@@ -129,7 +129,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self.requests: list[orchestrator_pb2.GenerateRequest] = []
         self.tenants: list[str] = []  # of the requests
         self.times_left: list[float] = []
-        self.failures: list[SpecrejError] = []
+        self.failures: list[Exception] = []
         self.events = EVENTS
         self.hangs = False
         self.received = asyncio.Event()

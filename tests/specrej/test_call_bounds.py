@@ -197,6 +197,19 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     assert not caplog.records
 
 
+async def test_a_reply_to_a_client_that_is_gone_is_no_bug(
+    orchestrator: FakeOrchestrator, caplog: pytest.LogCaptureFixture, refused: list[str]
+) -> None:
+    """Guards against a log of errors that clients cause by leaving before they have the reply."""
+    orchestrator.failures = [grpc.aio.InternalError("grpc raises it for a call that is over")]
+    async with listening(orchestrator.service()) as address, open_channel(address) as channel:
+        stub: Any = OrchestratorServiceStub(channel)
+        call = stub.Generate(orchestrator_pb2.GenerateRequest())
+        assert await call.code() is Code.CANCELLED
+    assert not caplog.records
+    assert not refused
+
+
 async def test_late_calls_do_not_shut_their_connection(
     orchestrator: FakeOrchestrator, refused: list[str]
 ) -> None:
