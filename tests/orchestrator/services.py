@@ -85,6 +85,8 @@ class HeldGenerator:
         self.toy = ToyGenerator(capacity_slots, end_every=end_every)
         self.num_opened = 0
         self.salts: list[str] = []
+        self.adapters: tuple[str, ...] = ()
+        self.opened_adapters: list[str] = []
         self.times_left_s: list[float | None] = []
         self.gates = {verb: Gate() for verb in ("describe", "open", "extend", "prune", "close")}
 
@@ -92,6 +94,7 @@ class HeldGenerator:
     async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
         self.num_opened += 1
         self.salts.append(spec.cache_salt)
+        self.opened_adapters.append(spec.adapter)
         self.times_left_s.append(time_left_s())
         await self.gates["open"].passed()
         async with self.toy.open(spec) as session:
@@ -109,7 +112,7 @@ class HeldGenerator:
 
     async def describe(self) -> GeneratorDescription:
         await self.gates["describe"].passed()
-        return await self.toy.describe()
+        return replace(await self.toy.describe(), adapters=self.adapters)
 
     @property
     def is_idle(self) -> bool:

@@ -137,3 +137,12 @@ async def test_any_request_gets_an_answer_or_a_client_error(
         assert math.isfinite(reply.score)
     except grpc.aio.AioRpcError as error:
         assert error.code() in (Code.INVALID_ARGUMENT, Code.NOT_FOUND), error
+
+
+async def test_an_adapter_is_named_as_the_model(cached_service: Whole) -> None:
+    """Guards against an adapter's answer for the model, in the generator and from the cache."""
+    generator = cached_service.generator
+    generator.adapters = ("support",)
+    for model in ("support", "toy", "", "support"):
+        await answer(cached_service, small_request(model=model))
+    assert generator.opened_adapters == ["support", ""]
