@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -143,6 +143,11 @@ bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: make 
 
 bench-vllm: $(READY) $(VLLM) models ## session verbs on vLLM against its own calls, and the own engine
 	@$(BIN)/python -m benchmarks.vllm_verbs $(ARGS)
+
+# On a CUDA machine: make gpu-check GPU_PYTHON=python, in an environment with the extras models and vllm.
+GPU_PYTHON ?= .vllm/bin/python
+gpu-check: $(if $(filter .vllm/%,$(GPU_PYTHON)),$(VLLM)) ## conformance, agreement and speed on this machine's accelerator
+	@NUMBA_CACHE_DIR=build/numba-gpu $(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 bench-overload: $(READY) ## goodput and refusals at half to four times the capacity, open loop
 	@$(BIN)/python -m benchmarks.overload $(ARGS)

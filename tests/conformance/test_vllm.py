@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,14 +194,23 @@ async def test_a_killed_worker_ends_sessions_with_a_status(model_directory: Path
                 assert (await session.extend(8)).num_tokens == 8
                 if not is_killed:
                     continue
-                children = psutil.Process().children(recursive=True)
-                workers = [child for child in children if "Worker" in child.cmdline()[0]]
+                workers = _workers()
                 assert len(workers) == 2
                 growing = asyncio.create_task(session.extend(150))
                 workers[-1].kill()
                 with pytest.raises((Unavailable, InternalError)):
                     await growing
             await until(partial(_has_ended, generator), bound_s=_BOUND_S)
+
+
+def _workers() -> list[Any]:
+    """The processes of vLLM's workers; others may end meanwhile."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "Worker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def _has_ended(generator: VLLMGenerator) -> bool:

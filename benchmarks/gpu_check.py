@@ -1,0 +1,350 @@
+"""Checks the generator on this machine's accelerator: `make gpu-check`.
+
+For machines with CUDA and vLLM; without CUDA it runs on vLLM's CPU build, so that only the figures
+are missing. It writes gpu-check.json and gpu-check.md:
+
+* conformance: the suite of all generators, on vLLM here;
+* agreement: tokens and log-probabilities of a small model, against the own engine in float32 on the
+  processor, greedy and drawn;
+* speed: tokens per second, the share of the roofline bound, and the time of a prune of half of the
+  candidates, with random weights in the shape of a model;
+* memory: one request with n = 0 and the memory schedule, its slots by round.
+
+The bound of a step is the sum over its operators of the longer one of two times: for its bytes at
+the bandwidth of a large copy, and for its operations at the speed of a large product, both measured
+here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.harness import log, parse_arguments, report
+from deploy.local.machine import describe_machine
+from generator_service.settings import GeneratorSettings
+from generator_service.vllm_generator import VLLMGenerator, load_vllm
+from orchestrator.loop.run import run
+from orchestrator.loop.scoring import LikelihoodScorer
+from specrej.contracts import (
+    Finished,
+    GenerationRequest,
+    Generator,
+    MemorySchedule,
+    Prompt,
+    Round,
+    Sampling,
+    Selection,
+    SessionSpec,
+)
+from specrej.inference.sizes import ModelSizes
+from tests.conformance.subjects import own, save_model, vllm
+from tests.reward_service.tiny import make_tokenizer
+
+ON_CUDA = torch.cuda.is_available()
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
+SHAPES: dict[str, dict[str, int]] = {
+    "small": _SMALL,
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 8192,
+    },
+}
+_AGREEMENT, _AGREEMENT_TOKENS = "agreement", 48
+_COPY_BYTES = 1 << (31 if ON_CUDA else 27)
+_PRODUCT_SIZE = 8192 if ON_CUDA else 1024
+
+
+def main() -> None:
+    """Check, and write both files."""
+    arguments = parse_arguments(
+        __doc__,
+        shape=("llama-3-8b" if ON_CUDA else "small", f"one of {', '.join(SHAPES)}"),
+        n=([16, 64, 256, 1024] if ON_CUDA else [4, 16], "candidates"),
+        prompt=(128, "tokens of the prompt"),
+        new=(128 if ON_CUDA else 32, "new tokens per candidate"),
+        long=(2048 if ON_CUDA else 512, "new tokens of the request whose N the memory decides"),
+        out=(Path("build/gpu-check"), "folder of the results"),
+        skip_conformance=(False, "leave out the suite, which takes minutes"),
+    )
+    for name in (_AGREEMENT, arguments.shape):
+        (arguments.out / name).mkdir(parents=True, exist_ok=True)
+    save_model(arguments.out / _AGREEMENT)
+    _save_shape(arguments.out / arguments.shape, SHAPES[arguments.shape])
+    result: dict[str, Any] = {"device": _device(), "shape": arguments.shape, **describe_machine()}
+    result["conformance"] = None if arguments.skip_conformance else _conformance()
+    result |= asyncio.run(_measured(arguments))
+    (arguments.out / "gpu-check.json").write_text(json.dumps(result, indent=2) + "\n")
+    (arguments.out / "gpu-check.md").write_text("\n".join(_page(result)) + "\n")
+    headings = ("N", "tokens/s", "of the bound", "step ms", "prune of half, ms")
+    report("vLLM behind the session verbs", headings, map(_row, result["speed"]), result)
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if ON_CUDA else "cpu"
+
+
+def _conformance() -> dict[str, Any]:
+    """The suite's result, and the names of the tests that failed."""
+    log("conformance: some minutes")
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default"]
+    suite = [*command, "tests/conformance/test_generators.py", "-k", "vllm"]
+    output = subprocess.run(suite, capture_output=True, text=True, check=False).stdout
+    failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
+    return {"summary": output.strip().splitlines()[-1].strip("= "), "failed": failed}
+
+
+async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    log("agreement with the own engine")
+    result: dict[str, Any] = {"agreement": await _agreement(arguments.out / _AGREEMENT)}
+    steps: list[float] = []
+    settings = GeneratorSettings(
+        engine="vllm",
+        model=str(arguments.out / arguments.shape),
+        max_candidates=max(arguments.n),
+        memory_fraction=0.9 if ON_CUDA else 0.2,
+        vllm_options={"load_format": "dummy"} | ({} if ON_CUDA else {"enforce_eager": True}),
+        # Without CUDA few slots, so that the memory decides.
+        kv_slots=0 if ON_CUDA else max(arguments.n) * (arguments.prompt + arguments.new) // 2,
+    )
+    log(f"loading random weights in the shape of {arguments.shape}")
+    generator = load_vllm(settings, lambda step: steps.append(step.seconds))
+    try:
+        await generator.warm_up()
+        config = LlamaConfig(**SHAPES[arguments.shape])
+        roofline = Roofline(ModelSizes.of(partial(getattr, config)))
+        result["bandwidth_gb_per_s"] = round(roofline.bytes_per_s / 1e9, 1)
+        result["product_tflops"] = round(roofline.flops_per_s / 1e12, 2)
+        result["speed"] = [
+            await _speed(generator, n, arguments, steps, roofline) for n in arguments.n
+        ]
+        log("a request whose N the memory decides")
+        result["memory"] = await _memory(generator, arguments)
+    finally:
+        generator.close()
+    return result
+
+
+async def _agreement(directory: Path) -> list[dict[str, Any]]:
+    """Shares of candidates with equal tokens, and the largest difference of log-probabilities
+    before the first token that differs."""
+    samplings = {
+        "greedy": Sampling(_AGREEMENT_TOKENS, temperature=0.0, ignore_eos=True, logprobs=True),
+        "drawn": Sampling(_AGREEMENT_TOKENS, seed=5, ignore_eos=True, logprobs=True),
+    }
+    rounds: dict[str, list[Round]] = {}
+    for subject in (own, vllm):
+        async with subject(directory) as started:
+            for name, sampling in samplings.items():
+                n = 1 if name == "greedy" else 8
+                rounds.setdefault(name, []).append(
+                    await _whole(started.generator, n, sampling, "Name three uses of a brick.")
+                )
+    return [{"draws": name, **_compared(*pair)} for name, pair in rounds.items()]
+
+
+async def _whole(generator: Generator, n: int, sampling: Sampling, prompt: str) -> Round:
+    spec = SessionSpec(Prompt(text=prompt), n, sampling, 1)
+    async with generator.open(spec) as session:
+        return await session.extend(sampling.max_tokens)
+
+
+def _compared(reference: Round, other: Round) -> dict[str, Any]:
+    equal, largest = 0, 0.0
+    for ours, theirs in zip(reference.candidates, other.candidates, strict=True):
+        tokens = zip(ours.new_token_ids, theirs.new_token_ids, strict=True)
+        same = next((at for at, (a, b) in enumerate(tokens) if a != b), len(ours.new_token_ids))
+        equal += same == len(ours.new_token_ids)
+        logprobs = zip(ours.new_logprobs[:same], theirs.new_logprobs[:same], strict=True)
+        largest = max(largest, *(abs(a - b) for a, b in logprobs), 0.0)
+    candidates = len(reference.candidates)
+    return {"candidates": candidates, "equal": equal, "largest_difference": round(largest, 6)}
+
+
+def _save_shape(directory: Path, shape: dict[str, int]) -> None:
+    """Save a model without weights, with bytes as tokens."""
+    LlamaConfig(**shape, eos_token_id=2, architectures=["LlamaForCausalLM"]).save_pretrained(
+        directory
+    )
+    make_tokenizer("<pad>").save_pretrained(directory)
+
+
+class Roofline:
+    """The least time of a step; see the module's docstring."""
+
+    def __init__(self, sizes: ModelSizes) -> None:
+        self._sizes = sizes
+        self._bytes_each = 2 if ON_CUDA else 4
+        self.bytes_per_s = _bytes_per_s()
+        self.flops_per_s = _flops_per_s()
+
+    def step_s(self, rows: int, prompt_tokens: int, new_tokens: float) -> float:
+        """Of one decode step of `rows` candidates, each with so many new tokens so far."""
+        return sum(
+            max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+            for num_bytes, flops in self._operators(rows, prompt_tokens, new_tokens)
+        )
+
+    def _operators(self, rows: int, prompt: int, new: float) -> Iterator[tuple[float, float]]:
+        """Bytes and operations of each product, and of attention to prompt and new tokens."""
+        s = self._sizes
+        queries, kv = s.heads * s.head_dim, 2 * s.kv_heads * s.head_dim
+        matrices = (
+            (s.hidden, queries + kv),
+            (queries, s.hidden),
+            (s.hidden, 2 * s.intermediate),
+            (s.intermediate, s.hidden),
+        )
+        for _ in range(s.layers):
+            for inputs, outputs in matrices:
+                yield inputs * outputs * self._bytes_each, 2 * rows * inputs * outputs
+            stored = prompt + rows * new  # the prompt once
+            yield stored * kv * self._bytes_each, 4 * rows * (prompt + new) * queries
+        yield s.hidden * s.vocabulary * self._bytes_each, 2 * rows * s.hidden * s.vocabulary
+
+
+def _bytes_per_s() -> float:
+    """Bytes read and written by a large copy."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda" if ON_CUDA else "cpu")
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _least_s(lambda: target.copy_(source))
+
+
+def _flops_per_s() -> float:
+    dtype, device = (torch.bfloat16, "cuda") if ON_CUDA else (torch.float32, "cpu")
+    matrix = torch.zeros(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device)
+    return 2 * _PRODUCT_SIZE**3 / _least_s(lambda: matrix @ matrix)
+
+
+def _least_s(do: Callable[[], object]) -> float:
+    times = []
+    for _ in range(6):
+        began = time.perf_counter()
+        do()
+        if ON_CUDA:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+async def _speed(
+    generator: VLLMGenerator,
+    n: int,
+    arguments: argparse.Namespace,
+    steps: list[float],
+    roofline: Roofline,
+) -> dict[str, Any]:
+    """One session: a first token, half of the tokens, a prune of half, and the rest."""
+    log(f"speed of N = {n}")
+    prompt, half = "x" * (arguments.prompt - 1), arguments.new // 2
+    sampling = Sampling(arguments.new, seed=n, ignore_eos=True)
+    async with generator.open(SessionSpec(Prompt(text=prompt), n, sampling, half)) as session:
+        await session.extend(1)
+        steps.clear()
+        began = time.perf_counter()
+        ended = await session.extend(half)
+        seconds = time.perf_counter() - began
+        step_s = statistics.median(steps) if steps else math.nan
+        began = time.perf_counter()
+        await session.prune([candidate.id for candidate in ended.candidates[: n // 2]])
+        prune_s = time.perf_counter() - began
+        rest = await session.extend(arguments.new)
+    reached = ended.num_tokens
+    bound_s = sum(roofline.step_s(n, session.prompt_tokens, tokens) for tokens in range(1, reached))
+    return {
+        "n": n,
+        "tokens_per_s": round(n * (reached - 1) / seconds, 1),
+        "of_bound": round(bound_s / seconds, 4),
+        "step_ms": round(1e3 * step_s, 2),
+        "prune_ms": round(1e3 * prune_s, 2),
+        "ended_by": rest.ended_by.value,
+    }
+
+
+async def _memory(generator: Generator, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The slots of each round of a request with n = 0 and the memory schedule."""
+    request = GenerationRequest(
+        Prompt(text="y" * (arguments.prompt - 1)),
+        Sampling(arguments.long, seed=1, ignore_eos=True),
+        Selection(n=0, schedule=MemorySchedule(arguments.long // 16)),
+    )
+    async for event in run(request, generator, LikelihoodScorer()):
+        if isinstance(event, Finished):
+            generation = event.generation
+    return {
+        "n": generation.n,
+        "rounds": [
+            {
+                "tokens": trace.decision_token,
+                "ended_by": trace.ended_by.value,
+                "started": trace.num_started,
+                "live": trace.num_live,
+                "slots": trace.session_slots,
+                "freed": trace.freed_slots,
+                "capacity": trace.capacity_slots,
+            }
+            for trace in generation.rounds
+        ],
+    }
+
+
+def _row(point: dict[str, Any]) -> Sequence[object]:
+    share = f"{point['of_bound']:.0%}"
+    return point["n"], point["tokens_per_s"], share, point["step_ms"], point["prune_ms"]
+
+
+def _page(result: dict[str, Any]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield f"# The generator on {result['device']}\n"
+    yield f"Random weights in the shape of {result['shape']}; torch {result['torch']}. A copy moves"
+    yield f"{result['bandwidth_gb_per_s']} GB/s, a product computes"
+    yield f"{result['product_tflops']} TFLOP/s.\n"
+    if conformance := result["conformance"]:
+        yield f"Conformance: {conformance['summary']}.\n"
+        yield from (f"* {name}" for name in conformance["failed"])
+    for line in result["agreement"]:
+        yield (
+            f"Against the own engine in float32, {line['draws']}: {line['equal']} of "
+            f"{line['candidates']} candidates have equal tokens; log-probabilities differ by at"
+            f" most {line['largest_difference']}.\n"
+        )
+    yield "| N | tokens/s | of the bound | step ms | prune of half, ms |\n|---|---|---|---|---|"
+    yield from (f"| {' | '.join(map(str, _row(point)))} |" for point in result["speed"])
+    yield f"\nThe memory decides: N = {result['memory']['n']}.\n"
+    yield "| tokens | ended by | started | live | slots | freed |\n|---|---|---|---|---|---|"
+    for line in result["memory"]["rounds"]:
+        names = ("tokens", "ended_by", "started", "live", "slots", "freed")
+        yield f"| {' | '.join(str(line[name]) for name in names)} |"
+
+
+if __name__ == "__main__":
+    main()
