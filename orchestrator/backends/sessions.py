@@ -16,6 +16,7 @@ from orchestrator.backends.fleet import Backend
 from specrej.contracts import (
     Pruned,
     Round,
+    RoundEnd,
     Session,
     SessionSpec,
     SlotGauge,
@@ -98,6 +99,8 @@ class FailoverSession:
         return await self._stack.__aexit__(*error)  # type: ignore[arg-type]
 
     async def extend(self, until_tokens: int) -> Round:
+        if not self._live:  # a session that moved without candidates would begin others
+            return Round((), RoundEnd.ALL_FINISHED, self._num_tokens, self._slots)
         if not self._lost:
             try:
                 return self._noted(await self._session.extend(until_tokens))

@@ -101,6 +101,20 @@ async def test_survivors_keep_the_tokens_that_another_generator_would_not_draw(
     assert after != before
 
 
+async def test_a_lost_session_without_candidates_begins_no_others() -> None:
+    toys = [HeldGenerator(), HeldGenerator()]
+    async with (
+        generators(*toys) as running,
+        running.client.open(SessionSpec(PROMPT, 4, SAMPLING, 8)) as session,
+    ):
+        await session.extend(8)
+        await session.prune([])
+        lost = holder(toys)
+        await running.servers[lost].kill()
+        assert (await session.extend(16)).candidates == ()
+        assert not toys[1 - lost].num_opened
+
+
 async def test_a_silent_generator_is_lost() -> None:
     """Guards against requests that wait for a stopped process until their deadline."""
     undisturbed = await answer(request(6), ToyGenerator(), SCORER)
