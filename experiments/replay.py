@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.trajectories import FloatArray, IntArray, OffGrid, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
-from orchestrator.loop.rejection import cut
+from orchestrator.loop.rejection import cut, num_released
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token
 from specrej.contracts import (
     Algorithm,
@@ -235,8 +235,9 @@ class _Request:
         partial = self._replayer.partial(self._position)[self._ids[grown]]
         live = grown.tolist()
         scores = self._ranked | dict(zip(live, partial.tolist(), strict=True))
-        must_release = ended_by is RoundEnd.SLOTS_FULL
-        kept = cut(scores, set(live), self._alpha, must_release=must_release).kept
+        is_full = ended_by is RoundEnd.SLOTS_FULL
+        release = num_released(len(live), self._position) if is_full else 0
+        kept = cut(scores, set(live), self._alpha, release=release).kept
         survives = np.fromiter((row in kept for row in live), np.bool_, len(live))
         self._ranked = {row: score for row, score in self._ranked.items() if row in kept}
         return grown[survives], partial[survives]

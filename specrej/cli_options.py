@@ -106,6 +106,8 @@ def _flag_of(item: Field[Any], hint: Any) -> inspect.Parameter:
             kind, more = GeometricSchedule, {"parser": parse_schedule, "metavar": "SCHEDULE"}
         case _ if hint == tuple[str, ...]:
             kind = list[str]
+        case _ if item.default is True:
+            flag = f"{flag}/--no-{flag.removeprefix('--')}"
     names = (flag, "-n") if item.name == "n" else (flag,)
     annotation: Any = Annotated[
         Optional[kind],  # noqa: UP045

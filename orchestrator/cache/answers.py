@@ -80,10 +80,9 @@ class Summary:
         best, is_complete = entry.generation.best, entry.generation.best.finish is FinishReason.STOP
         return cls(entry.generation.n, best.score, is_complete, best.vetoed, entry.returned)
 
-    @property
-    def merit(self) -> tuple[bool, bool, float]:
-        """Sort key, best last: the order in which one request ranks its own answers."""
-        return not self.vetoed, self.complete, self.score
+    def merit(self, keys: Keys) -> tuple[bool, bool, float]:
+        """Sort key, best last: the order of `rejection.rank`, as the request has it."""
+        return not self.vetoed, self.complete or not keys.prefer_complete, self.score
 
     def may_serve(self, keys: Keys, own: Summary | None) -> bool:
         """Whether the answer may be returned in place of `own`, the request's stored answer.
@@ -92,7 +91,7 @@ class Summary:
         """
         if self.vetoed or keys.n == 0 or self.returned < keys.return_candidates:
             return False
-        return self.n >= keys.n if own is None else self.merit > own.merit
+        return self.n >= keys.n if own is None else self.merit(keys) > own.merit(keys)
 
 
 _ENTRY = TypeAdapter(CacheEntry)
@@ -261,19 +260,22 @@ class Cache:
             commands.append(("HLEN", keys.index))
         reply, *listed = await self.redis.pipeline("write", *commands)
         if listed and (size := listed[-1]) and isinstance(size.value, int):
-            await self._trim(keys.index, size.value)
+            await self._trim(keys, size.value)
         return reply is not None and reply.value is True
 
     def _life_ms(self, jitter: float) -> int:
         return max(1, round((self._ttl_s * jitter + self._stale_s) * 1000))
 
     async def _better(self, keys: Keys, own: Hit | None) -> Hit | None:
-        """The best listed answer that may serve; a truncated one only if none is complete."""
+        """The best listed answer that may serve; if the request prefers complete answers, a
+        truncated one only if none is complete."""
         own_summary = Summary.of(own.entry) if own else None
         listed = await self._listed(keys.index)
-        some_complete = any(answer.complete and not answer.vetoed for answer in listed.values())
+        some_complete = keys.prefer_complete and any(
+            answer.complete and not answer.vetoed for answer in listed.values()
+        )
         serving = {
-            digest: summary.merit
+            digest: summary.merit(keys)
             for digest, summary in listed.items()
             if summary.may_serve(keys, own_summary) and (summary.complete or not some_complete)
         }
@@ -301,9 +303,9 @@ class Cache:
                 listed[field.decode()] = _SUMMARY.validate_json(value)
         return listed
 
-    async def _trim(self, index: str, size: int) -> None:
+    async def _trim(self, keys: Keys, size: int) -> None:
         """Drop the worst answers of an index that lists too many."""
-        listed = await self._listed(index) if size > MAX_LISTED else {}
-        best_first = sorted(listed, key=lambda digest: listed[digest].merit, reverse=True)
+        listed = await self._listed(keys.index) if size > MAX_LISTED else {}
+        best_first = sorted(listed, key=lambda digest: listed[digest].merit(keys), reverse=True)
         if excess := best_first[MAX_LISTED:]:
-            await self.redis.call("index", "HDEL", index, *excess)
+            await self.redis.call("index", "HDEL", keys.index, *excess)

@@ -23,7 +23,7 @@ from specrej.contracts import (
 
 PREFIX = "specrej"  # of all keys; the ACL rules in docs/cache.md contain it
 FORMAT_VERSION = 6  # of keys and values; raise it when either changes
-ALGORITHM_VERSION = 1  # raise it when the same request would get another answer
+ALGORITHM_VERSION = 2  # raise it when the same request would get another answer
 
 # The fields that each kind of normalization uses.
 _FIELDS_OF_KIND: Mapping[str, tuple[str, ...]] = {
@@ -46,6 +46,7 @@ class Keys:
     index: str = ""
     n: int = 0  # of the request; 0: as many as fit
     return_candidates: int = 1  # of the request
+    prefer_complete: bool = True  # of the request
     tenant: str = ""  # key of the index of all answers of the tenant; empty: they are not counted
 
 
@@ -79,7 +80,8 @@ def cache_keys(
     search = replace(search, algorithm=base.algorithm, return_candidates=base.return_candidates)
     comparable = replace(request, selection=search, sampling=replace(request.sampling, seed=0))
     index = _key(made_by, _hashed(comparable, secret), "comparable")
-    return Keys(answer, index, selection.n, selection.return_candidates, of_tenant)
+    returned, prefer_complete = selection.return_candidates, selection.prefer_complete
+    return Keys(answer, index, selection.n, returned, prefer_complete, of_tenant)
 
 
 def hashed_tenant(tenant: str, secret: Secret) -> str:

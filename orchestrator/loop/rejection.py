@@ -28,11 +28,21 @@ def num_kept(num_ranked: int, alpha: float) -> int:
     return max(1, int(exact.to_integral_value(rounding=ROUND_HALF_EVEN)))
 
 
-def rank(scores: Mapping[int, float], vetoed: Collection[int] = ()) -> list[int]:
-    """Candidate ids by descending score, vetoed ones last; ties: the lower id first."""
-    return sorted(
-        scores, key=lambda candidate: (candidate in vetoed, -scores[candidate], candidate)
-    )
+def rank(
+    scores: Mapping[int, float], vetoed: Collection[int] = (), truncated: Collection[int] = ()
+) -> list[int]:
+    """Candidate ids, best first: the one order of cuts, answers, stored answers and studies.
+
+    By descending score; `truncated` ones after all others, vetoed ones last; ties: the lower id
+    first. `truncated` is empty where a request ranks by reward alone.
+    """
+    return sorted(scores, key=lambda c: (c in vetoed, c in truncated, -scores[c], c))
+
+
+def num_released(num_live: int, num_tokens: int) -> int:
+    """Live candidates to reject when the slots are full, at least 1: each survivor can then grow by
+    a token. All have `num_tokens` tokens, the newest of which holds no slot yet."""
+    return max(1, -(-num_live // max(1, num_tokens)))
 
 
 def cut(
@@ -40,14 +50,14 @@ def cut(
     live: Collection[int],
     alpha: float,
     *,
-    must_release: bool,
+    release: int = 0,
     vetoed: Collection[int] = (),
     has_answer: bool = False,
 ) -> Cut:
     """Reject the lowest fraction alpha of the ranked candidates, finished and live together.
 
-    At least one candidate is kept. With `must_release` (the slots are full) at least one *live*
-    candidate is rejected unless only one is live: a round that frees nothing could never end.
+    At least one candidate is kept. At least `release` *live* candidates are rejected, but not all:
+    a round that ends because the slots are full and frees none of them could never end.
 
     Vetoed candidates rank lowest and are rejected whatever alpha is. If all are vetoed, the best
     live one is kept, so that there is an answer; none is kept with `has_answer`, which means that a
@@ -58,6 +68,6 @@ def cut(
     if not kept and not has_answer:
         kept = ([number for number in ranking if number in live] or ranking)[:1]
     live_kept = [candidate for candidate in kept if candidate in live]
-    if must_release and len(live) > 1 and len(live_kept) == len(live):
-        kept.remove(live_kept[-1])
+    for candidate in live_kept[max(1, len(live) - release) :]:
+        kept.remove(candidate)
     return Cut(tuple(ranking), frozenset(kept), frozenset(ranking) - frozenset(kept))

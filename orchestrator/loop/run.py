@@ -87,7 +87,13 @@ async def run(
     )
     async with _opened(request, generator, scorers, cache_salt) as (session, scorer):
         rewards = request.selection.rewards or _UNWEIGHTED
-        state = RunState(session.n, session.prompt_tokens, rewards, request.sampling.logprobs)
+        state = RunState(
+            session.n,
+            session.prompt_tokens,
+            rewards,
+            keeps_tokens=request.sampling.logprobs,
+            prefer_complete=request.selection.prefer_complete,
+        )
         state.open_ms, state.reduced = (clock() - began) * 1e3, session.reduced
         current = _Run(request, session, scorer, state, deadline, clock, on_round)
         with current.degradable():
@@ -216,11 +222,12 @@ class _Run:
         if not state.live or self.deadline.is_over:
             return alpha, 0
         alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), alpha)
+        is_full = ended.ended_by is RoundEnd.SLOTS_FULL
         cut = rejection.cut(
             state.scores(state.ranked),
             state.live,
             alpha,
-            must_release=ended.ended_by is RoundEnd.SLOTS_FULL,
+            release=rejection.num_released(len(state.live), ended.num_tokens) if is_full else 0,
             vetoed=state.vetoed,
             has_answer=state.has_answer,
         )

@@ -47,6 +47,7 @@ class RunState:
     prompt_tokens: int
     rewards: tuple[WeightedReward, ...]
     keeps_tokens: bool  # whether the answers include token ids and logprobs
+    prefer_complete: bool  # whether a truncated answer ranks behind all complete ones
     live: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)  # with their generator, while they grew
     ranked: set[int] = field(default_factory=set)
@@ -139,6 +140,12 @@ class RunState:
         vetoed = self.vetoed
         return any(n not in vetoed and not self._is_truncated(n) for n in self.ended())
 
+    def ranking(self, numbers: Iterable[int]) -> list[int]:
+        """Those with a verdict, best first, as of the last decision token."""
+        scores = self.scores(numbers)
+        truncated = {n for n in scores if self.prefer_complete and self._is_truncated(n)}
+        return rejection.rank(scores, self.vetoed, truncated)
+
     def cut_short(self, *, may_degrade: bool) -> None:
         """End all live candidates here, truncated: time ran out before any was complete.
 
@@ -169,10 +176,8 @@ class RunState:
         return [number for number, candidate in self.latest.items() if candidate.finish]
 
     def answers(self) -> list[int]:
-        """Finished ids, best first: complete before truncated, vetoed last, each by score."""
-        vetoed = self.vetoed
-        by_score = rejection.rank(self.scores(self.ended()), vetoed)
-        return sorted(by_score, key=lambda n: (n in vetoed, self._is_truncated(n)))
+        """Finished ids, best first."""
+        return self.ranking(self.ended())
 
     def best_text(self) -> str:
         """The text with the highest score so far, finished or live; vetoed only if all are."""
@@ -217,7 +222,8 @@ class RunState:
     def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:
         """Scores and fates of a round's candidates after its cut, best first."""
         finished = {candidate.id for candidate in candidates if candidate.finish}
-        vetoed, scores = self.vetoed, self.scores(candidate.id for candidate in candidates)
+        vetoed, numbers = self.vetoed, [candidate.id for candidate in candidates]
+        scores = self.scores(numbers)
 
         def fate(number: int) -> Fate:
             if number in finished:
@@ -226,7 +232,7 @@ class RunState:
                 return Fate.KEPT
             return Fate.VETOED if number in vetoed else Fate.REJECTED
 
-        ranking = rejection.rank(scores)
+        ranking = self.ranking(numbers)
         return tuple(CandidateTrace(number, scores[number], fate(number)) for number in ranking)
 
     def generation(self, num_candidates: int, total_ms: float) -> Generation:
@@ -259,8 +265,7 @@ class RunState:
         return self.latest[number].finish is FinishReason.LENGTH
 
     def _best(self) -> int | None:
-        ranking = rejection.rank(self.scores({*self.ranked, *self.ended()}), self.vetoed)
-        return ranking[0] if ranking else None
+        return next(iter(self.ranking({*self.ranked, *self.ended()})), None)
 
     def _ranked(self, number: int) -> RankedCandidate:
         candidate = self.latest[number]

@@ -203,8 +203,12 @@ def observe(run: WatchedRun) -> Observation:
     raw = {number: values for number, (values, _) in run.ends.items()}
     weights = {n: run.shadows[n].weight if n in run.shadows else 1 for n in raw}
     final = judged(raw, rewards)
-    # The order in which a run ranks its answers.
-    best = min(raw, key=lambda n: (final[n].vetoed, run.ends[n][1], -final[n].score, n))
+    is_last = run.request.selection.prefer_complete
+    truncated = {
+        number for number, (_, is_truncated) in run.ends.items() if is_last and is_truncated
+    }
+    vetoed = {number for number, verdict in final.items() if verdict.vetoed}
+    best = rank({n: verdict.score for n, verdict in final.items()}, vetoed, truncated)[0]
     pairs_by_label: list[tuple[int, Pairs]] = []
     partial: list[Mapping[int, Verdict]] = []
     for index, (_, label) in enumerate(run.decisions[:_MAX_DECISIONS]):

@@ -196,6 +196,9 @@ class Selection:
             f"1 .. {MAX_RETURN_CANDIDATES}", lambda value: 1 <= value <= MAX_RETURN_CANDIDATES
         ),
     )
+    prefer_complete: bool = option(
+        True, "Rank answers cut off at max_tokens behind all complete ones; else by reward alone."
+    )
 
 
 class CacheControl(Enum):
@@ -233,6 +236,7 @@ class Options(TypedDict, total=False):
     algorithm: Algorithm
     rewards: Mapping[str, float] | Sequence[WeightedReward]  # a mapping: name -> weight
     return_candidates: int
+    prefer_complete: bool
     max_tokens: int
     temperature: float
     top_k: int

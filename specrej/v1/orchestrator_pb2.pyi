@@ -434,6 +434,7 @@ class Selection(_message.Message):
     ALGORITHM_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     RETURN_CANDIDATES_FIELD_NUMBER: _builtins.int
+    PREFER_COMPLETE_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates at the start; 0 .. the server's limit; default 0: as many as the free slots hold at
     the first decision token, at most the generator's auto_candidates.
@@ -444,6 +445,10 @@ class Selection(_message.Message):
     """How the best is found."""
     return_candidates: _builtins.int
     """How many of the top candidates to return; 1 .. 64; default 1."""
+    prefer_complete: _builtins.bool
+    """Whether answers that were cut off at max_tokens rank behind all complete ones, whatever their
+    reward; else the reward alone decides; default true.
+    """
     @_builtins.property
     def schedule(self) -> Global___Schedule:
         """The decision tokens."""
@@ -463,17 +468,22 @@ class Selection(_message.Message):
         algorithm: Global___Algorithm.ValueType = ...,
         rewards: _abc.Iterable[Global___WeightedReward] | None = ...,
         return_candidates: _builtins.int | None = ...,
+        prefer_complete: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "n", b"n", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
+    _WhichOneofReturnType__prefer_complete: _TypeAlias = _typing.Literal["prefer_complete"]  # noqa: Y015
+    _WhichOneofArgType__prefer_complete: _TypeAlias = _typing.Literal["_prefer_complete", b"_prefer_complete"]  # noqa: Y015
     _WhichOneofReturnType__return_candidates: _TypeAlias = _typing.Literal["return_candidates"]  # noqa: Y015
     _WhichOneofArgType__return_candidates: _TypeAlias = _typing.Literal["_return_candidates", b"_return_candidates"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__alpha) -> _WhichOneofReturnType__alpha | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefer_complete) -> _WhichOneofReturnType__prefer_complete | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__return_candidates) -> _WhichOneofReturnType__return_candidates | None: ...
 
@@ -555,7 +565,9 @@ class GenerateResponse(_message.Message):
     score: _builtins.float
     """Its reward."""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """STOP: complete. LENGTH: no candidate finished within max_tokens."""
+    """STOP: complete. LENGTH: cut off at max_tokens, as were all others unless the request ranks by
+    reward alone.
+    """
     cached: _builtins.bool
     """Whether the answer came from the cache; usage, rounds and timings are then those of the
     request that generated it.
@@ -570,8 +582,8 @@ class GenerateResponse(_message.Message):
     """Whether n was 0 and would have been larger without the slots of other requests."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedCandidate]:
-        """The top candidates, best first: complete ones before truncated ones, vetoed ones last. The
-        first is the answer.
+        """The top candidates, best first; the first is the answer. Complete ones come before truncated ones
+        if the request prefers them, vetoed ones last.
         """
 
     @_builtins.property

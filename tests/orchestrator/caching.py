@@ -87,7 +87,7 @@ def search_answer(
 
 def new_keys(n: int = 4, returned: int = 1, index: str = INDEX) -> Keys:
     """Keys of another one of the comparable requests."""
-    return Keys(f"{PREFIX}{next(_NUMBERS):064x}", index, n, returned, TENANT)
+    return Keys(f"{PREFIX}{next(_NUMBERS):064x}", index, n, returned, tenant=TENANT)
 
 
 def new_cache(access: RedisAccess | str, **options: Any) -> Cache:

@@ -114,6 +114,15 @@ async def test_the_answer_after_every_store(
         assert text_of(await cache.get_better(own)) == served_text
 
 
+async def test_by_reward_alone_a_truncated_answer_may_serve(cache: Cache) -> None:
+    """The cache orders answers as the request does."""
+    await cache.put(new_keys(64), search_answer(64, 1.0))
+    await cache.put(new_keys(64), search_answer(64, 9.0, complete=False))
+    for prefers, text in ((True, "n=64 score=1.0"), (False, "n=64 score=9.0")):
+        keys = replace(new_keys(8), prefer_complete=prefers)
+        assert text_of(await cache.get_better(keys)) == text
+
+
 async def test_as_many_candidates_are_returned_as_requested(cache: Cache) -> None:
     """Guards against fewer candidates than requested, or more."""
     await cache.put(new_keys(64, returned=1), search_answer(64, 9.0))
@@ -145,7 +154,7 @@ async def test_a_wrong_index_costs_hits_only(
     small, other = new_keys(2), new_keys(64, index=f"{INDEX}other")
     await cache.put(small, search_answer(2))
     await cache.put(other, search_answer(64))
-    victim = f"specrej:v{FORMAT_VERSION}:u:g:w:a1:" + "0" * 64
+    victim = f"specrej:v{FORMAT_VERSION}:u:g:w:a2:" + "0" * 64
     await cache.put(Keys(victim, INDEX), search_answer(64))
     admin.delete(INDEX)
     forged = _SUMMARY.dump_json(Summary(99, 99.0, complete=True, vetoed=False, returned=9))

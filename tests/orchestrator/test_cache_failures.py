@@ -194,7 +194,8 @@ async def test_a_wait_for_a_connection_is_no_failure_of_redis(
             assert await cache.redis.available() is False
         cache.redis.timeout_s = BOUND_S
         assert await cache.redis.available()
-    assert logged() == ["pool fails", "pool works"]
+    # On a busy machine the event loop itself may be late.
+    assert logged() in (["pool fails", "pool works"], ["loop fails", "loop works"])
 
 
 @pytest.mark.parametrize("is_pooled", [True, False], ids=["pooled", "connecting"])

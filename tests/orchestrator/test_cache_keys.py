@@ -90,6 +90,7 @@ _OTHER_REWARDS = [
         (WeightedReward("a", veto_below=-1.0),),
     )
 ]
+_OTHER_ORDERS = [request(selection=Selection(prefer_complete=False))]
 _OTHER_SEARCHES = [
     request(selection=replace(Selection(), **changed))
     for changed in (
@@ -113,7 +114,8 @@ _OTHER_PROMPTS = [
     replace(_BASE, prompt=Prompt(text="hello", allow_special_tokens=True)),
     replace(_BASE, prompt=Prompt(messages=(Message("system", "hello"), Message("user", "hello")))),
 ]
-_OTHERS = [*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS, *_OTHER_SEARCHES]
+_OTHER_INDEXES = [*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS, *_OTHER_ORDERS]
+_OTHERS = [*_OTHER_INDEXES, *_OTHER_SEARCHES]
 _OTHER_MAKERS: list[dict[str, Any]] = [
     *({"tenant": tenant} for tenant in ("u", "U", "u ", "u\0", "\ud800", "\ud801")),
     *({"generator": "h"}, {"reward": "x"}),
@@ -182,7 +184,7 @@ def test_equal_requests_have_one_key(first: GenerationRequest, second: Generatio
 def test_keys_have_one_shape_and_no_text(tenant: str, prompt: str, fingerprint: str) -> None:
     """Guards against readable prompts or tenants, and keys that a tenant's name could forge."""
     keys = keys_of(request(prompt), tenant, generator=fingerprint)
-    shape = rf"v{FORMAT_VERSION}:[0-9a-f]{{32}}:[^:]*:w:a1:[0-9a-f]{{64}}"
+    shape = rf"v{FORMAT_VERSION}:[0-9a-f]{{32}}:[^:]*:w:a2:[0-9a-f]{{64}}"
     assert re.fullmatch(f"specrej:{shape}", keys.answer)
     assert re.fullmatch(f"specrej:flight:{shape}", flight_key(keys.answer))
     assert re.fullmatch(f"specrej:comparable:{shape}", keys.index)
@@ -224,8 +226,7 @@ def test_requests_that_differ_in_the_search_alone_share_an_index() -> None:
 
 def test_any_other_difference_is_another_index() -> None:
     """Guards against an answer to another prompt, by another reward or of another tenant."""
-    others = [*_OTHER_PROMPTS, *_OTHER_SAMPLING, *_OTHER_REWARDS]
-    others = [other for other in others if not other.sampling.seed]
+    others = [other for other in _OTHER_INDEXES if not other.sampling.seed]
     indexes = [keys_of(_BASE, **maker).index for maker in _OTHER_MAKERS]
     indexes += [index for other in (_BASE, *others) if (index := keys_of(other).index)]
     assert len(set(indexes)) == len(indexes) > 20

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.loop.rejection import cut, num_kept, rank
+from orchestrator.loop.rejection import cut, num_kept, num_released, rank
 
 SCORES = st.dictionaries(
     st.integers(0, 500), st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=60
@@ -58,25 +58,49 @@ def test_ranking_is_descending_and_ties_go_to_the_lower_id(scores: dict[int, flo
         )
 
 
-@given(SCORES, ALPHAS, st.booleans())
+@given(SCORES, st.sets(st.integers(0, 500)), st.sets(st.integers(0, 500)))
+def test_truncated_candidates_rank_last_and_vetoed_ones_behind_them(
+    scores: dict[int, float], truncated: set[int], vetoed: set[int]
+) -> None:
+    """One order decides: groups first, and within a group the score alone."""
+    order = rank(scores, vetoed, truncated)
+    assert sorted(order) == sorted(scores)
+    groups = [(number in vetoed, number in truncated) for number in order]
+    assert groups == sorted(groups)
+    for group in set(groups):
+        members = {n: scores[n] for n, of in zip(order, groups, strict=True) if of == group}
+        assert rank(members) == list(members)
+
+
+@given(st.integers(2, 2000), st.integers(1, 4000))
+def test_full_slots_release_room_for_a_token_of_each_survivor(live: int, tokens: int) -> None:
+    """Guards against rounds without growth, which score all candidates again for nothing."""
+    released = num_released(live, tokens)
+    stored = tokens - 1  # per candidate: the newest token holds no slot
+    assert 1 <= released <= live
+    assert released * stored >= live - released
+    assert released == 1 or (released - 1) * stored < live - (released - 1)
+
+
+@given(SCORES, ALPHAS, st.integers(0, 70))
 def test_a_cut_never_empties_and_progresses_when_slots_are_full(
-    scores: dict[int, float], alpha: float, full: bool
+    scores: dict[int, float], alpha: float, release: int
 ) -> None:
     """Never empty and Progress: full slots of which no candidate is released would loop."""
-    live = live_of(scores)
-    outcome = cut(scores, live, alpha, must_release=full)
+    live, full = live_of(scores), release > 0
+    outcome = cut(scores, live, alpha, release=release)
     assert outcome.kept
     assert outcome.kept | outcome.rejected == set(scores)
     assert not outcome.kept & outcome.rejected
-    if full and len(live) > 1:
-        assert live & outcome.rejected
+    if live:
+        assert len(live & outcome.rejected) >= min(release, len(live) - 1)
     if not full:
         assert len(outcome.kept) == num_kept(len(scores), alpha)
         assert min(scores[i] for i in outcome.kept) >= max(
             (scores[i] for i in outcome.rejected), default=float("-inf")
         )
     # Without vetoes, the arguments for them change nothing.
-    assert outcome == cut(scores, live, alpha, must_release=full, vetoed={501}, has_answer=True)
+    assert outcome == cut(scores, live, alpha, release=release, vetoed={501}, has_answer=True)
 
 
 @st.composite
@@ -94,7 +118,7 @@ def test_vetoed_candidates_are_rejected_unless_no_other_is_left(
     """Guards against a veto that a high score or a low alpha overrules, against full slots of which
     no candidate is released, and against vetoes that cost other candidates their places."""
     scores, live, vetoed = ranked
-    outcome = cut(scores, live, alpha, must_release=full, vetoed=vetoed, has_answer=has_answer)
+    outcome = cut(scores, live, alpha, release=full, vetoed=vetoed, has_answer=has_answer)
     assert outcome.kept | outcome.rejected == set(scores)
     assert not outcome.kept & outcome.rejected
     if full:
@@ -116,5 +140,5 @@ def test_vetoed_candidates_are_rejected_unless_no_other_is_left(
 def test_full_slots_release_the_worst_live_candidate() -> None:
     """Rejecting a finished one would free no slots."""
     scores = {0: 5.0, 1: 4.0, 2: 3.0, 3: 1.0}
-    outcome = cut(scores, {0, 1}, 0.0, must_release=True)
+    outcome = cut(scores, {0, 1}, 0.0, release=1)
     assert outcome.rejected == {1}

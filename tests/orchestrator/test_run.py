@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -30,6 +30,7 @@ from specrej.contracts import (
     RoundCompleted,
     RoundEnd,
     Sampling,
+    Selection,
     SessionSpec,
     TokensSchedule,
     WeightedReward,
@@ -59,6 +60,7 @@ REQUESTS = st.builds(
     alpha=st.sampled_from([0.0, 0.1, 0.5, 0.75, 0.99]),
     schedule=SCHEDULES,
     rewards=st.lists(REWARDS, max_size=3, unique_by=lambda reward: reward.name).map(tuple),
+    prefer_complete=st.booleans(),
 )
 
 
@@ -78,7 +80,7 @@ async def test_every_request_ends_with_an_answer_and_all_slots_free(
     assert isinstance(events[0], Admitted)
     assert isinstance(events[-1], Finished)
     _check_counts(events[-1].generation, selection.n)
-    _check_ranking(events[-1].generation, selection.rewards)
+    _check_ranking(events[-1].generation, selection)
     generator.ledger.check_integrity()
     assert generator.ledger.owned == 0
     for event in events[1:-1]:
@@ -101,10 +103,13 @@ def _check_counts(generation: Generation, n: int) -> None:
         assert trace.num_rejected >= trace.num_vetoed - (trace.num_live <= 1)
 
 
-def _check_ranking(generation: Generation, rewards: Sequence[WeightedReward]) -> None:
-    """Vetoed candidates are last, before them truncated ones; only low values are vetoed."""
-    ranks = [(c.vetoed, c.finish is FinishReason.LENGTH, -c.score) for c in generation.candidates]
+def _check_ranking(generation: Generation, selection: Selection) -> None:
+    """Vetoed candidates are last, before them truncated ones if complete ones are preferred; only
+    low values are vetoed."""
+    last = FinishReason.LENGTH if selection.prefer_complete else None
+    ranks = [(c.vetoed, c.finish is last, -c.score) for c in generation.candidates]
     assert ranks == sorted(ranks)
+    rewards = selection.rewards
     for candidate in generation.candidates:
         raw = zip(candidate.rewards, rewards, strict=bool(rewards))
         assert candidate.vetoed == any(value < (reward.veto_below or -1) for value, reward in raw)
@@ -166,6 +171,31 @@ async def test_an_answer_is_truncated_only_if_none_is_complete() -> None:
     """No candidate ends before 5 tokens here."""
     generation = await answer(request(max_tokens=5), ToyGenerator(end_every=10**9), FixedScorer())
     assert generation.best.finish is FinishReason.LENGTH
+
+
+async def test_by_reward_alone_a_truncated_answer_can_win() -> None:
+    """The same run with both orders: some candidates end at max_tokens, with the best scores."""
+    scorer = FixedScorer(lambda c: float(c.num_tokens))
+    whole = {"algorithm": Algorithm.BEST_OF_N, "return_candidates": 16}
+    preferred, by_reward = [
+        await answer(
+            request(16, 20, prefer_complete=prefer, **whole), ToyGenerator(end_every=20), scorer
+        )
+        for prefer in (True, False)
+    ]
+    assert preferred.best.finish is FinishReason.STOP
+    assert by_reward.best.finish is FinishReason.LENGTH
+    assert {c.id for c in preferred.candidates} == {c.id for c in by_reward.candidates}
+
+
+async def test_rounds_of_full_slots_grow_with_a_small_alpha() -> None:
+    """Guards against rounds that release one candidate, grow by nothing and score all again."""
+    generator = ToyGenerator(256 * 4 + 10, end_every=10**9)
+    never = request(256, 60, alpha=0.0, schedule=MemorySchedule(first=4))
+    rounds = (await answer(never, generator, FixedScorer())).rounds
+    positions = [trace.decision_token for trace in rounds]
+    assert positions == sorted(set(positions))
+    assert rounds[0].ended_by is RoundEnd.SLOTS_FULL
 
 
 async def test_memory_schedule_ends_rounds_when_slots_are_full() -> None:

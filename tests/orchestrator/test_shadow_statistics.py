@@ -127,7 +127,7 @@ def outcome(rng: random.Random, world: World, alpha: float = ALPHA) -> Outcome:
         live -= {candidate.id for candidate in candidates if candidate.finish}
         rewards = {number: world.reward(number, index) for number in range(len(world.finals))}
         scores = {number: rewards[number] for number in ranked}
-        kept = rejection.cut(scores, live, alpha, must_release=False).kept if live else ranked
+        kept = rejection.cut(scores, live, alpha).kept if live else ranked
         rejected_in |= dict.fromkeys(live - kept, index)
         ranked &= kept
         live &= kept

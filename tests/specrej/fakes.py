@@ -106,6 +106,7 @@ OPTIONS = Options(
     algorithm=c.Algorithm.BEST_OF_N,
     rewards={"relevance": 1.0, "likelihood": 0.5},
     return_candidates=2,
+    prefer_complete=False,
     max_tokens=64,
     temperature=0.7,
     top_k=50,

@@ -37,6 +37,7 @@ REQUEST = c.GenerationRequest(
         algorithm=c.Algorithm.BEST_OF_N,
         rewards=(c.WeightedReward("relevance"), c.WeightedReward("likelihood", 0.5)),
         return_candidates=2,
+        prefer_complete=False,
     ),
     model="tiny",
     cache=c.CacheControl.REFRESH,
