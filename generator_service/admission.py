@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from specrej.contracts import Forks
 from specrej.errors import InvalidRequest, Overloaded, SlotsExceeded, Violation
 from specrej.inference.slots import SlotLedger
 
@@ -178,6 +179,23 @@ class AdmissionQueue(Generic[S]):
         ahead = min(num_tokens + demand.first_round_tokens, demand.max_tokens)
         floor = max(demand.whole(min(live, 1)), live * demand.slots_of(ahead))
         self._ledger.narrow(session.id, floor, demand.whole(live), len(self._waiting))
+
+    def with_room(
+        self, session: S, forks: Forks, live: Collection[int], num_kept: int, num_tokens: int
+    ) -> Forks:
+        """Of the forks of `live` candidates those that fit beside `num_kept` survivors, in order.
+
+        All candidates hold the slots of `num_tokens` tokens, and need those of one token more.
+        Forks raise the share only if no session waits.
+        """
+        possible = [(number, parent) for number, parent in forks.items() if parent in live]
+        if not possible:
+            return {}
+        self.widen(session, num_kept + len(possible))
+        next_slots = session.demand.slots_of(num_tokens + 1)
+        rows = self._ledger.share_of(session.id) // max(1, next_slots)
+        rows = min(rows, num_kept + self._free_candidates())
+        return dict(possible[: max(0, rows - num_kept)])
 
     def is_reduced(self, session: S, n: int) -> bool:
         """Whether N was left open, and without other sessions it would be more than `n`."""

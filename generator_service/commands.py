@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 from generator_service.admission import Demand
 from specrej.contracts import FinishReason, RoundEnd, Sampling, SlotGauge, StartedCandidate
 
-# Whether a candidate's next token completes a stop text; it receives each token once, in order.
-CompletesStop = Callable[[int], bool]
+
+class CompletesStop(Protocol):
+    """One candidate's stop texts; it receives each token once, in order."""
+
+    def __call__(self, token_id: int) -> bool:
+        """Whether the candidate's next token completes a stop text."""
+
+    def copy(self) -> Self:
+        """The same state, of another candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,16 @@ class GrowingCandidate:
     new_logprobs: list[float] = field(default_factory=list)  # since the last report
     logprob: float = 0.0
     finish: FinishReason | None = None
+
+    def fork(self, candidate_id: int) -> GrowingCandidate:
+        """A candidate of its own with the same tokens."""
+        return replace(
+            self,
+            id=candidate_id,
+            completes_stop=self.completes_stop and self.completes_stop.copy(),
+            token_ids=list(self.token_ids),
+            new_logprobs=list(self.new_logprobs),
+        )
 
     def append(self, token_id: int, logprob: float) -> None:
         self.token_ids.append(token_id)

@@ -24,7 +24,7 @@ from generator_service.prompt_tree import PromptTree, RadixNode
 from generator_service.sampling import sample
 from generator_service.session import Session
 from generator_service.steps import OnStep, Step
-from specrej.contracts import Pruned, RoundEnd, SlotGauge
+from specrej.contracts import NO_FORKS, Forks, Pruned, RoundEnd, SlotGauge
 from specrej.errors import InternalError, OutOfOrder, SessionExpired, SpecrejError
 from specrej.inference.attention import PrefillSegment, Segment
 from specrej.inference.kv import KVShape, PromptKV, SuffixKV
@@ -152,16 +152,29 @@ class Engine:
             self._end_round_if_over(session)
         return growing
 
-    def prune(self, session_id: int, keep: Collection[int]) -> Pruned:
-        """Free the slots of every live candidate not in `keep`; other ids in it are ignored."""
+    def prune(self, session_id: int, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        """As `contracts.Session.prune`; ids in `keep` that are not live are ignored.
+
+        Raises:
+            InternalError: the memory for forks cannot be allocated, which ends the session.
+        """
         session = self._idle(session_id)
-        before = len(session.rows)
-        session.keep(set(keep))
-        freed = (before - len(session.rows)) * session.suffix.length
+        live, length = {candidate.id for candidate in session.rows}, session.suffix.length
+        kept = live.intersection(keep)
+        freed = (len(live) - len(kept)) * length
         self.ledger.give_back(session_id, freed)
-        self.queue.narrow(session, len(session.rows), session.num_tokens)
-        session.suffix.shrink(self.ledger.share_of(session_id))
-        return Pruned(freed, self.gauge(session_id))
+        self.queue.narrow(session, len(kept), session.num_tokens)
+        made = self.queue.with_room(session, forks, live, len(kept), session.num_tokens)
+        self.prompts.make_room()
+        self.ledger.take(session_id, len(made) * length)
+        try:
+            session.keep(kept, made)
+            session.suffix.shrink(self.ledger.share_of(session_id))
+        except Exception as error:
+            self._fail(session, error, "the generator cannot hold the session")
+            raise InternalError("the generator cannot hold the session") from error
+        refused = tuple(sorted(forks.keys() - made.keys()))
+        return Pruned(freed, self.gauge(session_id), refused)
 
     def close(self, session_id: int) -> int:
         """Free all that a session holds, waiting or running; slots freed, 0 if it is gone."""

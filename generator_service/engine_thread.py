@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from generator_service.commands import OpenCommand, Opened, PrefixBatch
 from generator_service.engine import Engine, refuse, resolve
-from specrej.contracts import Pruned
+from specrej.contracts import NO_FORKS, Forks, Pruned
 from specrej.errors import InternalError, SpecrejError, Unavailable
 from specrej.threads import ComputeThread, WorkClock
 
@@ -57,10 +57,14 @@ class EngineThread:
         future: Future[PrefixBatch] = Future()
         return self._send(future, lambda: self.engine.extend(session_id, until_tokens, future))
 
-    def prune(self, session_id: int, keep: Collection[int]) -> Future[Pruned]:
+    def prune(
+        self, session_id: int, keep: Collection[int], forks: Forks = NO_FORKS
+    ) -> Future[Pruned]:
         """As `Engine.prune`."""
         future: Future[Pruned] = Future()
-        return self._send(future, lambda: resolve(future, self.engine.prune(session_id, keep)))
+        return self._send(
+            future, lambda: resolve(future, self.engine.prune(session_id, keep, forks))
+        )
 
     def close(self, session_id: int) -> Future[int]:
         """As `Engine.close`."""

@@ -46,6 +46,7 @@ class ModelCard:
             sessions=load.sessions,
             waiting=load.waiting,
             adapters=self.adapters,
+            can_fork=True,
         )
 
 

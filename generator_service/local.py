@@ -11,7 +11,15 @@ from generator_service.engine_thread import EngineThread
 from generator_service.frontend import Frontend, ModelCard
 from generator_service.steps import Load
 from generator_service.text import Text
-from specrej.contracts import GeneratorDescription, Pruned, Round, Sampling, SessionSpec
+from specrej.contracts import (
+    NO_FORKS,
+    Forks,
+    GeneratorDescription,
+    Pruned,
+    Round,
+    Sampling,
+    SessionSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +38,8 @@ class LocalSession:
         batch = await asyncio.wrap_future(self._engine.extend(self._id, until_tokens))
         return await self._frontend.round(batch, self._sampling)
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
-        return await asyncio.wrap_future(self._engine.prune(self._id, keep))
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        return await asyncio.wrap_future(self._engine.prune(self._id, keep, forks))
 
 
 class LocalGenerator:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from specrej import telemetry, wire
@@ -77,6 +79,8 @@ class _Commands:
         self._resources = resources
         self._session: Session | None = None
         self._max_tokens = 0
+        self._max_candidates = 0
+        self._last_id = 0  # the highest of a candidate, ever
         self._closed = False
 
     async def answer(self, request: pb.SessionRequest) -> pb.SessionResponse:
@@ -105,6 +109,9 @@ class _Commands:
         raise_if_any(_check_open(spec, description))
         session = await self._resources.enter_async_context(self._generator.open(spec))
         self._session, self._max_tokens = session, spec.sampling.max_tokens
+        self._max_candidates = description.max_candidates
+        self._last_id = spec.first_candidate_id + session.n - 1
+        self._last_id = max((c.id for c in spec.started), default=self._last_id)
         description = await self._generator.describe()
         opened = pb.SessionOpened(
             n=session.n,
@@ -124,11 +131,18 @@ class _Commands:
         return pb.SessionResponse(prefix_batch=wire.to_message(ended, pb.PrefixBatch))
 
     async def _prune(self, command: pb.PruneSession) -> pb.SessionResponse:
-        pruned = await self._opened().prune(frozenset(command.keep))
-        slots = wire.to_message(pruned.slots, common_pb2.SlotGauge)
-        return pb.SessionResponse(
-            pruned=pb.SessionPruned(freed_slots=pruned.freed_slots, slots=slots)
-        )
+        session = self._opened()
+        forks = [(fork.candidate_id, fork.parent_id) for fork in command.forks]
+        ids = [self._last_id, *(number for number, _ in forks)]
+        if any(later <= earlier for earlier, later in pairwise(ids)):
+            accepted = f"must have ascending ids above {self._last_id}, the session's highest"
+            raise InvalidRequest([Violation("prune.forks", accepted)])
+        self._last_id = ids[-1]
+        room = max(0, self._max_candidates - len(command.keep))
+        pruned = await session.prune(frozenset(command.keep), dict(forks[:room]))
+        refused = (*pruned.refused, *(number for number, _ in forks[room:]))
+        pruned = replace(pruned, refused=refused)
+        return pb.SessionResponse(pruned=wire.to_message(pruned, pb.SessionPruned))
 
     async def _close(self) -> pb.SessionResponse:
         self._session, self._closed = None, True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from generator_service.admission import Demand, own_slots
 from generator_service.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
 from generator_service.prompt_tree import RadixNode
+from specrej.contracts import Forks
 from specrej.inference.attention import DecodeSegment, PrefillSegment
 from specrej.inference.kv import PromptKV, SuffixKV
 
@@ -60,13 +62,17 @@ class Session:
         assert self.prompt
         return DecodeSegment(_stores(self.prompt), self.suffix)
 
-    def keep(self, ids: set[int]) -> None:
-        """Reject every live candidate not in `ids`."""
-        rows = [row for row, candidate in enumerate(self.rows) if candidate.id in ids]
-        if len(rows) < len(self.rows):
-            self.suffix.keep(rows)
-            self.rows = [self.rows[row] for row in rows]
-            self.unreported = [c for c in self.unreported if c.finish or c.id in ids]
+    def keep(self, ids: Collection[int], forks: Forks) -> None:
+        """Reject every live candidate not in `ids`, and fork live ones, for which there is room."""
+        by_id = {candidate.id: row for row, candidate in enumerate(self.rows)}
+        kept = [row for row, candidate in enumerate(self.rows) if candidate.id in ids]
+        if not forks and len(kept) == len(self.rows):
+            return
+        forked = [self.rows[by_id[parent]].fork(number) for number, parent in forks.items()]
+        self.suffix.keep([*kept, *(by_id[parent] for parent in forks.values())])
+        self.rows = [*(self.rows[row] for row in kept), *forked]
+        self.unreported = [c for c in self.unreported if c.finish or c.id in ids]
+        self.unreported = sorted([*self.unreported, *forked], key=lambda candidate: candidate.id)
 
     def drop(self, row: int) -> None:
         """Remove a finished candidate: the last row takes its place."""

@@ -7,6 +7,7 @@ too long for an event loop; `StopTexts` decodes the newest tokens again with eac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,8 @@ class Text:
         return text[: min(ends)] if ends else text
 
     def stop_texts(self, stop: Sequence[str]) -> Callable[[], CompletesStop] | None:
-        """A factory of one candidate's `StopTexts.completes`; None without stop texts."""
-        return (lambda: StopTexts(self, stop).completes) if stop else None
+        """A factory of one candidate's `StopTexts`; None without stop texts."""
+        return (lambda: StopTexts(self, stop)) if stop else None
 
 
 class StopTexts:
@@ -107,8 +108,14 @@ class StopTexts:
         self._num_seen = 0  # characters of their text
         self._seen = ""  # the end of the text so far, of `_overlap` characters
 
-    def completes(self, token_id: int) -> bool:
-        """Whether the next token of the candidate completes a stop text."""
+    def copy(self) -> StopTexts:
+        """As `CompletesStop.copy`."""
+        other = copy(self)
+        other._tokens = list(self._tokens)
+        return other
+
+    def __call__(self, token_id: int) -> bool:
+        """As `CompletesStop.__call__`."""
         if token_id in self._text.special_ids:
             return False
         self._tokens.append(token_id)

@@ -17,8 +17,10 @@ from generator_service.admission import AdmissionQueue
 from generator_service.commands import GrowingCandidate, OpenCommand
 from generator_service.steps import Load, OnStep, Step
 from specrej.contracts import (
+    NO_FORKS,
     Candidate,
     FinishReason,
+    Forks,
     GeneratorDescription,
     Prompt,
     Pruned,
@@ -78,13 +80,17 @@ class ToySession:
             self._gauge(),
         )
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        live = {candidate.id: candidate for candidate in self._live}
         survivors = [candidate for candidate in self._live if candidate.id in keep]
-        freed = (len(self._live) - len(survivors)) * self._num_tokens
+        freed = (len(live) - len(survivors)) * self._num_tokens
         self._ledger.give_back(self.id, freed)
-        self._live = survivors
-        self._unreported = list(survivors)
-        return Pruned(freed, self._gauge())
+        made = self._generator.queue.with_room(self, forks, live, len(survivors), self._num_tokens)
+        self._ledger.take(self.id, len(made) * self._num_tokens)
+        forked = (live[parent].fork(number) for number, parent in made.items())
+        self._live = sorted([*survivors, *forked], key=lambda candidate: candidate.id)
+        self._unreported = list(self._live)
+        return Pruned(freed, self._gauge(), tuple(sorted(forks.keys() - made.keys())))
 
     def _step(self) -> None:
         failing = self._sampling.seed == self._generator.failing_seed
@@ -153,7 +159,7 @@ class ToyGenerator:
         self.failing_seed = failing_seed
         self._on_step = on_step
         self._ids = itertools.count(1)
-        self._queue: AdmissionQueue[ToySession] = AdmissionQueue(
+        self.queue: AdmissionQueue[ToySession] = AdmissionQueue(
             self.ledger, self._admit, max_waiting=0, auto_candidates=_AUTO_CANDIDATES
         )
 
@@ -168,7 +174,7 @@ class ToyGenerator:
             started=spec.started,
         )
         session = ToySession(self, next(self._ids), command)
-        self._queue.enter(session)  # admitted or refused: none may wait
+        self.queue.enter(session)  # admitted or refused: none may wait
         self.report(Step(prefilled=session.prompt_tokens))
         try:
             yield session
@@ -183,8 +189,8 @@ class ToyGenerator:
 
     def _admit(self, session: ToySession, n: int) -> None:
         self.ledger.hold(session.prompt_tokens)
-        self._queue.give_share(session, n)
-        session.reduced = self._queue.is_reduced(session, n)
+        self.queue.give_share(session, n)
+        session.reduced = self.queue.is_reduced(session, n)
         session.begin(n)
 
     def load(self) -> Load:
@@ -205,6 +211,7 @@ class ToyGenerator:
             device="none",
             slots=load.slots,
             sessions=load.sessions,
+            can_fork=True,
         )
 
 

@@ -28,6 +28,8 @@ from generator_service.steps import Load, OnStep
 from generator_service.text import Text
 from specrej import fingerprint
 from specrej.contracts import (
+    NO_FORKS,
+    Forks,
     GeneratorDescription,
     Prompt,
     Pruned,
@@ -74,21 +76,22 @@ class VLLMSession:
         for candidate in live:
             for _ in range(self.num_tokens):
                 candidate.take_given()
-        self._requests = {
-            candidate.id: self._generator.engine.request(
-                command.prompt_ids,
-                candidate.given,
-                command.sampling,
-                candidate.id,
-                session=str(self.id),
-                salt=command.cache_salt,
-                streams=command.stop_texts is not None,
-                adapter=command.adapter,
-            )
-            for candidate in live
-        }
+        self._requests = {c.id: self._request_of(c, c.given) for c in live}
         self.live = live
         self.admitted.set_result(None)
+
+    def _request_of(self, candidate: GrowingCandidate, given: Sequence[int]) -> CandidateRequest:
+        command = self.command
+        return self._generator.engine.request(
+            command.prompt_ids,
+            given,
+            command.sampling,
+            candidate.id,
+            session=str(self.id),
+            salt=command.cache_salt,
+            streams=command.stop_texts is not None,
+            adapter=command.adapter,
+        )
 
     async def extend(self, until_tokens: int) -> Round:
         """As `Session.extend`; a failure or a cancellation ends the session."""
@@ -105,19 +108,28 @@ class VLLMSession:
         batch = PrefixBatch(prefixes, ended_by, self.num_tokens, self._gauge())
         return await self._generator.frontend.round(batch, self.command.sampling)
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        """As `Session.prune`; a fork is a request that begins with its parent's tokens, whose whole
+        blocks vLLM has in its prefix cache."""
         self._enter()
         try:
+            live = {candidate.id: candidate for candidate in self.live}
             rejected = [candidate for candidate in self.live if candidate.id not in keep]
             self.live = [candidate for candidate in self.live if candidate.id in keep]
+            own, queue = self.blocks.own(self.num_tokens), self._generator.queue
+            self._ledger.give_back(self.id, freed := len(rejected) * own)
+            queue.narrow(self, len(self.live), self.num_tokens)
+            made = queue.with_room(self, forks, live, len(self.live), self.num_tokens)
+            self._ledger.take(self.id, len(made) * own)
+            for number, parent in made.items():
+                fork = live[parent].fork(number)
+                self._requests[number] = self._request_of(fork, fork.token_ids)
+                self.live.append(fork)
             await self._abort(rejected)
-            freed = len(rejected) * self.blocks.own(self.num_tokens)
-            self._ledger.give_back(self.id, freed)
-            self._generator.queue.narrow(self, len(self.live), self.num_tokens)
-            self._generator.queue.admit_waiting()
+            queue.admit_waiting()
         finally:
             self._is_busy = False
-        return Pruned(freed, self._gauge())
+        return Pruned(freed, self._gauge(), tuple(sorted(forks.keys() - made.keys())))
 
     async def close(self) -> None:
         """Free everything, whether it was admitted or not."""

@@ -33,6 +33,7 @@ _ITEMS: Mapping[str, int] = {
     "OpenSession.started": MAX_BATCH,
     "StartedCandidate.token_ids": 2**17,
     "PruneSession.keep": MAX_BATCH,
+    "PruneSession.forks": MAX_BATCH,
     "ScoreRequest.responses": MAX_BATCH,
     "ScoreBatch.candidates": MAX_BATCH,
 }

@@ -17,8 +17,10 @@ import grpc.aio
 
 from specrej import telemetry, wire
 from specrej.contracts import (
+    NO_FORKS,
     Candidate,
     FinishReason,
+    Forks,
     GeneratorDescription,
     Prompt,
     Pruned,
@@ -26,7 +28,6 @@ from specrej.contracts import (
     Round,
     Scores,
     SessionSpec,
-    SlotGauge,
 )
 from specrej.errors import InternalError, SpecrejError, Unavailable
 from specrej.serving import time_left_s
@@ -213,10 +214,16 @@ class RemoteSession:
         ended = await asyncio.to_thread(wire.from_message, answer.prefix_batch, Round)
         return replace(ended, made_by=self._made_by)
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
-        answer = await self._stream.call(prune=generator_pb2.PruneSession(keep=sorted(keep)))
-        slots = wire.from_message(answer.pruned.slots, SlotGauge)
-        return Pruned(answer.pruned.freed_slots, slots)
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        command = generator_pb2.PruneSession(
+            keep=sorted(keep),
+            forks=[
+                generator_pb2.Fork(candidate_id=number, parent_id=parent)
+                for number, parent in forks.items()
+            ],
+        )
+        answer = await self._stream.call(prune=command)
+        return wire.from_message(answer.pruned, Pruned)
 
 
 class RemoteRewards:

@@ -14,6 +14,8 @@ from typing import Self
 
 from orchestrator.backends.fleet import Backend
 from specrej.contracts import (
+    NO_FORKS,
+    Forks,
     Pruned,
     Round,
     RoundEnd,
@@ -48,9 +50,9 @@ class PlacedSession:
         async with self.backend.answering():
             return await self._session.extend(until_tokens)
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         async with self.backend.answering():
-            return await self._session.prune(keep)
+            return await self._session.prune(keep, forks)
 
 
 @asynccontextmanager
@@ -108,14 +110,18 @@ class FailoverSession:
                 await self._leave(error)
         return self._noted(await self._move(until_tokens))
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
-        self._live = {i: self._live[i] for i in keep if i in self._live}
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        """As `Session.prune`; the forks of a lost session are made where it moves to."""
+        live, self._live = self._live, {i: self._live[i] for i in keep if i in self._live}
+        pruned = Pruned(0, self._slots, tuple(sorted(i for i in forks if forks[i] not in live)))
         if not self._lost:
             try:
-                return await self._session.prune(keep)
+                pruned = await self._session.prune(keep, forks)
             except Unavailable as error:
                 await self._leave(error)
-        return Pruned(0, self._slots)
+        for number in forks.keys() - {*pruned.refused}:
+            self._live[number] = replace(live[forks[number]], id=number)
+        return pruned
 
     def _noted(self, ended: Round) -> Round:
         for c in ended.candidates:

@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from orchestrator.backends.sessions import PlacedSession
-from specrej.contracts import GeneratorDescription, Pruned, Round, RoundEnd, Session, SlotGauge
+from specrej.contracts import (
+    NO_FORKS,
+    Forks,
+    GeneratorDescription,
+    Pruned,
+    Round,
+    RoundEnd,
+    Session,
+    SlotGauge,
+)
 from specrej.errors import InternalError, InvalidRequest, SlotsExceeded, Unavailable, Violation
 
 K = TypeVar("K", bound=Hashable)
@@ -66,7 +75,7 @@ class CapacityEstimates:
         return most
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Part:
     session: Session
     live: set[int]
@@ -99,13 +108,23 @@ class SplitSession:
         self._num_tokens = joined.num_tokens
         return replace(joined, slots=self._gauge(), lost=tuple(sorted(lost)))
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
-        wanted = set(keep)
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        """As `Session.prune`; a fork is made where its parent is."""
+        wanted, forked = set(keep), dict[_Part, Forks]()
         for part in self._parts:
+            forked[part] = {n: parent for n, parent in forks.items() if parent in part.live}
             part.live &= wanted
-        pruned = await self._of_all(lambda part: part.session.prune(part.live), also_empty=True)
-        self._slots |= {index: part.slots for index, part in pruned.items()}
-        return Pruned(sum(part.freed_slots for part in pruned.values()), self._gauge())
+        pruned = await self._of_all(
+            lambda part: part.session.prune(part.live, forked[part]), also_empty=True
+        )
+        refused = set(forks)
+        for index, outcome in pruned.items():
+            part, self._slots[index] = self._parts[index], outcome.slots
+            made = forked[part].keys() - {*outcome.refused}
+            part.live |= made
+            refused -= made
+        freed = sum(outcome.freed_slots for outcome in pruned.values())
+        return Pruned(freed, self._gauge(), tuple(sorted(refused)))
 
     async def _of_all(
         self, call: Callable[[_Part], Awaitable[T]], *, also_empty: bool = False

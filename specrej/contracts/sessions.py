@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Protocol
 
 from specrej.contracts.requests import Prompt, Sampling
@@ -79,12 +80,18 @@ class Round:
     made_by: frozenset[str] = frozenset()
 
 
+# The id of a new candidate -> the id of the live candidate that it continues.
+Forks = Mapping[int, int]
+NO_FORKS: Forks = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The slots freed by a prune, and the gauge after it."""
+    """The slots that a prune freed, the gauge after it, and the forks that found no room."""
 
-    freed_slots: int
+    freed_slots: int  # of the rejected candidates, whatever forks took of them
     slots: SlotGauge
+    refused: tuple[int, ...] = ()  # ids, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,7 @@ class GeneratorDescription:
     waiting: int = 0
     auto_candidates: int = 0  # most of a session whose n is 0
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
+    can_fork: bool = False  # whether its sessions fork candidates; others ignore forks
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +159,14 @@ class Session(Protocol):
         Ends earlier when the session's share of slots is full, or no candidate is live.
         """
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
-        """Free the slots of every live candidate not in `keep`, before returning."""
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        """Free the slots of every live candidate not in `keep`, before returning, and make forks.
+
+        A fork is a new candidate with the tokens, keys and values of its parent, which was live
+        before the prune; its next tokens are drawn under its own id. Ids of forks ascend, and are
+        above those of all earlier candidates. Forks without room for one more token, and those of
+        a parent that was not live, are refused.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,10 +164,14 @@ class SuffixKV:
         self.tokens_room = tokens_room
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Compact the store to some live rows, in their order; the extra memory is one layer's."""
+        """Make some live rows the only ones, in this order; a repeated row is copied.
+
+        The extra memory is one layer's, and all of the store's where it has too few rows.
+        """
         index = torch.tensor(rows, dtype=torch.long, device=self._shape.device)
-        for view in self._views():
-            view[: len(rows), :, : self.length] = view[index, :, : self.length]
+        for store in (self._keys, self._values) if self.tokens_room else ():
+            for layer, flat in enumerate(store):
+                store[layer] = self._gathered(flat, index)
         self.live = len(rows)
 
     def drop(self, row: int) -> None:
@@ -187,6 +191,14 @@ class SuffixKV:
             for layer, flat in enumerate(store):
                 store[layer] = self._copied(flat, tokens_room)
         self.tokens_room = tokens_room
+
+    def _gathered(self, flat: Tensor, rows: Tensor) -> Tensor:
+        kept = self._stored(flat)[rows]
+        slots = len(rows) * self.tokens_room
+        if slots * self._shape.kv_heads * self._shape.head_dim > flat.numel():
+            flat = self._shape.empty(slots, self._shape.kv_heads).view(-1)
+        self._view(flat, self.tokens_room)[: len(rows), :, : self.length] = kept
+        return flat
 
     def _restride(self, flat: Tensor, tokens_room: int, slots: int) -> Tensor:
         needed = self.live * tokens_room * self._shape.kv_heads * self._shape.head_dim

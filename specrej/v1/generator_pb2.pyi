@@ -73,7 +73,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def prune(self) -> Global___PruneSession:
-        """Keep some live candidates, free the slots of the others."""
+        """Keep some live candidates, free the slots of the others, fork some."""
 
     @_builtins.property
     def close(self) -> Global___CloseSession:
@@ -270,27 +270,63 @@ Global___ExtendSession: _TypeAlias = ExtendSession  # noqa: Y015
 
 @_typing.final
 class PruneSession(_message.Message):
-    """Cuts the session's candidates."""
+    """Cuts the session's candidates, and forks live ones."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEEP_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def keep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids of the live candidates to keep; ids that are not live are ignored."""
+
+    @_builtins.property
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
+        """New candidates, in ascending order of their ids. Generators without `can_fork` in Describe ignore
+        them.
+        """
 
     def __init__(
         self,
         *,
         keep: _abc.Iterable[_builtins.int] | None = ...,
+        forks: _abc.Iterable[Global___Fork] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep", b"keep"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forks", b"forks", "keep", b"keep"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PruneSession: _TypeAlias = PruneSession  # noqa: Y015
+
+@_typing.final
+class Fork(_message.Message):
+    """A new candidate with the tokens, keys and values of another one at a decision token. Its next
+    tokens are drawn under its own id.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
+    candidate_id: _builtins.int
+    """Its id, above those of all earlier candidates of the session."""
+    parent_id: _builtins.int
+    """The id of a candidate that was live before the cut."""
+    def __init__(
+        self,
+        *,
+        candidate_id: _builtins.int = ...,
+        parent_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "parent_id", b"parent_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
 class CloseSession(_message.Message):
@@ -453,21 +489,27 @@ class SessionPruned(_message.Message):
 
     FREED_SLOTS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     freed_slots: _builtins.int
-    """Slots freed by the prune."""
+    """Slots of the rejected candidates, freed by the prune."""
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
-        """Slots after the prune."""
+        """Slots after the prune and its forks."""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of the forks without room for one more token or without a live parent, ascending."""
 
     def __init__(
         self,
         *,
         freed_slots: _builtins.int = ...,
         slots: _common_pb2.SlotGauge | None = ...,
+        refused: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_slots", b"freed_slots", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_slots", b"freed_slots", "refused", b"refused", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -542,6 +584,7 @@ class GeneratorServiceDescribeResponse(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     AUTO_CANDIDATES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    CAN_FORK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -562,6 +605,8 @@ class GeneratorServiceDescribeResponse(_message.Message):
     """Sessions waiting for slots now."""
     auto_candidates: _builtins.int
     """Most candidates of a session whose n is 0."""
+    can_fork: _builtins.bool
+    """Whether it forks candidates."""
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots now."""
@@ -585,10 +630,11 @@ class GeneratorServiceDescribeResponse(_message.Message):
         waiting: _builtins.int = ...,
         auto_candidates: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        can_fork: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

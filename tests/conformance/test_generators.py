@@ -172,6 +172,69 @@ async def test_a_cut_changes_no_survivor(subject: Subject) -> None:
         assert (await to_the_end(session, [1, 2, 3, 16, 23, 24]))[0] == expected
 
 
+async def test_a_fork_continues_its_parent(subject: Subject) -> None:
+    """It has its parent's tokens, then those that a candidate of its id draws; survivors have the
+    tokens of a run without forks. The parent of one is rejected."""
+    expected = await tokens_in_one_round(subject.generator, 4, ENDLESS)
+    parents = {4: 0, 6: 2, 9: 1}
+    before = (await subject.generator.describe()).slots
+    async with subject.generator.open(SessionSpec(PROMPT, 4, ENDLESS, 8)) as session:
+        tokens = add({}, await session.extend(8))
+        pruned = await session.prune([0, 2], parents)
+        assert (pruned.refused, pruned.freed_slots > 0) == ((), True)
+        await has_owned(subject, pruned.slots.owned)
+        tokens |= {number: tokens[parent] for number, parent in parents.items()}
+        for until_tokens in (9, 24):
+            ended = await session.extend(until_tokens)
+            assert ids(ended.candidates) == [0, 2, 4, 6, 9]
+            add(tokens, ended)
+    await has_owned(subject, before.owned)
+    assert {number: tokens[number] for number in (0, 2)} == {n: expected[n] for n in (0, 2)}
+    started = tuple(StartedCandidate(n, expected[p][:8], 0.0) for n, p in parents.items())
+    spec = SessionSpec(PROMPT, 3, ENDLESS, 9, started=started)
+    async with subject.generator.open(spec) as session:
+        rest = {c.id: c.new_token_ids for c in (await session.extend(24)).candidates}
+    assert {n: tokens[n] for n in parents} == {
+        n: expected[p][:8] + rest[n] for n, p in parents.items()
+    }
+    assert len({tokens[number] for number in tokens}) == len(tokens)
+
+
+async def test_a_fork_of_a_fork_and_its_text(subject: Subject) -> None:
+    """Texts and log-probabilities are of all tokens, also of those before the forks."""
+    sampling = replace(ENDLESS, logprobs=True)
+    async with subject.generator.open(SessionSpec(PROMPT, 3, sampling, 4)) as session:
+        first = {c.id: c for c in (await session.extend(4)).candidates}
+        await session.prune([0], {3: 0})
+        second = {c.id: c for c in (await session.extend(8)).candidates}
+        await session.prune([3], {5: 3, 7: 0})
+        third = {c.id: c for c in (await session.extend(12)).candidates}
+    assert sorted(third) == [3, 5, 7]
+    for number, line in {3: [0, 3, 3], 5: [0, 3, 5], 7: [0, 0, 7]}.items():
+        rounds = [made[i] for made, i in zip((first, second, third), line, strict=True)]
+        logprobs = sum((part.new_logprobs for part in rounds), ())
+        assert third[number].logprob == pytest.approx(sum(logprobs), abs=1e-3)
+        assert third[number].num_tokens == len(logprobs) == 12
+        assert third[number].text.startswith(second[line[1]].text.rstrip("\ufffd"))
+
+
+async def test_forks_without_room_or_parent_are_refused(subject: Subject) -> None:
+    """Guards against forks in slots that are full, and against forks of nothing."""
+    sampling = Sampling(max_tokens=150, seed=5, ignore_eos=True)
+    async with subject.generator.open(SessionSpec(PROMPT, 12, sampling, 4)) as session:
+        ended = await session.extend(150)
+        assert ended.ended_by is RoundEnd.SLOTS_FULL
+        live = ids(ended.candidates)
+        forks = {12 + index: parent for index, parent in enumerate([*live, 77])}
+        pruned = await session.prune(live, forks)
+        assert (pruned.freed_slots, pruned.refused) == (0, tuple(forks))
+        assert pruned.slots.session == ended.slots.session
+        assert (await session.prune(live[:1], {40: 77})).refused == (40,)
+        made = await session.prune([], {50: live[0], 51: live[0]})
+        assert (made.refused, made.freed_slots > 0) == ((), True)
+        assert ids((await session.extend(ended.num_tokens + 1)).candidates) == [50, 51]
+
+
 async def test_equal_seeds_give_equal_tokens(subject: Subject) -> None:
     """Salts change no token."""
     made = await whole(subject.generator, 4, ENDING, salt="one")

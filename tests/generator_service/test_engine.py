@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
+from typing import Self
 
 import pytest
 import torch
 
-from generator_service.commands import CompletesStop, OpenCommand, Prefix
+from generator_service.commands import OpenCommand, Prefix
 from generator_service.engine import Engine
 from generator_service.model import CausalLM
 from generator_service.steps import Step
@@ -161,16 +161,30 @@ def test_a_step_too_large_for_the_memory_ends_no_session_that_fits() -> None:
     engine.check_integrity()
 
 
+class StopsAt:
+    """Stop texts that the given number of tokens complete, by default the first."""
+
+    def __init__(self, num_tokens: int = 1) -> None:
+        self.left = num_tokens
+
+    def __call__(self, token_id: int) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+    def copy(self) -> Self:
+        return type(self)(self.left)
+
+
 def test_a_failure_after_the_pass_ends_one_session() -> None:
     """Guards against a stop text or a draw that fails the sessions of the same step."""
     engine = Engine(MODEL, 20_000)
 
-    def breaks_at_the_fifth() -> CompletesStop:
-        numbers = count(1)
-        return lambda token_id: next(numbers) == 5 and 1 // 0 > 0
+    class Breaks(StopsAt):
+        def __call__(self, token_id: int) -> bool:
+            return super().__call__(token_id) and 1 // 0 > 0
 
     other = engine.extend(admitted(engine), 24)
-    command = OpenCommand(PROMPT, 3, ENDLESS, 8, stop_texts=breaks_at_the_fifth)
+    command = OpenCommand(PROMPT, 3, ENDLESS, 8, stop_texts=lambda: Breaks(5))
     failed = engine.extend(opened(engine, command).id, 24)
     last = engine.extend(admitted(engine, PROMPT[:9]), 24)
     steps(engine)
@@ -255,7 +269,7 @@ def test_an_end_token_is_drawn_after_min_tokens_only(min_tokens: int) -> None:
 def test_a_stop_text_counts_from_min_tokens_on(min_tokens: int, length: int) -> None:
     engine = Engine(MODEL, 5000)
     sampling = replace(ENDLESS, min_tokens=min_tokens)
-    command = OpenCommand(PROMPT, 2, sampling, 4, lambda: lambda token_id: True)
+    command = OpenCommand(PROMPT, 2, sampling, 4, StopsAt)
     batch = grown(engine, opened(engine, command).id)
     assert [len(prefix.token_ids) for prefix in batch.prefixes] == [length] * 2
     assert {prefix.finish for prefix in batch.prefixes} == {FinishReason.STOP}

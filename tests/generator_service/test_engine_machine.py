@@ -23,7 +23,7 @@ from generator_service import prompt_tree
 from generator_service.commands import OpenCommand, Opened, Prefix, PrefixBatch
 from generator_service.engine import Engine
 from generator_service.model import CausalLM
-from specrej.contracts import FinishReason, RoundEnd, Sampling
+from specrej.contracts import FinishReason, RoundEnd, Sampling, StartedCandidate
 from specrej.errors import InternalError, SlotsExceeded
 from tests.generator_service import tiny
 from tests.generator_service.stepping import Recorder, admitted, grown, opened
@@ -53,6 +53,15 @@ def alone(prompt: Sequence[int]) -> dict[int, Prefix]:
     return {prefix.id: prefix for prefix in batch.prefixes}
 
 
+@cache
+def continued(prompt: Sequence[int], candidate_id: int, tokens: tuple[int, ...]) -> Prefix:
+    """A candidate of this id that has begun with these tokens, in an engine of its own."""
+    engine = Engine(MODEL, 5000)
+    started = (StartedCandidate(candidate_id, tokens, 0.0),)
+    session = opened(engine, OpenCommand(prompt, 1, SAMPLING, 1, started=started))
+    return grown(engine, session.id, MAX_TOKENS).prefixes[0]
+
+
 @dataclass(eq=False, slots=True)
 class Client:
     """One session from its caller's side."""
@@ -67,6 +76,8 @@ class Client:
     live: set[int] = field(default_factory=set)
     cut_unseen: set[int] = field(default_factory=set)  # before the first round
     reported: dict[int, int] = field(default_factory=dict)
+    prefixes: dict[int, Prefix] = field(default_factory=dict)  # the latest of each candidate
+    forked_at: dict[int, Prefix] = field(default_factory=dict)  # the parent's, by fork
 
     @property
     def is_open(self) -> bool:
@@ -102,12 +113,18 @@ class Client:
         assert not self.is_full or len(self.live) > 1  # one alone always fits
 
     def check_prefix(self, prefix: Prefix) -> None:
-        expected = alone(self.command.prompt_ids)[prefix.id]
-        length = len(prefix.token_ids)
+        length, parent = len(prefix.token_ids), self.forked_at.get(prefix.id)
+        if parent:
+            expected = continued(self.command.prompt_ids, prefix.id, parent.token_ids)
+            num_own, before = length - len(parent.token_ids), parent.logprob
+        else:
+            expected = alone(self.command.prompt_ids)[prefix.id]
+            num_own, before = length, 0.0
         assert prefix.token_ids == expected.token_ids[:length]
         assert length == self.reported[prefix.id] + prefix.num_new
-        self.reported[prefix.id] = length
-        assert prefix.logprob == pytest.approx(sum(expected.new_logprobs[:length]), abs=1e-5)
+        self.reported[prefix.id], self.prefixes[prefix.id] = length, prefix
+        logprob = before + sum(expected.new_logprobs[:num_own])
+        assert prefix.logprob == pytest.approx(logprob, abs=1e-5)
         if length == len(expected.token_ids) and expected.finish is FinishReason.STOP:
             assert prefix.finish is FinishReason.STOP
         else:
@@ -184,11 +201,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.steps(then)
 
     @precondition(lambda self: self.idle())
-    @rule(data=st.data(), kept=st.sampled_from([0, 1, 3, 6]), then=STEPS)
-    def prune(self, data: st.DataObject, kept: int, then: int) -> None:
+    @rule(
+        data=st.data(),
+        kept=st.sampled_from([0, 1, 3, 6]),
+        forks=st.sampled_from([0, 0, 1, 4, 9]),
+        then=STEPS,
+    )
+    def prune(self, data: st.DataObject, kept: int, forks: int, then: int) -> None:
+        """A cut, and forks once a round has ended, of survivors or of rejected ones."""
         client = self.one_of(data, self.idle())
-        chosen = data.draw(st.permutations(sorted(client.live)))[:kept]
-        self.cut(client, {*chosen, 99})
+        live = sorted(client.live)
+        chosen = data.draw(st.permutations(live))[:kept]
+        parents = [data.draw(st.sampled_from([*live, 98])) for _ in range(forks if live else 0)]
+        self.cut(client, {*chosen, 99}, parents if client.reached else [])
         self.steps(then)
 
     @precondition(lambda self: self.growing())
@@ -292,13 +317,21 @@ class EngineMachine(RuleBasedStateMachine):
         client.growing = self.engine.extend(client.id, client.reached + more)
         self.update_clients()
 
-    def cut(self, client: Client, keep: set[int]) -> None:
-        owned = self.engine.ledger.owned
-        pruned = self.engine.prune(client.id, keep)
+    def cut(self, client: Client, keep: set[int], parents: Sequence[int] = ()) -> None:
+        owned, first = self.engine.ledger.owned, max(100, *client.reported, *keep) + 1
+        forks = {first + index: parent for index, parent in enumerate(parents)}
+        pruned = self.engine.prune(client.id, keep, forks)
+        made = forks.keys() - {*pruned.refused}
+        assert {forks[number] for number in made} <= client.live
         if not client.reached:
             client.cut_unseen |= client.live - keep
-        client.live &= keep
-        assert pruned.freed_slots == owned - self.engine.ledger.owned
+        client.live = (client.live & keep) | made
+        for number in made:
+            parent = client.prefixes[forks[number]]
+            client.prefixes[number] = client.forked_at[number] = parent
+            client.reported[number] = len(parent.token_ids)
+        taken = len(made) * max(0, client.reached - 1)
+        assert pruned.freed_slots - taken == owned - self.engine.ledger.owned
         assert pruned.slots.owned == self.engine.ledger.owned
 
     def end(self, client: Client) -> None:

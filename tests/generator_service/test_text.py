@@ -148,6 +148,20 @@ def completed_by(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> l
     return [number for number, token_id in enumerate(token_ids, 1) if completes(token_id)]
 
 
+def completed_by_copies(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
+    """As `completed_by`, with a fork after each token; every parent goes on with another token."""
+    made = text.stop_texts(stop)
+    assert made
+    completes, numbers = made(), []
+    for number, token_id in enumerate(token_ids, 1):
+        fork = completes.copy()
+        completes(token_ids[0])
+        completes = fork
+        if completes(token_id):
+            numbers.append(number)
+    return numbers
+
+
 def completed_of_whole(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:
     """As `completed_by`, from the text of all tokens up to each one."""
     texts = [text.decode(token_ids[:end]) for end in range(len(token_ids) + 1)]
@@ -195,6 +209,7 @@ SOME_STOPS = st.lists(st.text("ab \n…家🙂é", min_size=1, max_size=4), min_
 def test_stop_texts_of_new_tokens_are_those_of_whole_texts(ids: list[int], stop: list[str]) -> None:
     text = cached_text()
     assert completed_by(text, ids, stop) == completed_of_whole(text, ids, stop)
+    assert completed_by_copies(text, ids, stop) == completed_of_whole(text, ids, stop)
 
 
 @given(st.text("ab é…家🙂", min_size=1, max_size=60), SOME_STOPS)

@@ -248,6 +248,26 @@ def test_a_prune_takes_one_layer_more(num_waiting: int) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.parametrize(
+    "rows", [[0, 2, 2, 2], [3, 1, 3, 0, 1, 1, 1, 2, 0, 3], [1] * 40], ids=["few", "more", "many"]
+)
+def test_a_repeated_row_is_copied(rows: list[int]) -> None:
+    """A fork has its parent's keys and values, also where the store has too few rows."""
+    shape = shape_of()
+    suffix = grown(shape, 4, 10)
+    suffix.length = 6
+
+    def views() -> list[Tensor]:
+        return [view for n in range(shape.layers) for view in (suffix.keys(n), suffix.values(n))]
+
+    stored = [view[:4, :, :6].normal_().clone() for view in views()]
+    suffix.keep(rows)
+    suffix.reserve(11)
+    assert (suffix.live, suffix.length) == (len(rows), 6)
+    for view, before in zip(views(), stored, strict=True):
+        assert torch.equal(view[: len(rows), :, :6], before[rows])
+
+
 def test_later_rounds_need_no_new_memory() -> None:
     """Tokens that no longer fit by a few moved to new memory beside the old, layer by layer."""
     shape = shape_of()

@@ -28,10 +28,12 @@ from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.channel import open_channel
 from specrej.contracts import (
+    NO_FORKS,
     Candidate,
     Event,
     Finished,
     FinishReason,
+    Forks,
     Generation,
     GeneratorDescription,
     Prompt,
@@ -149,7 +151,7 @@ class LongTexts(HeldGenerator):
         ended_by = RoundEnd.ALL_FINISHED if self._finish else RoundEnd.DECISION_TOKEN
         return Round(candidates, ended_by, 2000, SlotGauge(1, 0, 0))
 
-    async def prune(self, keep: Collection[int]) -> Pruned:
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         return Pruned(len(keep), SlotGauge(1, 0, 0))
 
 
