@@ -205,6 +205,10 @@ class CausalScorer(SegmentedModel):
         """
         self._touch(session)
         session.is_busy = True
+        begun = list(session.texts.values()) if session.keeps_texts else []
+        for sequence in sequences if begun else ():
+            if sequence.key not in session.texts:
+                self._fork(session, sequence, begun)
         wanted = {sequence.key for sequence in sequences}
         for key in session.texts.keys() - wanted:
             self.kept_tokens -= session.texts.pop(key).room
@@ -285,6 +289,22 @@ class CausalScorer(SegmentedModel):
         values |= self._uncomputed(token_ids, [m for m in sequence.marks if m >= start])
         pieces = (session.prompt.head(shared), store) if session.prompt and shared else (store,)
         return _Span(pieces, token_ids[start:end], start, start - shared, values)
+
+    def _fork(self, session: KeptSession, sequence: Tokens, begun: Sequence[_KeptText]) -> None:
+        """Let a new text begin with a copy of the kept text that has most tokens in common.
+
+        Before any span is made: spans of other texts write into the stores that are copied.
+        """
+
+        def num_common(kept: _KeptText) -> int:
+            return match(sequence.token_ids, session.prompt_ids, kept.shared, kept.token_ids)[1]
+
+        kept = max(begun, key=num_common)
+        own = num_common(kept) - kept.shared
+        if own > 0 and kept.store and self._reserve(session, kept.room):
+            store, values = kept.store.grown(kept.room, own), dict(kept.values)
+            forked = _KeptText(kept.shared, kept.token_ids[:own], store, values)
+            session.texts[sequence.key] = forked
 
     def _match(
         self, session: KeptSession, sequence: Tokens, kept: _KeptText, values: Values

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Optional, get_type_hints
 import typer
 
 from specrej.contracts import (
+    Branching,
     GenerationRequest,
     GeometricSchedule,
     MemorySchedule,
@@ -47,6 +48,14 @@ def parse_schedule(text: str) -> Schedule:
     raise typer.BadParameter(
         f"{text!r}: use memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64"
     )
+
+
+def parse_branching(text: str) -> Branching:
+    """`WIDTH[,KEEP]`."""
+    try:
+        return Branching(*(int(value) for value in text.split(",")))
+    except (ValueError, TypeError):
+        raise typer.BadParameter(f"{text!r}: use 16,4 (width, keep)") from None
 
 
 def parse_reward(text: str) -> WeightedReward:
@@ -104,6 +113,8 @@ def _flag_of(item: Field[Any], hint: Any) -> inspect.Parameter:
         case "schedule":
             # typer accepts no union as a type; the parser makes the value.
             kind, more = GeometricSchedule, {"parser": parse_schedule, "metavar": "SCHEDULE"}
+        case "branching":
+            kind, more = Branching, {"parser": parse_branching, "metavar": "WIDTH,KEEP"}
         case _ if hint == tuple[str, ...]:
             kind = list[str]
         case _ if item.default is True:

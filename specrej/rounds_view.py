@@ -38,11 +38,12 @@ class RoundTexts(NamedTuple):
 def round_texts(trace: RoundTrace) -> RoundTexts:
     """A round's numbers as they are shown."""
     freed = f" ({_MINUS}{trace.freed_slots:,})" if trace.freed_slots else ""
+    forks = f" ({len(trace.forks)} forks)" if trace.forks else ""
     vetoed = f" ({trace.num_vetoed} vetoed)" if trace.num_vetoed else ""
     return RoundTexts(
         number=str(trace.number),
         token=str(trace.decision_token),
-        alive=f"{trace.num_started}→{trace.num_live}{vetoed}",
+        alive=f"{trace.num_started}→{trace.num_live}{forks}{vetoed}",
         finished=str(trace.num_finished or ""),
         best=f"{trace.best_score:.3f}",
         slots=f"{trace.session_slots:,}{freed}",

@@ -11,6 +11,7 @@ from dataclasses import fields
 from specrej.contracts import (
     MAX_INT32,
     Accepted,
+    Algorithm,
     GenerationRequest,
     GeometricSchedule,
     Normalization,
@@ -111,6 +112,19 @@ def check_selection(
     yield from _check_ranges(selection, path)
     yield from check_schedule(selection.schedule, f"{path}.schedule")
     yield from check_rewards(selection.rewards, f"{path}.rewards")
+    if selection.branching:
+        yield from _check_branching(selection, max_candidates, f"{path}.branching")
+
+
+def _check_branching(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+    assert selection.branching
+    width, keep = selection.branching.width, selection.branching.keep
+    if selection.algorithm is Algorithm.BEST_OF_N:
+        yield Violation(path, "must be absent with Best-of-N, which rejects nothing")
+    if not 2 <= width <= max_candidates:
+        yield _out_of(f"{path}.width", width, f"2 .. {max_candidates}")
+    if not 1 <= keep < max(2, width):
+        yield _out_of(f"{path}.keep", keep, f"1 .. width - 1 ({width - 1})")
 
 
 def check_rewards(rewards: Sequence[WeightedReward], path: str) -> Iterator[Violation]:
@@ -155,6 +169,8 @@ def check_request(
     yield from check_prompt(request.prompt)
     yield from check_sampling(request.sampling, request.selection.n, context_tokens)
     yield from check_selection(request.selection, max_candidates)
+    if request.sampling.temperature == 0 and request.selection.branching:
+        yield Violation("selection.branching", "must be absent at temperature 0: forks are equal")
 
 
 def _check_ranges(value: Sampling | Selection, path: str) -> Iterator[Violation]:

@@ -29,7 +29,7 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.errors import NotFound, Unavailable, Violation, raise_if_any
+from specrej.errors import InvalidRequest, NotFound, Unavailable, Violation, raise_if_any
 from specrej.security import Share
 from specrej.validation import check_request
 
@@ -126,6 +126,11 @@ class Planner:
         adapter = request.model if request.model in generator.adapters else ""
         selection = request.selection
         most = selection.n or _most_candidates(request, generator)
+        if selection.branching:
+            most = max(most, selection.branching.width)
+            if not generator.can_fork:
+                refused = "must be absent: the generator does not fork candidates"
+                raise InvalidRequest([Violation("selection.branching", refused)])
         if selection.algorithm is Algorithm.BEST_OF_N:
             selection = replace(selection, alpha=0.0)
         has_no_rewards = False

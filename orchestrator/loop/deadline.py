@@ -139,6 +139,15 @@ class DeadlineController:
         self.hurried = self.hurried or tried > alpha
         return tried
 
+    def width(self, position: int, width: int, least: int) -> int:
+        """The most candidates, of `least` to `width`, that can all go on to their end in time."""
+        if self.time_left_s is None or not self._steps:
+            return width
+        fitting = (rows for rows in range(width, least, -1) if self._fits(position, rows, 0.0))
+        most = next(fitting, min(least, width))
+        self.hurried = self.hurried or most < width
+        return most
+
     def _can_help(self, position: int, num_candidates: int) -> bool:
         """Whether rejecting candidates can bring one to its end in time."""
         known = self.time_left_s is not None and bool(self._steps)

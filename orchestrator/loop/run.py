@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from orchestrator.loop import rejection, schedule
+from orchestrator.loop.branching import forks_of
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.run_state import RunState
 from orchestrator.loop.scoring import RequestScorer
@@ -34,6 +35,7 @@ from specrej.contracts import (
     Event,
     Finished,
     FinishReason,
+    Forks,
     GenerationRequest,
     Generator,
     Round,
@@ -41,6 +43,7 @@ from specrej.contracts import (
     RoundEnd,
     RoundTrace,
     Scorer,
+    Selection,
     Session,
     SessionSpec,
     WeightedReward,
@@ -172,11 +175,11 @@ class _Run:
             await self._score(ended)
             times.append(self.clock())
             with telemetry.span(names.SPAN_PRUNE):
-                alpha, freed = await self._reject(ended)
+                alpha, forks, freed = await self._reject(ended)
             times.append(self.clock())
             if self.on_round:
                 self.on_round(ended, state.raw, state.live)
-            trace = state.trace(number, ended, freed, times, alpha)
+            trace = state.trace(number, ended, freed, times, alpha, forks)
             span.set_attributes(_attributes(trace))
         return RoundCompleted(trace, tuple(sorted(state.live)), state.best_text())
 
@@ -215,25 +218,45 @@ class _Run:
                 self.state.judge(candidates, raw)
         self.deadline.note_scoring(len(candidates), self.clock() - began)
 
-    async def _reject(self, ended: Round) -> tuple[float, int]:
-        """Cut the ranking; returns the fraction rejected and the slots freed."""
-        state, selection = self.state, self.request.selection
-        alpha = 0.0 if selection.algorithm is Algorithm.BEST_OF_N else selection.alpha
-        if not state.live or self.deadline.is_over:
-            return alpha, 0
-        alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), alpha)
+    async def _reject(self, ended: Round) -> tuple[float, Forks, int]:
+        """Cut the ranking, then fork; returns the fraction rejected, the forks and freed slots."""
+        state, selection, live = self.state, self.request.selection, len(self.state.live)
+        branching = selection.branching
+        alpha = 0.0 if branching or is_best_of_n(selection) else selection.alpha
+        if not live or self.deadline.is_over:
+            return alpha, {}, 0
+        if not branching:
+            alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), alpha)
         is_full = ended.ended_by is RoundEnd.SLOTS_FULL
+        release = rejection.num_released(live, ended.num_tokens) if is_full else 0
         cut = rejection.cut(
             state.scores(state.ranked),
             state.live,
             alpha,
-            release=rejection.num_released(len(state.live), ended.num_tokens) if is_full else 0,
+            release=max(release, live - branching.keep) if branching else release,
             vetoed=state.vetoed,
             has_answer=state.has_answer,
         )
         rejected = state.live & cut.rejected
         state.keep(cut.kept)
-        return alpha, (await self.session.prune(state.live)).freed_slots if rejected else 0
+        forks: Forks = {}
+        if branching and not is_full:
+            survivors = state.ranking(state.live)
+            width = self.deadline.width(state.num_tokens, branching.width, len(survivors))
+            forks = forks_of(survivors, width, state.next_id)
+            state.next_id += len(forks)
+            metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
+        if not rejected and not forks:
+            return alpha, {}, 0
+        pruned = await self.session.prune(state.live, forks)
+        forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
+        state.fork(forks)
+        return alpha, forks, pruned.freed_slots
+
+
+def is_best_of_n(selection: Selection) -> bool:
+    """Whether nothing is rejected."""
+    return selection.algorithm is Algorithm.BEST_OF_N
 
 
 def first_round_tokens(request: GenerationRequest) -> int:
@@ -241,14 +264,14 @@ def first_round_tokens(request: GenerationRequest) -> int:
 
     Best-of-N never cuts: all candidates must reach their end.
     """
-    if request.selection.algorithm is Algorithm.BEST_OF_N:
+    if is_best_of_n(request.selection):
         return request.sampling.max_tokens
     return schedule.first_round_tokens(request.selection.schedule, request.sampling.max_tokens)
 
 
 def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
     planned, max_tokens = request.selection.schedule, request.sampling.max_tokens
-    if request.selection.algorithm is Algorithm.BEST_OF_N:
+    if is_best_of_n(request.selection):
         return max_tokens
     return schedule.next_decision_token(planned, num_tokens, max_tokens)
 
@@ -295,7 +318,7 @@ def _attributes(trace: RoundTrace) -> Mapping[str, Attribute]:
 def _count_fates(state: RunState) -> None:
     """Count the candidates of a run that has ended: finished, truncated, rejected or abandoned."""
     fates: Counter[str] = Counter()
-    for number in range(state.n):
+    for number in {*range(state.n), *state.latest}:
         candidate = state.latest.get(number)
         if candidate and candidate.finish:
             is_truncated = candidate.finish is FinishReason.LENGTH

@@ -19,6 +19,8 @@ from specrej.contracts import (
     Degradation,
     Fate,
     FinishReason,
+    Fork,
+    Forks,
     Generation,
     RankedCandidate,
     Round,
@@ -63,6 +65,8 @@ class RunState:
     num_tokens: int = 0  # of every live candidate
     num_started: int = 0  # live when the latest round began
     num_traced: int = 0  # candidates in `rounds`
+    next_id: int = 0  # of the next fork
+    forks: dict[int, tuple[int, int]] = field(default_factory=dict)  # parent, its tokens then
     repeated_tokens: int = 0
     reward_tokens: int = 0
     made_by: set[str] = field(default_factory=set)  # fingerprints of generators
@@ -71,7 +75,7 @@ class RunState:
     first_round_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        self.live = set(range(self.n))
+        self.live, self.next_id = set(range(self.n)), self.n
 
     def take(self, ended: Round, *, may_degrade: bool) -> None:
         """Add the tokens of a round.
@@ -171,6 +175,23 @@ class RunState:
         self.ranked &= kept
         self.live &= kept
 
+    def fork(self, forks: Forks) -> None:
+        """Add new live candidates, which continue others: their texts, tokens and values so far."""
+        for number, parent in forks.items():
+            self.latest[number] = replace(self.latest[parent], id=number)
+            self.raw[number], self.verdicts[number] = self.raw[parent], self.verdicts[parent]
+            self.forks[number] = parent, self.latest[parent].num_tokens
+            if self.keeps_tokens:
+                self.token_ids[number] = list(self.token_ids[parent])
+                self.logprobs[number] = list(self.logprobs[parent])
+        self.live |= forks.keys()
+
+    def root(self, number: int) -> int:
+        """The candidate of the start that a fork, of any generation, continues."""
+        while number in self.forks:
+            number, _ = self.forks[number]
+        return number
+
     def ended(self) -> list[int]:
         """Ids of the finished candidates, ranked out or not."""
         return [number for number, candidate in self.latest.items() if candidate.finish]
@@ -185,22 +206,30 @@ class RunState:
         return self.latest[best].text if best is not None else ""
 
     def trace(
-        self, number: int, ended: Round, freed: int, times_s: Sequence[float], alpha: float
+        self,
+        number: int,
+        ended: Round,
+        freed: int,
+        times_s: Sequence[float],
+        alpha: float,
+        forks: Forks,
     ) -> RoundTrace:
         """The record of a round. `times_s`: its begin, and the ends of extend, score and prune."""
         candidates, vetoed, best = ended.candidates, self.vetoed, self._best()
         num_finished = sum(candidate.finish is not None for candidate in candidates)
         extend_ms, score_ms, prune_ms = ((end - begin) * 1e3 for begin, end in pairwise(times_s))
-        has_room = self.num_traced + len(candidates) <= MAX_TRACED
+        has_room = self.num_traced + len(candidates) + len(forks) <= MAX_TRACED
         fates = self._fates(candidates) if has_room else ()
-        self.num_traced += len(fates)
+        made = tuple(Fork(*fork) for fork in sorted(forks.items())) if has_room else ()
+        self.num_traced += len(fates) + len(made)
+        num_kept = len(self.live) - len(forks)
         trace = RoundTrace(
             number=number,
             decision_token=ended.num_tokens,
             ended_by=ended.ended_by,
             num_started=self.num_started,
             num_finished=num_finished,
-            num_rejected=self.num_started - num_finished - len(self.live) - len(ended.lost),
+            num_rejected=self.num_started - num_finished - num_kept - len(ended.lost),
             num_live=len(self.live),
             best_score=self.verdicts[best].score if best is not None else 0.0,
             scores=tuple(fate.score for fate in fates),
@@ -215,6 +244,7 @@ class RunState:
             num_lost=len(ended.lost),
             alpha=alpha,
             candidates=fates,
+            forks=made,
         )
         self.rounds.append(trace)
         return trace
@@ -284,13 +314,19 @@ class RunState:
         )
 
     def _usage(self, answer_tokens: int) -> Usage:
-        ended = [c.num_tokens for c in self.latest.values() if c.finish is not None]
-        rejected = [c.num_tokens for c in self.latest.values() if c.finish is None]
+        candidates = self.latest.values()
+        ended = [c.num_tokens for c in candidates if c.finish is not None]
         mean_ended = sum(ended) / len(ended)
-        estimate = sum(ended) + sum(max(tokens, mean_ended) for tokens in rejected)
+        estimate = sum(
+            c.num_tokens if c.finish else max(c.num_tokens, mean_ended)
+            for c in candidates
+            if c.id not in self.forks
+        )
+        inherited = sum(num_tokens for _, num_tokens in self.forks.values())
+        generated = sum(c.num_tokens for c in candidates) - inherited
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            generated_tokens=sum(ended) + sum(rejected) + self.repeated_tokens,
+            generated_tokens=generated + self.repeated_tokens,
             answer_tokens=answer_tokens,
             reward_tokens=self.reward_tokens,
             freed_slots=sum(trace.freed_slots for trace in self.rounds),

@@ -331,8 +331,14 @@ class Shadows:
         scorers: Sequence[Scorer],
         cache_salt: str,
     ) -> WatchedRun | None:
-        """A run to record, if the request is in the sampled share; Best-of-N rejects nothing."""
-        if request.selection.algorithm is Algorithm.BEST_OF_N or self._rng.random() >= self._share:
+        """A run to record, if the request is in the sampled share.
+
+        Best-of-N rejects nothing, and forks are not candidates that a session begins with.
+        """
+        selection = request.selection
+        if selection.algorithm is Algorithm.BEST_OF_N or selection.branching:
+            return None
+        if self._rng.random() >= self._share:
             return None
         kind = Kind.of(request)
         if kind not in self.statistics and len(self.statistics) >= _MAX_KINDS:

@@ -146,6 +146,21 @@ Schedule = GeometricSchedule | TokensSchedule | MemorySchedule
 
 
 @dataclass(frozen=True, slots=True)
+class Branching:
+    """Forks fill the room of rejected candidates: at each decision token the best `keep` live
+    candidates go on, and forks of them, in turn from the best one, bring their number to `width`.
+
+    `str` is the text that `specrej generate --branching` accepts.
+    """
+
+    width: int = 16
+    keep: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.width},{self.keep}"
+
+
+@dataclass(frozen=True, slots=True)
 class Normalization:
     """Makes the values of different rewards comparable before they are weighted.
 
@@ -199,6 +214,9 @@ class Selection:
     prefer_complete: bool = option(
         True, "Rank answers cut off at max_tokens behind all complete ones; else by reward alone."
     )
+    branching: Branching | None = option(
+        None, "WIDTH,KEEP: the best KEEP live candidates go on, with forks up to WIDTH; no alpha."
+    )
 
 
 class CacheControl(Enum):
@@ -237,6 +255,7 @@ class Options(TypedDict, total=False):
     rewards: Mapping[str, float] | Sequence[WeightedReward]  # a mapping: name -> weight
     return_candidates: int
     prefer_complete: bool
+    branching: Branching | None
     max_tokens: int
     temperature: float
     top_k: int

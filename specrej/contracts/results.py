@@ -53,6 +53,14 @@ class CandidateTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A candidate that continues another one from a decision token on."""
+
+    id: int
+    parent_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoundTrace:
     """One round in numbers; fields as in `specrej.v1.RoundTrace`."""
 
@@ -76,6 +84,7 @@ class RoundTrace:
     num_lost: int = 0
     alpha: float = 0.0
     candidates: tuple[CandidateTrace, ...] = ()  # all that were scored, best first
+    forks: tuple[Fork, ...] = ()  # made after the cut; `num_live` includes them
 
 
 @dataclass(frozen=True, slots=True)

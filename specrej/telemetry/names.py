@@ -140,6 +140,14 @@ CANDIDATES = Metric(
     "candidates of opened sessions, by fate",
     ("fate",),
 )  # finished, truncated, rejected; abandoned: live when its request ended
+BRANCH_ROOTS = Metric(
+    "specrej.branching.roots",
+    "histogram",
+    "{candidate}",
+    "candidates of the start whose forks, or themselves, survive a branching cut",
+    (),
+    _COUNTS,
+)
 ROUNDS = Metric(
     "specrej.rounds", "counter", "{round}", "rounds by reason of their end", ("ended_by",)
 )

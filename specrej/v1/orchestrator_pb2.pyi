@@ -435,6 +435,7 @@ class Selection(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     RETURN_CANDIDATES_FIELD_NUMBER: _builtins.int
     PREFER_COMPLETE_FIELD_NUMBER: _builtins.int
+    BRANCHING_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates at the start; 0 .. the server's limit; default 0: as many as the free slots hold at
     the first decision token, at most the generator's auto_candidates.
@@ -459,6 +460,10 @@ class Selection(_message.Message):
         rewards; absent: the server's default.
         """
 
+    @_builtins.property
+    def branching(self) -> Global___Branching:
+        """Forks in the room of rejected candidates; absent: none. Not with Best-of-N or temperature 0."""
+
     def __init__(
         self,
         *,
@@ -469,13 +474,16 @@ class Selection(_message.Message):
         rewards: _abc.Iterable[Global___WeightedReward] | None = ...,
         return_candidates: _builtins.int | None = ...,
         prefer_complete: _builtins.bool | None = ...,
+        branching: Global___Branching | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "branching", b"branching", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
+    _WhichOneofReturnType__branching: _TypeAlias = _typing.Literal["branching"]  # noqa: Y015
+    _WhichOneofArgType__branching: _TypeAlias = _typing.Literal["_branching", b"_branching"]  # noqa: Y015
     _WhichOneofReturnType__prefer_complete: _TypeAlias = _typing.Literal["prefer_complete"]  # noqa: Y015
     _WhichOneofArgType__prefer_complete: _TypeAlias = _typing.Literal["_prefer_complete", b"_prefer_complete"]  # noqa: Y015
     _WhichOneofReturnType__return_candidates: _TypeAlias = _typing.Literal["return_candidates"]  # noqa: Y015
@@ -483,11 +491,50 @@ class Selection(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__alpha) -> _WhichOneofReturnType__alpha | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__branching) -> _WhichOneofReturnType__branching | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefer_complete) -> _WhichOneofReturnType__prefer_complete | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__return_candidates) -> _WhichOneofReturnType__return_candidates | None: ...
 
 Global___Selection: _TypeAlias = Selection  # noqa: Y015
+
+@_typing.final
+class Branching(_message.Message):
+    """At each decision token the best live candidates go on, and forks of them, in turn from the best
+    one, fill up their number. `alpha` is not used. A round that full slots end makes no forks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Live candidates after a decision token, as far as slots and the deadline allow; 2 .. the server's
+    limit of n; default 16.
+    """
+    keep: _builtins.int
+    """Live candidates that are kept, all others are rejected; 1 .. width - 1; default 4."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int | None = ...,
+        keep: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_width", b"_width", "keep", b"keep", "width", b"width"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_width", b"_width", "keep", b"keep", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep: _TypeAlias = _typing.Literal["keep"]  # noqa: Y015
+    _WhichOneofArgType__keep: _TypeAlias = _typing.Literal["_keep", b"_keep"]  # noqa: Y015
+    _WhichOneofReturnType__width: _TypeAlias = _typing.Literal["width"]  # noqa: Y015
+    _WhichOneofArgType__width: _TypeAlias = _typing.Literal["_width", b"_width"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep) -> _WhichOneofReturnType__keep | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__width) -> _WhichOneofReturnType__width | None: ...
+
+Global___Branching: _TypeAlias = Branching  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -727,6 +774,7 @@ class RoundTrace(_message.Message):
     ALPHA_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     NUM_LOST_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, ..."""
     decision_token: _builtins.int
@@ -740,7 +788,7 @@ class RoundTrace(_message.Message):
     num_rejected: _builtins.int
     """Live candidates rejected at its end."""
     num_live: _builtins.int
-    """Live candidates after it."""
+    """Live candidates after it, forks included."""
     best_score: _builtins.float
     """Best reward so far, of finished and live candidates; of vetoed ones only if all are."""
     session_slots: _builtins.int
@@ -775,6 +823,12 @@ class RoundTrace(_message.Message):
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateTrace]:
         """The candidates of `scores`, in the same order."""
 
+    @_builtins.property
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[_generator_pb2.Fork]:
+        """Forks made after the cut, in ascending order of their ids; `num_live` includes them. None if they
+        would bring a request beyond 16384 candidates over all rounds.
+        """
+
     def __init__(
         self,
         *,
@@ -798,10 +852,11 @@ class RoundTrace(_message.Message):
         alpha: _builtins.float = ...,
         candidates: _abc.Iterable[Global___CandidateTrace] | None = ...,
         num_lost: _builtins.int = ...,
+        forks: _abc.Iterable[_generator_pb2.Fork] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_lost", b"num_lost", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_lost", b"num_lost", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,7 +73,7 @@ def test_a_bug_between_steps_does_not_end_the_thread(
 def test_a_bug_in_a_command_fails_that_command(
     thread: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread.engine, "prune", lambda session_id, keep: 1 // 0)
+    monkeypatch.setattr(thread.engine, "prune", lambda *arguments: 1 // 0)
     with pytest.raises(InternalError):
         thread.prune(1, []).result(BOUND_S)
 

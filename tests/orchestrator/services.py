@@ -106,9 +106,9 @@ class HeldGenerator:
             await self.gates["close"].passed()
 
     def _gated(self, verb: str, call: Any) -> Any:
-        async def gated(argument: Any) -> Any:
+        async def gated(*arguments: Any) -> Any:
             await self.gates[verb].passed()
-            return await call(argument)
+            return await call(*arguments)
 
         return gated
 

@@ -15,6 +15,7 @@ from orchestrator.cache import Keys, Secret, cache_keys
 from orchestrator.cache.keys import FORMAT_VERSION, flight_key, hashed_tenant
 from specrej.contracts import (
     Algorithm,
+    Branching,
     CacheControl,
     GenerationRequest,
     GeometricSchedule,
@@ -90,7 +91,15 @@ _OTHER_REWARDS = [
         (WeightedReward("a", veto_below=-1.0),),
     )
 ]
-_OTHER_ORDERS = [request(selection=Selection(prefer_complete=False))]
+_OTHER_ORDERS = [
+    request(selection=replace(Selection(), **changed))
+    for changed in (
+        {"prefer_complete": False},
+        {"branching": Branching()},
+        {"branching": Branching(keep=2)},
+        {"branching": Branching(width=8)},
+    )
+]
 _OTHER_SEARCHES = [
     request(selection=replace(Selection(), **changed))
     for changed in (

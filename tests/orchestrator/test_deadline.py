@@ -67,6 +67,21 @@ def test_a_short_deadline_raises_alpha_no_more_than_needed() -> None:
     assert num_kept(64, alphas[-1]) < 8
 
 
+def test_a_short_deadline_leaves_forks_out() -> None:
+    """Guards against forks that no answer has time for."""
+    assert controller(None).width(16, 64, 4) == 64
+    assert controller(9.0, measured=False).width(16, 64, 4) == 64
+    widths = []
+    for time_left_s in (30.0, 10.0, 8.0, 1.0):
+        deadline = controller(time_left_s)
+        widths.append(deadline.width(16, 64, 4))
+        assert deadline.hurried == (widths[-1] < 64)
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] == 64
+    assert 4 < widths[1] < 64
+    assert widths[-1] == 4
+
+
 @given(
     time_left_s=st.floats(0.1, 200),
     requested=st.sampled_from([0.0, 0.1, 0.5, 0.9]),

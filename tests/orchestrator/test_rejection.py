@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.loop.branching import forks_of
 from orchestrator.loop.rejection import cut, num_kept, num_released, rank
 
 SCORES = st.dictionaries(
@@ -142,3 +143,13 @@ def test_full_slots_release_the_worst_live_candidate() -> None:
     scores = {0: 5.0, 1: 4.0, 2: 3.0, 3: 1.0}
     outcome = cut(scores, {0, 1}, 0.0, release=1)
     assert outcome.rejected == {1}
+
+
+@given(st.lists(st.integers(0, 99), unique=True, max_size=20), st.integers(2, 40))
+def test_forks_fill_a_width_evenly(survivors: list[int], width: int) -> None:
+    forks = forks_of(survivors, width, 100)
+    assert len(forks) == (max(0, width - len(survivors)) if survivors else 0)
+    assert [*forks] == list(range(100, 100 + len(forks)))
+    children = [list(forks.values()).count(survivor) for survivor in survivors]
+    assert children == sorted(children, reverse=True)
+    assert max(children, default=0) - min(children, default=0) <= 1

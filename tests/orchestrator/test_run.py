@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -19,8 +19,12 @@ from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Admitted,
     Algorithm,
+    Branching,
+    Candidate,
+    Fate,
     Finished,
     FinishReason,
+    Fork,
     Generation,
     GenerationRequest,
     GeometricSchedule,
@@ -30,6 +34,7 @@ from specrej.contracts import (
     RoundCompleted,
     RoundEnd,
     Sampling,
+    Scores,
     Selection,
     SessionSpec,
     TokensSchedule,
@@ -61,6 +66,7 @@ REQUESTS = st.builds(
     schedule=SCHEDULES,
     rewards=st.lists(REWARDS, max_size=3, unique_by=lambda reward: reward.name).map(tuple),
     prefer_complete=st.booleans(),
+    branching=st.none() | st.builds(Branching, st.integers(4, 20), st.integers(1, 3)),
 )
 
 
@@ -92,15 +98,20 @@ def _check_counts(generation: Generation, n: int) -> None:
     """Every candidate is finished or rejected once, and every token is counted once."""
     rounds = generation.rounds
     num_finished = sum(trace.num_finished for trace in rounds)
-    assert num_finished + sum(trace.num_rejected for trace in rounds) == n
+    num_forks = sum(len(trace.forks) for trace in rounds)
+    assert num_finished + sum(trace.num_rejected for trace in rounds) == n + num_forks
     assert len(generation.candidates) == min(64, num_finished)
     assert generation.usage.generated_tokens == sum(trace.generated_tokens for trace in rounds)
-    assert generation.usage.best_of_n_tokens_estimate >= generation.usage.generated_tokens
+    if not num_forks:
+        estimate = generation.usage.best_of_n_tokens_estimate
+        assert estimate >= generation.usage.generated_tokens
     for trace in rounds:
         if trace.ended_by is RoundEnd.SLOTS_FULL and trace.num_started > 1:
             assert trace.num_rejected + trace.num_finished >= 1
+            assert not trace.forks
         # One vetoed candidate may continue if no other is left.
-        assert trace.num_rejected >= trace.num_vetoed - (trace.num_live <= 1)
+        num_kept = trace.num_live - len(trace.forks)
+        assert trace.num_rejected >= trace.num_vetoed - (num_kept <= 1)
 
 
 def _check_ranking(generation: Generation, selection: Selection) -> None:
@@ -171,6 +182,35 @@ async def test_an_answer_is_truncated_only_if_none_is_complete() -> None:
     """No candidate ends before 5 tokens here."""
     generation = await answer(request(max_tokens=5), ToyGenerator(end_every=10**9), FixedScorer())
     assert generation.best.finish is FinishReason.LENGTH
+
+
+async def test_forks_fill_the_room_of_rejected_candidates() -> None:
+    """The best two go on, and six forks of them in turn; each has its parent's text up to there."""
+    seen: dict[int, list[str]] = {}
+
+    class Noting(LikelihoodScorer):
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            for candidate in candidates:
+                seen.setdefault(candidate.id, []).append(candidate.text)
+            return await super().score(candidates)
+
+    branching = request(16, 64, schedule=GeometricSchedule(8), branching=Branching(8, 2))
+    branching = replace(branching, sampling=replace(branching.sampling, logprobs=True))
+    generation = await answer(branching, ToyGenerator(end_every=10**9), Noting())
+    first, second, *_ = generation.rounds
+    best = [fate.id for fate in first.candidates if fate.fate is Fate.KEPT]
+    assert len(best) == 2
+    assert first.forks == tuple(Fork(16 + i, best[i % 2]) for i in range(6))
+    assert [trace.num_live for trace in generation.rounds] == [8, 8, 8, 0]
+    assert [trace.num_started for trace in generation.rounds] == [16, 8, 8, 8]
+    for fork in first.forks:
+        assert seen[fork.id][0].startswith(seen[fork.parent_id][0] + " ")
+        assert seen[fork.id][0] != seen[fork.parent_id][1]
+    assert second.generated_tokens == 8 * 8
+    assert generation.usage.generated_tokens == 16 * 8 + 8 * (64 - 8)
+    for candidate in generation.candidates:
+        assert len(candidate.token_ids) == candidate.num_tokens == 64
+        assert sum(candidate.logprobs) / 64 == pytest.approx(candidate.mean_logprob)
 
 
 async def test_by_reward_alone_a_truncated_answer_can_win() -> None:

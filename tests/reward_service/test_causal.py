@@ -78,6 +78,8 @@ def test_scores_over_rounds_and_cuts_are_those_from_scratch(
             {key: grow(own[key], rng) for key in own if rng.random() < 0.8 or not key}
             for own in texts
         ]
+        for own in texts:
+            own |= {max(own) + 1: grow(rng.choice(list(own.values())), rng) for _ in range(2)}
         tasks = [session.begin(batch(own)) for session, own in zip(sessions, texts, strict=True)]
         while pieces := take_fairly(tasks, reward.token_budget):
             reward.compute(pieces)
@@ -101,6 +103,21 @@ def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
     assert scored(reward, session, {0: "abcdeX"}).computed_tokens == 1 + CLOSING
     # Candidate 1 was freed by the batch without it.
     assert scored(reward, session, {1: "de"}).computed_tokens == 2 + CLOSING
+
+
+def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -> None:
+    """Guards against a parent's text that its own new tokens change before a fork copies it."""
+    reward = load("classifier", models["llama"])
+    session = reward.open(PROMPT)
+    scored(reward, session, {0: "abcdef", 1: "xyz"})
+    texts = {0: "abcXYZ", 2: "abcdefgh", 3: "abcde!", 4: "xyzw"}
+    forked = scored(reward, session, texts)
+    assert forked.computed_tokens == 3 + 2 + 1 + 1 + 4 * CLOSING
+    assert forked.values == pytest.approx(
+        references(models["llama"], list(texts.values())), abs=1e-4
+    )
+    session.close()
+    assert reward.scorer.kept_tokens == 0
 
 
 def test_least_recently_used_sessions_are_evicted(models: dict[str, Path]) -> None:

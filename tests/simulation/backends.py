@@ -123,8 +123,8 @@ class SimulatedGenerator(Node):
         self.toy.end_every = _VERSIONS[self.num_upgrades % 2]
         opening, version = self.toy.open(seeded(spec)), frozenset({f"toy-{self.toy.end_every}"})
 
-        async def call(verb: str, argument: Any) -> Any:
-            result = await self.call(lambda: at_once(getattr(opened[0], verb)(argument)), life)
+        async def call(verb: str, *arguments: Any) -> Any:
+            result = await self.call(lambda: at_once(getattr(opened[0], verb)(*arguments)), life)
             return replace(result, made_by=version) if verb == "extend" else result
 
         try:

@@ -107,6 +107,7 @@ OPTIONS = Options(
     rewards={"relevance": 1.0, "likelihood": 0.5},
     return_candidates=2,
     prefer_complete=False,
+    branching=c.Branching(8, 2),
     max_tokens=64,
     temperature=0.7,
     top_k=50,

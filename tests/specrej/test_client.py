@@ -38,6 +38,7 @@ REQUEST = c.GenerationRequest(
         rewards=(c.WeightedReward("relevance"), c.WeightedReward("likelihood", 0.5)),
         return_candidates=2,
         prefer_complete=False,
+        branching=c.Branching(8, 2),
     ),
     model="tiny",
     cache=c.CacheControl.REFRESH,

@@ -70,6 +70,12 @@ BAD_GEOMETRIC: dict[str, tuple[Any, ...]] = {
     "first": (0, -1),
     "factor": (1.0, 16.1, NAN, INF),
 }
+BAD_BRANCHING = (
+    (c.Branching(1, 1), "width"),
+    (c.Branching(CAP + 1), "width"),
+    (c.Branching(16, 0), "keep"),
+    (c.Branching(16, 16), "keep"),
+)
 BAD_TOKENS = ((), (0,), (-1, 4), (8, 8), (16, 8), tuple(range(1, 1026)))
 BAD_NUMBERS = (1.1e12, -1.1e12, NAN, INF, -INF)
 BAD_REWARDS: list[tuple[list[tuple[str, float]], str]] = [
@@ -118,6 +124,12 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
     yield with_selection(schedule=c.MemorySchedule(0)), "selection.schedule.memory.first"
     for tokens in BAD_TOKENS:
         yield with_tokens(*tokens), "selection.schedule.tokens.decision_tokens"
+    for branching, field in BAD_BRANCHING:
+        yield with_selection(branching=branching), f"selection.branching.{field}"
+    best_of_n = with_selection(algorithm=c.Algorithm.BEST_OF_N, branching=c.Branching())
+    yield best_of_n, "selection.branching"
+    greedy = c.Selection(n=1, branching=c.Branching())
+    yield replace(with_sampling(temperature=0.0), selection=greedy), "selection.branching"
     for rewards, field in BAD_REWARDS:
         yield with_rewards(*rewards), f"selection.rewards{field}"
     for normalization, field in BAD_NORMALIZATIONS:
@@ -166,6 +178,7 @@ def test_too_many_min_tokens_name_the_range() -> None:
     [
         *[with_selection(n=n) for n in (0, 1, CAP)],
         *[with_selection(alpha=alpha) for alpha in (0.0, 0.999)],
+        *[with_selection(branching=c.Branching(*values)) for values in ((2, 1), (CAP, CAP - 1))],
         *[with_sampling(temperature=value) for value in (0.01, 2.0)],
         replace(with_sampling(temperature=0.0), selection=c.Selection(n=1)),
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),

@@ -18,6 +18,7 @@ from orchestrator.backends.rewards import FleetRewards
 from reward_service.reward import Reward
 from specrej.channel import open_channel
 from specrej.contracts import (
+    Branching,
     GenerationRequest,
     GeneratorDescription,
     GeometricSchedule,
@@ -124,11 +125,16 @@ async def _running(
 
 
 def request(
-    n: int = 8, schedule: Schedule | None = None, *, allow_degraded: bool = False
+    n: int = 8,
+    schedule: Schedule | None = None,
+    *,
+    allow_degraded: bool = False,
+    branching: Branching | None = None,
 ) -> GenerationRequest:
+    schedule = schedule or GeometricSchedule(first=4)
     return GenerationRequest(
         PROMPT,
         Sampling(max_tokens=32, seed=7, logprobs=True),
-        Selection(n=n, schedule=schedule or GeometricSchedule(first=4), return_candidates=n),
+        Selection(n=n, schedule=schedule, return_candidates=n, branching=branching),
         allow_degraded=allow_degraded,
     )

@@ -11,6 +11,7 @@ import pytest
 from generator_service.toy import ToyGenerator
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
+    Branching,
     Generation,
     GeometricSchedule,
     Prompt,
@@ -31,7 +32,7 @@ SCORER = LikelihoodScorer()
 def content(generation: Generation) -> list[object]:
     """All that the loss of a generator must not change."""
     rounds = [
-        (trace.decision_token, trace.num_live, trace.num_finished, trace.candidates, trace.alpha)
+        (trace.decision_token, trace.num_live, trace.num_finished, trace.candidates, trace.forks)
         for trace in generation.rounds
     ]
     return [generation.candidates, rounds, generation.usage.best_of_n_tokens_estimate]
@@ -45,14 +46,17 @@ def holder(toys: list[HeldGenerator]) -> int:
 
 @pytest.mark.parametrize("verb", ["extend", "prune"])
 @pytest.mark.parametrize("rounds_before", [0, 1, 2])
+@pytest.mark.parametrize("branching", [None, Branching(8, 2)], ids=["plain", "branching"])
 async def test_an_answer_does_not_change_if_its_generator_is_lost(
-    verb: str, rounds_before: int
+    verb: str, rounds_before: int, branching: Branching | None
 ) -> None:
-    """Token for token; and every generated token is counted."""
-    undisturbed = await answer(request(12), ToyGenerator(), SCORER)
+    """Token for token, forks included; and every generated token is counted."""
+    of_twelve = request(12, branching=branching)
+    undisturbed = await answer(of_twelve, ToyGenerator(), SCORER)
+    assert bool(undisturbed.rounds[0].forks) == bool(branching)
     toys = [HeldGenerator(), HeldGenerator()]
     async with generators(*toys) as running:
-        answering = asyncio.ensure_future(answer(request(12), running.client, SCORER))
+        answering = asyncio.ensure_future(answer(of_twelve, running.client, SCORER))
         await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
         lost = holder(toys)
         gate = toys[lost].gates[verb]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.split import SplitSession, shares_of
 from specrej.contracts import (
+    Branching,
     Degradation,
     Generation,
     GenerationRequest,
@@ -47,10 +48,14 @@ async def test_parts_give_the_answer_of_one_generator() -> None:
         assert sum(toy.num_opened for toy in toys) == 3
 
 
-async def test_the_candidate_limits_of_all_generators_add_up() -> None:
-    undivided = await answer(request(12), ToyGenerator(), SCORER)
+@pytest.mark.parametrize("branching", [None, Branching(6, 2)], ids=["plain", "branching"])
+async def test_the_candidate_limits_of_all_generators_add_up(branching: Branching | None) -> None:
+    """Forks are where their parents are, with the ids and tokens of one generator."""
+    of_twelve = request(12, branching=branching)
+    undivided = await answer(of_twelve, ToyGenerator(), SCORER)
+    assert bool(undivided.rounds[0].forks) == bool(branching)
     async with generators(EightCandidates(), EightCandidates()) as running:
-        assert content(await answer(request(12), running.client, SCORER)) == content(undivided)
+        assert content(await answer(of_twelve, running.client, SCORER)) == content(undivided)
         with pytest.raises(InvalidRequest) as raised:
             await answer(request(17), running.client, SCORER)
     assert raised.value.metadata == {"candidates": "16"}
@@ -155,7 +160,7 @@ async def test_a_session_that_lost_all_live_candidates_is_unavailable(
 ) -> None:
     """Guards against INTERNAL where the parts that are left have no live candidates."""
 
-    async def lost(_: object) -> None:
+    async def lost(*_: object) -> None:
         raise Unavailable("lost")
 
     async with AsyncExitStack() as stack:
