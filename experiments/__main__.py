@@ -126,7 +126,9 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 def _add_collection(parser: argparse.ArgumentParser, out: Path) -> None:
     parser.add_argument("--out", type=Path, default=out, help="directory")
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSON or JSON lines")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS], help="JSON or JSON lines"
+    )
     parser.add_argument("--limit", type=int, default=0, help="number of prompts; 0: all")
     parser.add_argument("--n", type=int, default=512, help="candidates per prompt")
     parser.add_argument("--max-tokens", type=int, default=128, help="most tokens per candidate")
