@@ -124,7 +124,9 @@ def frontier(result: Frontier, name: str) -> tuple[Picture, ...]:
         axes.set_ylabel(f"{result.reward}, ahead of Best-of-N")
 
     heading = f"From which token rejection pays: {result.reward}"
-    title = f"{result.reward.capitalize()} less that of Best-of-N at equal tokens, first cut"
+    title = (
+        f"Lead of the default over Best-of-N at equal tokens in {result.reward}, by its first cut"
+    )
     pictures = [_frontier(result.reward, side, name) for side in result.sides]
     if firsts:
         pictures.append(plotting.picture(f"{name}-first-tokens", heading, title, lead))

@@ -207,10 +207,10 @@ def test_page_states_the_results(out: Path) -> None:
 
 
 def test_page_states_plainly_where_rejection_does_not_pay(tmp_path: Path) -> None:
-    """Prefixes of noise: Best-of-N is recommended, and the report says that scores tell little."""
+    """Prefixes of noise: Best-of-N is recommended."""
     page = report.write([("noise", noise())], tmp_path, alphas=ALPHAS)
     text = " ".join(_read(page.read_text("utf-8")).split())
-    assert f"With no first decision token does rejection by {WALK} pay here" in text
+    assert f"No first decision token shows that rejection by {WALK} pays here" in text
     assert "Prefix scores tell little" in text
     assert "Recommended for these: Best-of-N; no setting is ahead of it at equal tokens" in text
     rows = list(csv.DictReader((tmp_path / "recommended.csv").read_text("utf-8").splitlines()))

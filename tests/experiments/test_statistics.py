@@ -86,7 +86,7 @@ def test_interval_of_regret_covers_where_losses_are_rare(
 ) -> None:
     """In at least 93 % of 400 data sets; `largest`, a mean loss of one answer's gain, is 1.
 
-    With a coverage of 95 %, 372 or fewer have a probability of 2 %; it is 97 to 99 % here. The
+    With a coverage of 95 %, fewer than 372 have a probability of 3 %; it is 97 % or more here. The
     bootstrap, which it replaces, covers 16 to 86 % with 20 prompts and a loss in ten or fewer.
     """
     random = np.random.default_rng(1)
