@@ -274,10 +274,14 @@ class _Judge:
         if best is None or chosen is None:
             return BEST_OF_N, f"fewer than {2 * MIN_PROMPTS} prompts show nothing else"
         gain = mean(chosen[1][:, 0] - self._values(default))
-        is_ahead = mean(chosen[1][:, 1]).low > 0
+        is_ahead, best_is_ahead, default_is_ahead = (
+            mean(lead).low > 0
+            for lead in (chosen[1][:, 1], self.ahead(best, self.all), self.ahead(default, self.all))
+        )
+        is_ahead = is_ahead and best_is_ahead
         if is_ahead and gain.low > 0:
             return _name(best), "better than the default on prompts it was not chosen on"
-        if mean(self.ahead(default, self.all)).low > 0:
+        if default_is_ahead:
             return _name(default), "no setting chosen on one half is better on the other"
         if is_ahead:
             return _name(best), "the default is not ahead of Best-of-N at equal tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,3 +93,29 @@ def test_luck_among_settings_is_not_recommended() -> None:
         side = study(prompts, alphas).sides[1]
         kept += side.recommended in {frontier.BEST_OF_N, "N = 32, alpha 0.5, from 16, x2"}
     assert kept >= 16
+
+
+def test_default_that_may_lose_is_not_recommended() -> None:
+    """Guards against the best setting of all prompts, whose own lead is not above chance.
+
+    Two other settings lead by 1 on the half on which they were not chosen.
+    """
+    prompts = collection(8, 16)
+    answers = [ranked(prompt, WALK, prefer_complete=False) for prompt in prompts]
+    full = np.array([expected_answer(of_prompt, 8)[0] for of_prompt in answers])
+    leads = {
+        0.3: [3.0, 1.0] * 4,
+        0.5: [-8.0, 0.0, 19.6, 0.0, 0.0, 11.6, 0.0, 0.0],
+        0.7: [1.0, 3.0] * 4,
+    }
+    replayers, tokens = [Replayer(prompt, WALK) for prompt in prompts], np.full(8, 8 * 64.0)
+    measured = [
+        replace(measure(replayers, Plan(16, alpha, DOUBLING), UNKNOWN), rewards=full + lead)
+        for alpha, lead in leads.items()
+    ]
+    measured = [replace(run, tokens=tokens) for run in measured]
+    result = frontier.study(replayers, measured, prefixes.correlation(prompts, WALK))
+    side = result.sides[1]
+    assert side.default.value == max(point.value for point in side.points)
+    assert side.default.ahead.low < 0
+    assert side.recommended == frontier.BEST_OF_N

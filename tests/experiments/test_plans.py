@@ -268,8 +268,8 @@ def timed(
 def test_live_runs_are_compared_on_shared_prompts() -> None:
     """Scores are relative to the base's live answer, not to the highest reward of all answers.
 
-    Runs of other prompts, rewards and limits are left out. Guards against differences of arithmetic
-    that look like an effect of rejection: runs unlike their replays are only counted.
+    Runs of other prompts, rewards, limits and objectives are left out. Guards against differences
+    of arithmetic that look like an effect of rejection: runs unlike their replays are only counted.
     """
     prompts = collection(3, 32)
     base = base_of(prompts, WALK, 8)
@@ -282,6 +282,7 @@ def test_live_runs_are_compared_on_shared_prompts() -> None:
         timed("elsewhere", 1.0, 0.0, alpha=0.5),
         dataclasses.replace(timed("p0", 1.0, 0.0), max_tokens=128),
         dataclasses.replace(timed("p0", 1.0, 0.0), reward="other"),
+        dataclasses.replace(timed("p0", 1.0, 0.0), prefer_complete=False),
     ]
     result = improved(prompts, [], live)
     full, fast = result.timed
