@@ -1,6 +1,7 @@
 """Speculative Rejection against Best-of-N through all services: `make bench-rejection`.
 
-Both algorithms answer the same prompts with the same seeds and N, by turns.
+Both algorithms answer the same prompts with the same seeds and N, by turns. Rewards are those of
+the answers, complete ones preferred, and the highest of any answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from benchmarks.harness import PROMPTS, parse_arguments, report, running_client
 from specrej import FinishReason, GeometricSchedule
 from specrej.client import Options
 from specrej.contracts import Algorithm, CacheControl, Generation
+from specrej.contracts.requests import MAX_RETURN_CANDIDATES
 
 
 def main() -> None:
@@ -31,7 +33,10 @@ def main() -> None:
     fast, full = rows.values()
     report(
         f"N={arguments.n}, {arguments.new} new tokens, alpha {arguments.alpha}",
-        ("algorithm", "tokens", "seconds", "scoring share", "reward (mean)", "complete"),
+        (
+            *("algorithm", "tokens", "seconds", "scoring share"),
+            *("reward, complete preferred", "complete", "reward alone"),
+        ),
         [(name, *row.values()) for name, row in rows.items()],
         {
             "token_ratio": round(fast["tokens"] / full["tokens"], 4),
@@ -60,6 +65,7 @@ async def _measure(
                     max_tokens=arguments.new,
                     seed=seed,
                     cache=CacheControl.BYPASS,
+                    return_candidates=min(arguments.n, MAX_RETURN_CANDIDATES),
                 )
                 started = time.perf_counter()
                 answer = await client.generate(prompt, **options)
@@ -77,8 +83,11 @@ def _row(answers: list[tuple[Generation, float]]) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "scoring_share": round(score_s / seconds, 4),
         "reward": round(statistics.mean(g.best.score for g in generations), 4),
-        # A complete answer is preferred to a truncated one with a higher reward.
         "complete": sum(g.best.finish is FinishReason.STOP for g in generations),
+        # Of the returned candidates, truncated or not.
+        "reward_alone": round(
+            statistics.mean(max(c.score for c in g.candidates) for g in generations), 4
+        ),
     }
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     """Run one command; an error is one line on stderr."""
     parser = argparse.ArgumentParser(prog="specrej experiment", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_run, _collect, _replay, _sweep, _recommend, _live):
+    for add in (_run, _collect, _replay, _recommend, _live):
         add(subparsers)
     arguments = parser.parse_args()
     threads.bound_spinning()
@@ -70,6 +70,7 @@ def _collect(subparsers: Any) -> None:
 def _replay(subparsers: Any) -> None:
     parser = subparsers.add_parser("replay", help="one setting on all prompts, without a model")
     _add_source(parser)
+    parser.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
     parser.add_argument("--alpha", type=float, default=0.5)
     parser.add_argument("--schedule", type=_schedule, default=DOUBLING, help="as of generate")
     parser.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
@@ -78,27 +79,18 @@ def _replay(subparsers: Any) -> None:
         action="store_true",
         help="where full slots end a round off the grid, end it at the position before",
     )
+    _add_objective(parser)
     parser.set_defaults(command=commands.replay)
-
-
-def _sweep(subparsers: Any) -> None:
-    parser = subparsers.add_parser("sweep", help="hundreds of settings on all prompts")
-    _add_source(parser)
-    parser.add_argument("--out", type=Path, help="JSON lines; a CSV file is written beside it")
-    parser.set_defaults(command=commands.sweep)
 
 
 def _recommend(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "recommend",
-        help="the best setting of a sweep for a target",
-        description="Regret: 0 is Best-of-N with all candidates, 1 is the mean of one candidate.",
+        help="the best settings by budget, and whether they are ahead of Best-of-N",
+        description="Settings are chosen on one half of the prompts and judged on the other.",
     )
-    parser.add_argument("--sweep", type=Path, required=True, help="output of sweep")
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--regret", type=float, help="fewest tokens with at most this regret")
-    target.add_argument("--tokens", type=float, help="least regret with at most this many tokens")
-    target.add_argument("--cost", type=float, help="the same, as a share of all candidates' tokens")
+    _add_source(parser)
+    _add_objective(parser)
     parser.set_defaults(command=commands.recommend)
 
 
@@ -114,6 +106,7 @@ def _live(subparsers: Any) -> None:
     parser.add_argument(
         "--schedule", type=_schedule, action="append", help="repeatable; default geometric:16,2"
     )
+    _add_objective(parser)
     _add_models(parser)
     parser.set_defaults(command=commands.live)
 
@@ -121,17 +114,26 @@ def _live(subparsers: Any) -> None:
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trajectories", type=Path, default=_TRAJECTORIES, help="directory")
     parser.add_argument("--reward", default=LIKELIHOOD)
-    parser.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
+
+
+def _add_objective(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--reward-alone", action="store_true", help="do not prefer complete answers"
+    )
 
 
 def _add_collection(parser: argparse.ArgumentParser, out: Path) -> None:
     parser.add_argument("--out", type=Path, default=out, help="directory")
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSON or JSON lines")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS], help="JSON or JSON lines"
+    )
     parser.add_argument("--limit", type=int, default=0, help="number of prompts; 0: all")
     parser.add_argument("--n", type=int, default=512, help="candidates per prompt")
     parser.add_argument("--max-tokens", type=int, default=128, help="most tokens per candidate")
     parser.add_argument("--grid", type=_numbers, help="token positions at which to score prefixes")
-    parser.add_argument("--rewards", default="relevance", help="by comma; likelihood is added")
+    parser.add_argument(
+        "--rewards", default="relevance,harmless", help="by comma; likelihood is added"
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)

@@ -9,12 +9,10 @@ import argparse
 import itertools
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,45 +21,38 @@ from rich.table import Table as TextTable
 
 from experiments import collect as collecting
 from experiments import live as live_runs
-from experiments import sweep as sweeping
 from experiments.flops import recorded
 from experiments.models import Models, in_process, remote
 from experiments.prompts import Item, read_prompts
 from experiments.replay import Replayer, Setting
 from experiments.settings import Settings, default_grid
-from experiments.studies.plans import DOUBLING
+from experiments.studies import frontier as frontiers
+from experiments.studies import prefixes
+from experiments.studies.plans import DOUBLING, measure_all
 from experiments.studies.tables import Table, shown, to_json
-from experiments.sweep import Swept, Target, means, name_of, regret_and_cost
 from experiments.trajectories import Line, Store, Trajectories, load
 from orchestrator.loop.composition import LIKELIHOOD
-
-_NUM_ROWS = 12
+from specrej.contracts import FinishReason
 
 
 async def run_all(arguments: argparse.Namespace) -> None:
-    """Collect what is missing, sweep, study and report.
+    """Collect what is missing, study and report.
 
-    The output directory holds trajectories/, sweep-REWARD.jsonl and .csv, and report/.
+    The output directory holds trajectories/ and report/.
     """
     # Imported here, since figures need matplotlib and the other commands do not.
     from experiments import report
-    from experiments.report.summary import recommended
 
     root = arguments.out
     arguments.out = root / "trajectories"
     await collect(arguments)
     prompts, head = load(arguments.out), Store(arguments.out).head() or {}
-    tables = []
-    for reward in (*_collection_settings(arguments).rewards, LIKELIHOOD):
-        swept = _sweep(prompts, reward, 0, root / f"sweep-{reward}.jsonl")
-        tables.append(recommended(reward, swept))
     page = report.write(
         by_length(prompts, arguments.lengths),
         root / "report",
         arguments.live,
         notes=_notes(head),
         compute=partial(recorded, head),
-        recommended=tables,
     )
     print(f"report: {page}", file=sys.stderr)
 
@@ -164,58 +155,43 @@ async def replay(arguments: argparse.Namespace) -> None:
         arguments.reward,
         arguments.slots,
         snap=arguments.snap,
+        prefer_complete=not arguments.reward_alone,
     )
-    headings = ("prompt", "answer", "score", "regret", "tokens", "cost")
+    headings = (
+        *("prompt", "answer", "score", "complete", "highest score", "regret", "tokens"),
+        "Best-of-N's",
+    )
     rows, result = [], []
     for prompt in prompts:
         replayer = Replayer(prompt, setting.reward)
         run = replayer.run(setting)
-        regret, cost = regret_and_cost(replayer, run)
-        row = (prompt.prompt_id, run.answer, run.score, regret, run.generated_tokens, cost)
+        complete = "yes" if run.finish is FinishReason.STOP else "no"
+        answer = (prompt.prompt_id, run.answer, run.score, complete, run.highest)
+        row = (*answer, run.regret, run.generated_tokens, run.best_of_n_tokens)
         rounds = [(trace.decision_token, trace.num_live) for trace in run.rounds]
         rows.append(row)
         result.append({**dict(zip(headings, row, strict=True)), "rounds": rounds})
-    table = Table("replay", name_of(setting), headings, tuple(rows))
-    _print(table, {"setting": name_of(setting), "prompts": result})
-
-
-async def sweep(arguments: argparse.Namespace) -> None:
-    """The default settings on all prompts."""
-    reward = arguments.reward
-    out = arguments.out or Path(f"build/experiments/sweep-{reward}.jsonl")
-    _sweep(load(arguments.trajectories, reward), reward, arguments.n, out)
-
-
-def _sweep(prompts: Sequence[Trajectories], reward: str, n: int, out: Path) -> tuple[Swept, ...]:
-    """Replay the default settings, print the best ones, and write all to a file."""
-    start_s = time.perf_counter()
-    swept = sweeping.sweep(prompts, sweeping.settings_for(prompts, reward, n))
-    result = {
-        "settings": len(swept),
-        "prompts": len(prompts),
-        "seconds": round(time.perf_counter() - start_s, 2),
-        "sweep": str(out),
-    }
-    sweeping.write(swept, out)
-    _print(means(sweeping.undominated(swept)[:_NUM_ROWS], "the best for their cost"), result)
-    return swept
+    table = Table("replay", setting.name, headings, tuple(rows))
+    _print(table, {"setting": setting.name, "prompts": result})
 
 
 async def recommend(arguments: argparse.Namespace) -> None:
-    """The best setting of a sweep for a target."""
-    target = Target(arguments.regret, arguments.tokens, arguments.cost)
-    best = sweeping.recommend(sweeping.read(arguments.sweep), target)
-    estimates = {"regret": best.regret, "tokens": best.tokens, "cost": best.cost}
-    names = ("held_out_regret", "held_out_tokens", "held_out_cost", "same_choice")
+    """A setting for the default's tokens, and the best ones by budget, judged on other prompts."""
+    prompts = load(arguments.trajectories, arguments.reward)
+    replayers = [Replayer(prompt, arguments.reward) for prompt in prompts]
+    correlation = prefixes.correlation(prompts, arguments.reward)
+    frontier = frontiers.study(replayers, measure_all(replayers), correlation)
+    side = int(arguments.reward_alone)
+    first_tokens, *by_side = frontier.tables()
+    chosen, default = frontier.sides[side], frontier.sides[side].default
     result = {
-        "setting": best.chosen.name,
-        **{
-            name: [estimate.value, estimate.low, estimate.high]
-            for name, estimate in estimates.items()
-        },
-        **{name: getattr(best, name) for name in names},
+        "recommended": chosen.recommended,
+        "reason": chosen.reason,
+        "rejection_pays_from_token": frontier.pays_from[side],
+        "default_ahead_of_best_of_n": [default.ahead.value, default.ahead.low, default.ahead.high],
     }
-    _print(means([best.chosen, *best.runners_up], "recommended, and runners-up"), result)
+    for table in (first_tokens, by_side[2 * side]):
+        _print(table, result)
 
 
 async def live(arguments: argparse.Namespace) -> None:
@@ -235,6 +211,7 @@ async def live(arguments: argparse.Namespace) -> None:
             arguments.schedule or [DOUBLING],
             (*collected.rewards, LIKELIHOOD),
             arguments.kv_slots,
+            prefer_complete=not arguments.reward_alone,
         )
         for prompt in itertools.islice(store, arguments.limit):
             await live_runs.time_prompt(prompt, collected, settings, models, runs)

@@ -6,7 +6,7 @@ prompt, so that a slow minute of the machine affects all of them. Each run is st
 
     {"machine": "...", "runs": [{"prompt_id": "...", "reward": "relevance", "max_tokens": 128,
       "algorithm": "best-of-n", "n": 64, "alpha": 0, "schedule": "no cuts", "seconds": 12.5,
-      "score": 0.71, "as_replayed": true}, ...]}
+      "score": 0.71, "complete": true, "prefer_complete": true, "as_replayed": true}, ...]}
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 from deploy.local.machine import describe_machine
@@ -24,7 +25,6 @@ from experiments.models import Models
 from experiments.replay import NeverFits, Replayer, Setting
 from experiments.settings import Settings
 from experiments.studies.plans import Plan
-from experiments.sweep import name_of
 from experiments.trajectories import Line, OffGrid, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.run import run
@@ -32,6 +32,7 @@ from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Algorithm,
     Finished,
+    FinishReason,
     Generation,
     GenerationRequest,
     Schedule,
@@ -45,6 +46,8 @@ def settings_of(
     schedules: Sequence[Schedule],
     rewards: Sequence[str],
     slots: int,
+    *,
+    prefer_complete: bool = True,
 ) -> tuple[Setting, ...]:
     """Best-of-N, then Speculative Rejection, for every reward and N; slots 0: unlimited.
 
@@ -54,7 +57,7 @@ def settings_of(
     if not slots and any(schedule.kind == "memory" for schedule in schedules):
         raise ValueError("the memory schedule needs --kv-slots: full slots end its rounds")
     return tuple(
-        setting
+        replace(setting, prefer_complete=prefer_complete)
         for reward in rewards
         for n in ns
         for setting in (
@@ -112,7 +115,7 @@ async def time_prompt(
     if missing:
         await _answer(prompt, collected, Setting(2, 0.5), models)
     for setting in missing:
-        about = f"{prompt.prompt_id}, {setting.reward}, {name_of(setting)}"
+        about = f"{prompt.prompt_id}, {setting.reward}, {setting.name}"
         try:
             replayed = Replayer(prompt, setting.reward).run(setting)
         except OffGrid:
@@ -123,7 +126,9 @@ async def time_prompt(
         start_s = time.perf_counter()
         live = await _answer(prompt, collected, setting, models)
         seconds, tokens = time.perf_counter() - start_s, live.usage.generated_tokens
-        measured: Line = {"seconds": round(seconds, 6), "score": live.best.score, "tokens": tokens}
+        score, complete = live.best.score, live.best.finish is FinishReason.STOP
+        measured: Line = {"seconds": round(seconds, 6), "score": score, "complete": complete}
+        measured["tokens"] = tokens
         comparison = "off the grid, not replayed"
         if replayed:
             same = (replayed.answer, replayed.generated_tokens) == (live.best.id, tokens)
@@ -151,6 +156,7 @@ def _fields(prompt: Trajectories, setting: Setting) -> Line:
         "alpha": setting.alpha,
         "schedule": schedule,
         "slots": setting.slots,
+        "prefer_complete": setting.prefer_complete,
     }
 
 
@@ -159,7 +165,11 @@ async def _answer(
 ) -> Generation:
     """Answer a prompt by the loop that serves requests."""
     selection = Selection(
-        n=setting.n, alpha=setting.alpha, schedule=setting.schedule, algorithm=setting.algorithm
+        n=setting.n,
+        alpha=setting.alpha,
+        schedule=setting.schedule,
+        algorithm=setting.algorithm,
+        prefer_complete=setting.prefer_complete,
     )
     sampling = collected.sampling(prompt.seed - collected.seed)
     request = GenerationRequest(prompt.prompt, sampling, selection)

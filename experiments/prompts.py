@@ -7,6 +7,7 @@ latter two may have an "id".
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,29 @@ DEFAULT_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt of a file; `number` is its index there."""
+    """A prompt; `number` is its index among those of all files."""
 
     id: str
     number: int
     prompt: Prompt
 
 
-def read_prompts(path: Path, limit: int = 0) -> tuple[Item, ...]:
-    """The first `limit` prompts of a file; 0: all.
+def read_prompts(paths: Sequence[Path], limit: int = 0) -> tuple[Item, ...]:
+    """The first `limit` prompts of these files, one file after the other; 0: all.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not valid; the message has the number of the item.
+        OSError: a file cannot be read.
+        ValueError: a file is not valid; the message has the number of the item.
     """
-    values = _parse(path)
-    if not values:
-        raise ValueError(f"{path} holds no prompts")
-    items = [_item(number, value, path) for number, value in enumerate(values)]
+    items: list[Item] = []
+    for path in paths:
+        values, first = _parse(path), len(items)
+        if not values:
+            raise ValueError(f"{path} holds no prompts")
+        items += [_item(first + index, index, value, path) for index, value in enumerate(values)]
     ids = [item.id for item in items]
     if repeated := sorted({name for name in ids if ids.count(name) > 1}):
-        raise ValueError(f"{path}: ids must be unique: {', '.join(repeated)}")
+        raise ValueError(f"{paths[-1]}: ids must be unique: {', '.join(repeated)}")
     return tuple(items[: limit or None])
 
 
@@ -55,7 +58,7 @@ def _parse(path: Path) -> list[Any]:
         raise ValueError(f"{path} is neither JSON nor JSON lines: {error}") from None
 
 
-def _item(number: int, value: Any, path: Path) -> Item:
+def _item(number: int, index: int, value: Any, path: Path) -> Item:
     fields: Any = {"prompt": value} if isinstance(value, str) else value
     try:
         if "messages" in fields:
@@ -68,5 +71,5 @@ def _item(number: int, value: Any, path: Path) -> Item:
     except (KeyError, TypeError):
         prompt = None
     if prompt is None or not any(turn.content.strip() for turn in prompt.turns):
-        raise ValueError(f'{path}: item {number + 1} must have a "prompt" or "messages"')
+        raise ValueError(f'{path}: item {index + 1} must have a "prompt" or "messages"')
     return Item(str(fields.get("id", f"{number:03d}")), number, prompt)

@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.trajectories import FloatArray, IntArray, OffGrid, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
-from orchestrator.loop.rejection import cut, num_released
+from orchestrator.loop.rejection import cut, num_released, rank
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token
 from specrej.contracts import (
     Algorithm,
@@ -47,7 +47,8 @@ class Setting:
 
     n: 0 is all candidates of the trajectories. slots: the generator's capacity, all of it for this
     request; 0: unlimited. snap: where full slots end a round between two positions of the grid, end
-    it at the position before instead of raising OffGrid.
+    it at the position before instead of raising OffGrid. prefer_complete: as in
+    `specrej.contracts.Selection`.
     """
 
     n: int = 0
@@ -57,6 +58,15 @@ class Setting:
     slots: int = 0
     algorithm: Algorithm = Algorithm.SPECULATIVE_REJECTION
     snap: bool = False
+    prefer_complete: bool = True
+
+    @property
+    def name(self) -> str:
+        """The setting as text."""
+        if self.algorithm is Algorithm.BEST_OF_N:
+            return f"Best-of-{self.n}"
+        slots = f", {self.slots} slots" if self.slots else ""
+        return f"N={self.n}, alpha {self.alpha:g}, {self.schedule}{slots}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +99,8 @@ class Replayed:
     scored_lengths: tokens of each prefix and answer that was scored; a reward that caches nothing
         between rounds reads all of them.
     best_of_n_*: the result of Best-of-N with the same candidates.
-    highest: the highest score among answers that ended by themselves or at the limit. It is the
-        score of the answer, unless the service prefers a complete answer to it.
+    value: of the answer, as of `Trajectories.values`. highest: the highest score of an answer that
+        ended by itself or at the limit, which is the answer's by the reward alone.
     """
 
     answer: int
@@ -102,16 +112,19 @@ class Replayed:
     rounds: tuple[ReplayedRound, ...]
     best_of_n_answer: int
     best_of_n_tokens: int
+    value: float
+    best_of_n_value: float
     highest: float
     best_of_n_highest: float
 
     @property
     def regret(self) -> float:
-        """Highest score of Best-of-N with the same candidates less that of this run; at least 0.
+        """Value of Best-of-N's answer with the same candidates less that of ours; at least 0."""
+        return self.best_of_n_value - self.value
 
-        As in the paper, an answer that ends at the limit counts like a complete one. Otherwise the
-        few complete answers would be the best where the limit ends most of them.
-        """
+    @property
+    def regret_alone(self) -> float:
+        """The same by the reward alone, the paper's: complete or not makes no difference."""
         return self.best_of_n_highest - self.highest
 
 
@@ -168,6 +181,8 @@ class _Request:
         self._num_tokens = prompt.num_tokens[rows]
         self._is_complete = prompt.finished[rows]
         self._final = replayer.final[rows]
+        self._ranks_last = ~self._is_complete & setting.prefer_complete
+        self._values = prompt.values(replayer.reward, prefer_complete=setting.prefer_complete)[rows]
         self._share = self._admitted_share()
         self._live = np.arange(len(rows))
         self._ranked: dict[int, float] = {}  # scores of finished candidates still in the ranking
@@ -194,6 +209,8 @@ class _Request:
             rounds=tuple(self._rounds),
             best_of_n_answer=int(self._ids[best]),
             best_of_n_tokens=int(self._num_tokens.sum()),
+            value=float(self._values[answer]),
+            best_of_n_value=float(self._values[best]),
             highest=float(self._final[ended].max()),
             best_of_n_highest=float(self._final.max()),
         )
@@ -220,13 +237,19 @@ class _Request:
             num_finished=len(finished),
             num_rejected=len(grown) - len(self._live),
             num_live=len(self._live),
-            best_score=float(np.concatenate([self._final[self._ended], scores]).max()),
+            best_score=self._best_score(scores),
             session_slots=self._prompt_tokens + len(grown) * stored,
             freed_slots=(len(grown) - len(self._live)) * stored,
             generated_tokens=int((lengths - start).sum()),
             alpha=self._alpha,
             survivors=tuple(self._ids[self._live].tolist()),
         )
+
+    def _best_score(self, scores: FloatArray) -> float:
+        """Of answers that reached their end and of prefixes with these scores."""
+        first = self._final[self._ended & ~self._ranks_last]
+        ranked = np.concatenate([first, scores])
+        return float((ranked if len(ranked) else self._final[self._ended]).max())
 
     def _survivors(self, grown: IntArray, ended_by: RoundEnd) -> tuple[IntArray, FloatArray]:
         """Cut the ranking; returns the candidates that stay live and their scores."""
@@ -298,6 +321,6 @@ class _Request:
         return self._setting.slots - self._prompt_tokens
 
     def _best(self, rows: IntArray) -> int:
-        """The service's answer among rows: complete ones first, then by score, then the first."""
-        order = np.lexsort((rows, -self._final[rows], ~self._is_complete[rows]))
-        return int(rows[order[0]])
+        """The service's answer among rows, all of which reached their end."""
+        scores = dict(zip(rows.tolist(), self._final[rows].tolist(), strict=True))
+        return rank(scores, truncated=set(np.flatnonzero(self._ranks_last).tolist()))[0]

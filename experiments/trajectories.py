@@ -96,6 +96,15 @@ class Trajectories:
             return self.logprob_sums[:, -1] / self.num_tokens
         return self.rewards[reward].final
 
+    def values(self, reward: str, *, prefer_complete: bool) -> FloatArray:
+        """[N] final scores by which whole answers are compared; the highest is the answer's.
+
+        If complete answers are preferred, an answer that the limit ended counts as its score less
+        the range of this prompt's scores, so that it is not above any complete one.
+        """
+        final = self.final(reward)
+        return final - ~self.finished * np.ptp(final) if prefer_complete else final
+
     def partial(self, reward: str, position: int) -> FloatArray:
         """[N] scores of the first `position` tokens; NaN where the answer has fewer.
 

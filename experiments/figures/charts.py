@@ -22,10 +22,11 @@ from experiments.figures.plotting import (
 from experiments.studies.analysis import Analysis
 from experiments.studies.anatomy import Anatomy
 from experiments.studies.best_of_n import BestOfN
+from experiments.studies.frontier import Frontier, Side
 from experiments.studies.improvement import FAST, FULL, Improvement
 from experiments.studies.matched import EXPECTED, Match, Matched
+from experiments.studies.perplexity import Perplexity
 from experiments.studies.prefixes import ALPHAS, Correlation, DecisionToken, Failures
-from experiments.studies.savings import Perplexity, Savings
 
 _CLOUDS = 4
 _TIMED = "seconds"
@@ -41,7 +42,7 @@ def draw(analysis: Analysis) -> Pictures:
         "matched": matched,
         "lengths": lambda result, name: (),
         "best_of_n": best_of_n,
-        "savings": savings,
+        "frontier": frontier,
         "correlation": correlation,
         "perplexity": perplexity,
         "improvement": improvement,
@@ -56,12 +57,16 @@ def draw(analysis: Analysis) -> Pictures:
 
 
 def matched(result: Matched, name: str) -> tuple[Picture, ...]:
-    """The ratio at equal reward by alpha, for the largest N; dotted: the expected saving."""
+    """The ratio at equal reward by alpha, for the largest N; dotted: the expected saving.
+
+    Of the first schedules, as many as there are colours.
+    """
     n = max(match.n for match in result.matches)
     matches = [match for match in result.matches if match.n == n]
 
     def chart(axes: Axes) -> None:
-        for i, schedule in enumerate(dict.fromkeys(match.schedule for match in matches)):
+        schedules = list(dict.fromkeys(match.schedule for match in matches))
+        for i, schedule in enumerate(schedules[: len(PALETTE)]):
             _ratios(axes, [match for match in matches if match.schedule == schedule], i)
         plotting.log_axis_up(axes, "times fewer tokens")
         axes.set_xlabel(f"alpha (dotted: {EXPECTED})")
@@ -105,33 +110,44 @@ def best_of_n(result: BestOfN, name: str) -> tuple[Picture, ...]:
     return (plotting.picture(f"{name}-best-of-n", heading, title, chart),)
 
 
-def savings(result: Savings, name: str) -> tuple[Picture, ...]:
-    """Regret and saving by alpha, for the largest N; a line per schedule."""
-    n = max(point.n for point in result.points)
-    points = [point for point in result.points if point.n == n]
+def frontier(result: Frontier, name: str) -> tuple[Picture, ...]:
+    """Reward against tokens by objective, and the lead by the first decision token."""
+    firsts = result.first_tokens
 
-    def lines(axes: Axes, value: Callable[[Any], float]) -> None:
-        schedules = dict.fromkeys(point.schedule for point in points)
-        for schedule, color in zip(schedules, PALETTE, strict=False):
-            line = [(point.alpha, value(point)) for point in points if point.schedule == schedule]
-            axes.plot(*zip(*line, strict=True), "o-", color=color, label=schedule)
-        axes.set_xlabel("alpha, the share rejected at each cut")
+    def lead(axes: Axes) -> None:
+        positions = [first.position for first in firsts]
+        for side, color in enumerate((BLUE, GREEN)):
+            ahead = [first.ahead[side] for first in firsts]
+            plotting.band(axes, positions, ahead, result.sides[side].objective, color)
+        axes.axhline(0, color=GREY, linewidth=0.8)
+        plotting.log2_axis(axes, "first decision token", positions)
+        axes.set_ylabel(f"{result.reward}, ahead of Best-of-N")
 
-    def regret(axes: Axes) -> None:
-        lines(axes, lambda point: 100 * point.regret_share)
-        axes.set_ylabel("regret, % of N's gain")
-        axes.set_ylim(bottom=0)
-
-    def saving(axes: Axes) -> None:
-        lines(axes, lambda point: point.saving.value)
-        plotting.log_axis_up(axes, "times fewer tokens, same N")
-
-    of = f"{result.reward}, N = {n}"
-    lost, saved = f"Reward lost: {of}", f"Tokens saved: {of}"
-    return (
-        plotting.picture(f"{name}-regret", lost, f"Regret by alpha, {of}", regret),
-        plotting.picture(f"{name}-saving", saved, f"Tokens saved by alpha, {of}", saving),
+    heading = f"From which token rejection pays: {result.reward}"
+    title = (
+        f"Lead of the default over Best-of-N at equal tokens in {result.reward}, by its first cut"
     )
+    pictures = [_frontier(result.reward, side, name) for side in result.sides]
+    if firsts:
+        pictures.append(plotting.picture(f"{name}-first-tokens", heading, title, lead))
+    return tuple(pictures)
+
+
+def _frontier(reward: str, side: Side, name: str) -> Picture:
+    def chart(axes: Axes) -> None:
+        lines = ((side.best_of_n, ORANGE, FULL), (side.undominated, BLUE, FAST))
+        for points, color, label in lines:
+            x, y = ([getattr(point, field) for point in points] for field in ("tokens", "value"))
+            axes.plot(x, y, "o-", color=color, markersize=3, label=label)
+        default = (side.default.tokens, side.default.value)
+        axes.plot(*default, "D", color=PURPLE, label="the default")
+        plotting.log2_axis(axes, "tokens per prompt")
+        axes.set_ylabel(reward)
+
+    heading = f"Reward against tokens: {reward}, {side.objective}"
+    title = f"Mean {reward} against tokens, {side.objective}, of settings that no other beats"
+    slug = side.objective.split()[0]
+    return plotting.picture(f"{name}-frontier-{slug}", heading, title, chart)
 
 
 def correlation(result: Correlation, name: str) -> tuple[Picture, ...]:
@@ -292,32 +308,22 @@ def anatomy(result: Anatomy, name: str) -> tuple[Picture, ...]:
 
 
 def failures(result: Failures, name: str) -> tuple[Picture, ...]:
-    """A point per prompt, and lines over decision tokens."""
+    """Lines over decision tokens."""
     positions = [point.position for point in result.early]
 
-    def similar(axes: Axes) -> None:
-        x, y = (
-            [getattr(point, field) for point in result.similar] for field in ("spread", "regret")
-        )
-        axes.plot(x, y, "o", color=BLUE, alpha=0.75, label="a prompt each")
-        axes.set_xlabel(f"spread of scores at token {result.first}, over the final one")
-        axes.set_ylabel("run's regret, over final spread")
-
     def early(axes: Axes) -> None:
-        ended = [point.ended_share for point in result.early]
-        plotting.band(axes, positions, ended, "answers over by then", ORANGE)
-        best = [point.best_share for point in result.early]
-        axes.plot(positions, best, "o-", color=GREEN, label="best one over by then")
-        misled = [point.misled_share for point in result.early]
-        plotting.band(axes, positions, misled, "best one in lower half", BLUE)
+        lines = (
+            ("ended_share", "answers over by then", ORANGE),
+            ("best_share", "best one over by then", GREEN),
+            ("misled_share", "best one in lower half", BLUE),
+        )
+        for field, label, color in lines:
+            shares = [getattr(point, field) for point in result.early]
+            plotting.band(axes, positions, shares, label, color)
         plotting.log2_axis(axes, "decision token", positions)
         axes.set_ylabel("share")
         axes.set_ylim(0, 1.03)
 
-    by = result.reward
-    regrets = f"Regret against spread of scores by {by}"
-    ends = f"Answers over, and best answers misjudged by {by}, by decision token"
-    return (
-        plotting.picture(f"{name}-similar", "Similar scores", regrets, similar),
-        plotting.picture(f"{name}-early", "Early ends and misleading prefixes", ends, early),
-    )
+    title = f"Answers over, and best answers misjudged by {result.reward}, by decision token"
+    heading = "Early ends and misleading prefixes"
+    return (plotting.picture(f"{name}-early", heading, title, early),)

@@ -35,13 +35,12 @@ def write(
     notes: Mapping[str, str] | None = None,
     compute: Callable[[str], ComputeModel] = lambda reward: UNKNOWN,
     alphas: Sequence[float] = ALPHAS,
-    recommended: Sequence[Table] = (),
 ) -> Path:
     """Study every collection under every reward that it has; returns the page's path.
 
     live: timed runs, or their file (`experiments.live`). notes: facts for the end of the page, such
     as machine, model and command. compute: the models for which FLOPs are counted, by reward.
-    alphas: those that are replayed. recommended: tables of `report.summary.recommended`.
+    alphas: those that are replayed.
 
     Raises:
         ValueError: a collection is empty, or `live` is not a file of live runs.
@@ -67,10 +66,10 @@ def write(
         text = compact(analysis, measured_by(notes, [analysis]))
         (out / f"studies-{analysis.slug}.md").write_text(text, "utf-8")
     summaries = summary(analyses)
-    for table in (*summaries, *recommended):
+    for table in summaries:
         _write_table(table, out / table.name, measured)
     path = out / "report.html"
-    path.write_text(page(analyses, pictures, summaries, recommended, notes), "utf-8")
+    path.write_text(page(analyses, pictures, summaries, notes), "utf-8")
     return path
 
 

@@ -26,7 +26,6 @@ def page(
     analyses: Sequence[Analysis],
     pictures: Sequence[Pictures],
     summaries: Sequence[Table],
-    recommended: Sequence[Table],
     notes: Mapping[str, str],
 ) -> str:
     """The document. `pictures` are those of each analysis."""
@@ -47,7 +46,6 @@ def page(
     return environment.get_template("page.html.jinja").render(
         reports=list(zip(analyses, pictures, strict=True)),
         summaries=summaries,
-        recommended=recommended,
         notes=notes,
         expected=EXPECTED,
         bounds=[(length, _bound(length)) for length in _LENGTHS],

@@ -1,27 +1,23 @@
-"""Tables over all studies: compute for equal reward, recommended settings, and compact tables."""
+"""Tables over all studies: compute for equal reward, recommendations, and compact tables."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from experiments.studies.analysis import Analysis
+from experiments.studies.frontier import Side
 from experiments.studies.matched import BOUND, EXPECTED
-from experiments.studies.tables import Cell, Table, to_markdown
-from experiments.sweep import NothingFits, Swept, Target, recommend
+from experiments.studies.tables import Table, to_markdown
 
 TIMED = "machine of the timed runs"
 _PROVENANCE = ("collected", "machine", "model", TIMED)  # keys of the report's notes
 _MAX_ROWS = 30  # of a compact table with a row per setting
-_REGRETS = (0.02, 0.05, 0.1)
-_COSTS = (0.05, 0.1, 0.2)
 
 
 def summary(analyses: Sequence[Analysis]) -> tuple[Table, Table]:
-    """The service's default and the best setting: a row per collection and reward."""
+    """The service's default, and what is recommended for its tokens by each objective."""
     answers = {"answers": "collection", "reward": "reward"}
-    caption = "Best-of-N over Speculative Rejection at equal reward: the"
     default = {
         **answers,
         "prompts": "facts.num_prompts",
@@ -34,44 +30,38 @@ def summary(analyses: Sequence[Analysis]) -> tuple[Table, Table]:
         EXPECTED: "matched.default.expected",
         BOUND: "matched.default.bound_full",
         "FLOPs, ratio (95 %)": "matched.default.flops_ratio",
-        "the service's choice is complete, share": "matched.default.complete",
-        "Best-of-N's choice, same N": "matched.default.full_complete",
+        "the service's choice is complete, share (95 %)": "matched.default.complete",
+        "Best-of-N's choice, same N (95 %)": "matched.default.full_complete",
     }
-    best = {
-        **answers,
-        "best setting": "matched.best.setting",
-        "tokens, ratio (95 %)": "matched.best.ratio",
-        "FLOPs, ratio (95 %)": "matched.best.flops_ratio",
-        "as good as Best-of-N with N = (95 %)": "matched.best.matched_n",
-        "chosen on one half, measured on the other": "matched.crossed",
+    recommended = {
+        **{heading: f"analysis.{path}" for heading, path in answers.items()},
+        "objective": "side.objective",
+        "recommended for the default's tokens": "side.recommended",
+        "why": "side.reason",
+        "the default's reward (95 %)": "side.default.reward",
+        "regret (95 %)": "side.default.regret",
+        "ahead of Best-of-N at equal tokens (95 %)": "side.default.ahead",
+        "rejection pays from token": lambda row: str(row.pays_from or "none"),
     }
+    rows = [
+        _Recommended(analysis, side, pays_from)
+        for analysis in analyses
+        for side, pays_from in zip(
+            analysis.frontier.sides, analysis.frontier.pays_from, strict=True
+        )
+    ]
+    caption = "Best-of-N over Speculative Rejection at equal reward, complete or not: the default"
     return (
-        Table.of("summary", f"{caption} service's default", analyses, default),
-        Table.of("best_settings", f"{caption} best setting", analyses, best),
+        Table.of("summary", caption, analyses, default),
+        Table.of("recommended", "Recommended settings, by objective", rows, recommended),
     )
 
 
-def recommended(reward: str, swept: Sequence[Swept]) -> Table:
-    """The settings that a sweep recommends for some targets."""
-    targets = [(f"regret at most {limit:g}", Target(regret=limit)) for limit in _REGRETS]
-    targets += [(f"cost at most {limit:g}", Target(cost=limit)) for limit in _COSTS]
-    headings = (
-        *("wanted", "setting", "regret (95 %)", "cost (95 %)", "tokens (95 %)"),
-        *("regret, on prompts left out", "cost, there", "tokens, there", "chosen again in"),
-    )
-    rows = tuple(_recommended(name, swept, target) for name, target in targets)
-    caption = f"Of {len(swept)} settings, by {reward}"
-    return Table(f"recommended-{reward}", caption, headings, rows)
-
-
-def _recommended(name: str, swept: Sequence[Swept], target: Target) -> tuple[Cell, ...]:
-    try:
-        best = recommend(swept, target)
-    except NothingFits:
-        return (name, "none", *[math.nan] * 6, "")
-    held_out = (best.held_out_regret, best.held_out_cost, best.held_out_tokens)
-    estimates = (best.regret, best.cost, best.tokens)
-    return (name, best.chosen.name, *estimates, *held_out, f"{best.same_choice:.0%}")
+@dataclass(frozen=True, slots=True)
+class _Recommended:
+    analysis: Analysis
+    side: Side
+    pays_from: int | None
 
 
 def measured_by(notes: Mapping[str, str], analyses: Sequence[Analysis]) -> str:

@@ -11,14 +11,32 @@ import numpy as np
 
 from experiments.flops import UNKNOWN, ComputeModel
 from experiments.replay import Replayer
-from experiments.studies import anatomy, best_of_n, improvement, matched, prefixes, savings
+from experiments.studies import (
+    anatomy,
+    best_of_n,
+    frontier,
+    improvement,
+    matched,
+    perplexity,
+    prefixes,
+)
 from experiments.studies.anatomy import Anatomy
 from experiments.studies.best_of_n import BestOfN, Lengths
+from experiments.studies.frontier import Frontier
 from experiments.studies.improvement import Improvement, LiveRun
 from experiments.studies.matched import Matched
-from experiments.studies.plans import ALPHAS, DOUBLING, MEMORY, Plan, base_n, measure, ns, plans
+from experiments.studies.perplexity import Perplexity
+from experiments.studies.plans import (
+    ALPHAS,
+    DOUBLING,
+    MEMORY,
+    Plan,
+    base_n,
+    default_of,
+    measure_all,
+    ns,
+)
 from experiments.studies.prefixes import Correlation, Failures
-from experiments.studies.savings import Perplexity, Savings
 from experiments.studies.tables import Result, Table
 from experiments.trajectories import Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
@@ -50,7 +68,7 @@ class Analysis:
     matched: Matched
     lengths: Lengths
     best_of_n: BestOfN
-    savings: Savings
+    frontier: Frontier
     correlation: Correlation
     perplexity: Perplexity | None
     improvement: Improvement
@@ -65,7 +83,7 @@ class Analysis:
     def tables(self) -> tuple[Table, ...]:
         """Of all studies."""
         results: tuple[Result | None, ...] = (
-            *(self.matched, self.lengths, self.best_of_n, self.savings, self.correlation),
+            *(self.matched, self.lengths, self.best_of_n, self.frontier, self.correlation),
             *(self.perplexity, self.improvement, self.anatomy, self.failures),
         )
         return tuple(table for result in results if result for table in result.tables())
@@ -88,18 +106,14 @@ def analyse(
     if not prompts:
         raise ValueError(f"{collection} has no prompts")
     replayers = [Replayer(prompt, reward) for prompt in prompts]
-    chosen = plans(prompts, reward, alphas)
-    if not chosen:
-        raise ValueError("no prefix was scored where a schedule would cut")
-    measured = tuple(measure(replayers, plan, compute) for plan in chosen)
+    measured = measure_all(replayers, compute, alphas)
     full_flops = compute.best_of_n(replayers)
-    n = ns(prompts)[0]
-    default = [run for run in measured if run.plan == Plan(n, run.plan.alpha, DOUBLING)]
-    at_half = min(default or measured, key=lambda run: abs(run.plan.alpha - 0.5))
-    base = base_n(prompts)
-    perplexity = None
+    n, base, default = ns(prompts)[0], base_n(prompts), default_of(measured)
+    correlation = prefixes.correlation(prompts, reward)
+    probable = None
     if reward == LIKELIHOOD:
-        perplexity = savings.perplexity(prompts, default, sorted({base, n}))
+        usual = [run for run in measured if run.plan == Plan(n, run.plan.alpha, DOUBLING)]
+        probable = perplexity.study(prompts, usual, sorted({base, n}))
     return Analysis(
         collection,
         reward,
@@ -107,12 +121,12 @@ def analyse(
         matched.study(prompts, reward, measured, full_flops),
         best_of_n.lengths(prompts, reward),
         best_of_n.study(prompts, reward),
-        savings.study(prompts, reward, measured, base),
-        prefixes.correlation(prompts, reward),
-        perplexity,
+        frontier.study(replayers, measured, correlation),
+        correlation,
+        probable,
         improvement.study(prompts, reward, measured, base, full_flops, compute.name, live),
         _anatomy(replayers[0]),
-        prefixes.failures(prompts, reward, at_half.regrets),
+        prefixes.failures(prompts, reward, default.regrets),
     )
 
 

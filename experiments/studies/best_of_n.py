@@ -1,7 +1,8 @@
 """Best-of-N: reward and cost by N, and the lengths of its answers.
 
-The reward of Best-of-N is the highest among N answers, as in the paper. It is averaged exactly over
-all draws of N of the answers of a prompt.
+The reward of Best-of-N is the highest among N answers, as in the paper, or that of the answer that
+the service chooses, which prefers complete ones. It is averaged exactly over all draws of N of the
+answers of a prompt.
 
 An answer that ends before the limit costs Best-of-N no further tokens, so the more of them, the
 less there is to save. A reward that prefers short answers rejects long ones first, and saves more.
@@ -14,7 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.studies.statistics import Estimate, expected_first, mean, pearson
+from experiments.studies.statistics import (
+    Estimate,
+    bounded_mean,
+    expected_first,
+    first_weights,
+    mean,
+    pearson,
+)
 from experiments.studies.tables import Table
 from experiments.trajectories import FloatArray, Trajectories
 
@@ -32,12 +40,18 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One N. `gain` is over a single answer; tokens are per prompt."""
+    """One N. `gain` is over a single answer; tokens are per prompt.
+
+    preferred, complete: the mean reward, and the share of complete ones, of answers chosen with
+    complete ones preferred.
+    """
 
     n: int
     reward: Estimate
     gain: Estimate
     tokens: float
+    preferred: Estimate
+    complete: Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,8 @@ class BestOfN:
             "mean reward of the best (95 %)": "reward",
             "gain over one answer (95 %)": "gain",
             "tokens": "tokens",
+            "mean reward, complete answers preferred (95 %)": "preferred",
+            "complete then, share (95 %)": "complete",
         }
         return (Table.of("best_of_n", f"Best-of-N by {self.reward}", self.points, columns),)
 
@@ -63,9 +79,16 @@ def doublings(n: int) -> tuple[int, ...]:
     return tuple(sorted({*(2**i for i in range(n.bit_length())), n}))
 
 
-def curve(prompts: Sequence[Trajectories], reward: str, ns: Sequence[int]) -> Curve:
-    """Best-of-N of every prompt, at every N."""
-    falling = [np.sort(prompt.final(reward))[::-1] for prompt in prompts]
+def curve(
+    prompts: Sequence[Trajectories],
+    reward: str,
+    ns: Sequence[int],
+    *,
+    prefer_complete: bool = False,
+) -> Curve:
+    """Best-of-N of every prompt, at every N; `rewards` are values as of `Trajectories.values`."""
+    values = (prompt.values(reward, prefer_complete=prefer_complete) for prompt in prompts)
+    falling = [np.sort(of_prompt)[::-1] for of_prompt in values]
     rewards = [[expected_first(finals, n) for n in ns] for finals in falling]
     lengths = np.array([prompt.num_tokens.mean() for prompt in prompts])
     return Curve(tuple(ns), np.array(rewards), lengths[:, None] * np.array(ns, dtype=np.float64))
@@ -75,11 +98,35 @@ def study(prompts: Sequence[Trajectories], reward: str) -> BestOfN:
     """At N = 1, 2, 4, ... and the number of answers per prompt."""
     ns = doublings(min(prompt.n for prompt in prompts))
     known = curve(prompts, reward, ns)
-    points = tuple(
-        Point(n, mean(rewards), mean(rewards - known.rewards[:, 0]), float(tokens.mean()))
-        for n, rewards, tokens in zip(ns, known.rewards.T, known.tokens.T, strict=True)
-    )
-    return BestOfN(reward, points)
+    ordered = [ranked(prompt, reward, prefer_complete=True) for prompt in prompts]
+    points = []
+    for n, rewards, tokens in zip(ns, known.rewards.T, known.tokens.T, strict=True):
+        _, preferred, complete = np.array([expected_answer(answers, n) for answers in ordered]).T
+        gain = mean(rewards - known.rewards[:, 0])
+        estimates = (mean(rewards), gain, float(tokens.mean()), mean(preferred))
+        points.append(Point(n, *estimates, bounded_mean(complete, 1.0)))
+    return BestOfN(reward, tuple(points))
+
+
+def ranked(prompt: Trajectories, reward: str, *, prefer_complete: bool) -> FloatArray:
+    """[N, 3] value (`Trajectories.values`), score and completeness of all answers, best first."""
+    values, final = prompt.values(reward, prefer_complete=prefer_complete), prompt.final(reward)
+    # Not by value: the best truncated answer and the worst complete one may have equal values.
+    order = np.lexsort((-final, ~prompt.finished & prefer_complete))
+    return np.stack([values, final, prompt.finished], axis=1)[order]
+
+
+def expected_answer(answers: FloatArray, n: float) -> FloatArray:
+    """[3] of Best-of-N's answer, over all draws of `n` of these answers, `ranked`.
+
+    A fraction is the chance of one draw more. `n` is limited to 1 and the number of answers.
+    """
+    size = len(answers)
+    whole, part = divmod(min(max(n, 1.0), size), 1)
+    weights = [first_weights(size, min(int(whole) + more, size)) for more in (0, 1)]
+    first, more = (row @ answers[: len(row)] for row in weights)
+    expected: FloatArray = (1 - part) * first + part * more
+    return expected
 
 
 @dataclass(frozen=True, slots=True)

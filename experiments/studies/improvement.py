@@ -3,12 +3,13 @@
 The score is 100 x (1 + mean over prompts of (reward - best of base) / (best of base - worst of
 base)), Sun et al., arXiv 2410.20290, section 5: 100 is as good as Best-of-N of a base N, 200 better
 by the base's whole range. Compute is relative to the base's. Tokens and FLOPs are counted from
-replays; seconds come from live runs (`experiments.live`), if there are any.
+replays, by the reward alone; seconds come from live runs (`experiments.live`), if there are any.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -52,7 +53,8 @@ def improvement_score(rewards: FloatArray, base: Base) -> Estimate:
 class LiveRun:
     """One timed request. algorithm: "best-of-n" or "speculative-rejection".
 
-    as_replayed: whether its replay has the same answer and number of tokens.
+    as_replayed: whether its replay has the same answer and number of tokens. complete: whether the
+    answer ended by itself; None if unknown.
     """
 
     prompt_id: str
@@ -65,6 +67,8 @@ class LiveRun:
     alpha: float = 0.0
     schedule: str = "no cuts"
     as_replayed: bool = True
+    complete: bool | None = None
+    prefer_complete: bool = True
 
     @property
     def method(self) -> str:
@@ -120,7 +124,8 @@ class Point:
 class Timed:
     """Live runs of one setting; `seconds` are relative to the base's on the same prompts.
 
-    score: compared with the base's live answers, since the service prefers complete answers.
+    score: compared with the base's live answers, since both prefer complete answers; runs by the
+        reward alone are left out.
     """
 
     method: str
@@ -129,6 +134,7 @@ class Timed:
     schedule: str
     score: Estimate
     seconds: float
+    complete: float
     num_runs: int
 
 
@@ -169,7 +175,12 @@ class Improvement:
             "live",
             ", ".join(filter(None, (f"The same, of live runs: {of}", self.left_out))),
             self.timed,
-            {**columns, "relative seconds": "seconds", "runs": "num_runs"},
+            {
+                **columns,
+                "relative seconds": "seconds",
+                "complete answers": "complete",
+                "runs": "num_runs",
+            },
         )
         return (replays, live) if self.timed else (replays,)
 
@@ -212,7 +223,7 @@ def study(
         points.append(Point(FAST, plan.n, plan.alpha, plan.name, score, tokens, flops))
     prompt_ids = [prompt.prompt_id for prompt in prompts]
     key = (reward, prompts[0].max_tokens)
-    runs = [run for run in live if (run.reward, run.max_tokens) == key]
+    runs = [run for run in live if (run.reward, run.max_tokens) == key and run.prefer_complete]
     runs = [run for run in runs if run.prompt_id in prompt_ids]
     comparable = [run for run in runs if run.as_replayed]
     timed = _timed(comparable, prompt_ids, base)
@@ -234,7 +245,8 @@ def _timed(live: Sequence[LiveRun], prompt_ids: list[str], base: Base) -> tuple[
         scale = (base.best - base.worst)[[prompt_ids.index(prompt_id) for prompt_id in shared]]
         score = improvement_score(rewards, Base(base.n, best, best - scale))
         relative = float(seconds.sum()) / float(base_seconds.sum())
-        timed.append(Timed(*setting, score, relative, len(runs)))
+        complete = [math.nan if run.complete is None else run.complete for run in runs]
+        timed.append(Timed(*setting, score, relative, float(np.mean(complete)), len(runs)))
     return tuple(timed)
 
 

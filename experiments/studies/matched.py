@@ -1,9 +1,10 @@
 """Equal reward: the N that Best-of-N needs for it, and the ratio of the costs.
 
-The ratio has two factors. `saving` is the tokens of Best-of-N over those of Speculative Rejection
-at equal N. It follows from lengths and schedule if rejection ignores length, and is larger where
-short answers are kept. `kept` is the share of N that Best-of-N needs for the reward of Speculative
-Rejection: 1 if no best answer was rejected.
+By the reward alone, as in the paper; `frontier` has both objectives. The ratio has two factors.
+`saving` is the tokens of Best-of-N over those of Speculative Rejection at equal N. It follows from
+lengths and schedule if rejection ignores length, and is larger where short answers are kept. `kept`
+is the share of N that Best-of-N needs for the reward of Speculative Rejection: 1 if no best answer
+was rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from experiments.studies.best_of_n import Curve, curve, doublings
 from experiments.studies.plans import DOUBLING, Measured, Plan
-from experiments.studies.statistics import MIN_PROMPTS, Estimate, interval, resamples
+from experiments.studies.statistics import Estimate, bounded_mean, interval, resamples
 from experiments.studies.tables import Table
 from experiments.trajectories import FloatArray, IntArray, Trajectories
 
@@ -49,13 +50,8 @@ class Match:
     expected: float
     bound_full: float
     censored: float
-    complete: float
-    full_complete: float
-
-    @property
-    def setting(self) -> str:
-        """The setting as text."""
-        return f"N = {self.n}, alpha {self.alpha:g}, {self.schedule}"
+    complete: Estimate
+    full_complete: Estimate
 
     @property
     def range_note(self) -> str:
@@ -69,33 +65,17 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """All settings. max_n: the largest Best-of-N that was measured.
-
-    crossed: the ratio of the setting that is best on one half of the prompts, measured on the other
-    half; NaN with too few prompts. The best of many settings is partly luck on the same prompts.
-    """
+    """All settings."""
 
     reward: str
-    max_n: int
     max_tokens: int
     matches: tuple[Match, ...]
-    crossed: float
 
     @property
     def default(self) -> Match:
         """The service's default with the largest N, which was fixed before any measurement."""
         usual = [match for match in self.matches if match.schedule == Plan(0, 0, DOUBLING).name]
         return min(usual or self.matches, key=lambda match: (abs(match.alpha - 0.5), -match.n))
-
-    @property
-    def best(self) -> Match:
-        """The largest ratio among settings as good as a Best-of-N of at least max_n / 4.
-
-        A large ratio at a lower reward means little.
-        """
-        good = [match for match in self.matches if match.matched_n.value >= self.max_n / 4]
-        finite = [match for match in good or self.matches if math.isfinite(match.ratio.value)]
-        return max(finite or self.matches, key=lambda match: match.ratio.value)
 
     def tables(self) -> tuple[Table, ...]:
         """A row per setting."""
@@ -111,8 +91,8 @@ class Matched:
             EXPECTED: "expected",
             BOUND: "bound_full",
             "outside what was measured": "range_note",
-            "complete answers": "complete",
-            "Best-of-N's, same N": "full_complete",
+            "complete answers (95 %)": "complete",
+            "Best-of-N's, same N (95 %)": "full_complete",
         }
         caption = f"Compute for equal {self.reward}: Best-of-N over Speculative Rejection"
         return (Table.of("matched", caption, self.matches, columns),)
@@ -125,17 +105,14 @@ def study(
     full_flops: FloatArray,
 ) -> Matched:
     """Of all settings that were measured; full_flops as of `ComputeModel.best_of_n`."""
-    max_n = min(prompt.n for prompt in prompts)
-    known = curve(prompts, reward, doublings(max_n))
+    known = curve(prompts, reward, doublings(min(prompt.n for prompt in prompts)))
     lengths = np.concatenate([prompt.num_tokens for prompt in prompts])
     max_tokens = max(prompt.max_tokens for prompt in prompts)
     costs = [_Costs(measurement, known, full_flops) for measurement in measured]
     return Matched(
         reward,
-        max_n,
         max_tokens,
         tuple(_match(cost, len(prompts), lengths, max_tokens) for cost in costs),
-        _crossed(costs, len(prompts), max_n),
     )
 
 
@@ -222,19 +199,6 @@ def _match(costs: _Costs, num_prompts: int, lengths: IntArray, max_tokens: int) 
         expected,
         bound,
         float(((resampled[0] <= 1) | np.isinf(resampled[0])).mean()),
-        float(measured.complete.mean()),
-        float(measured.full_complete.mean()),
+        bounded_mean(measured.complete, 1.0),
+        bounded_mean(measured.full_complete, 1.0),
     )
-
-
-def _crossed(all_costs: Sequence[_Costs], num_prompts: int, max_n: int) -> float:
-    """The geometric mean over both halves, each with the setting that is best on the other."""
-    if num_prompts < 2 * MIN_PROMPTS:
-        return math.nan
-    halves = [np.arange(start, num_prompts, 2)[None] for start in (0, 1)]
-    by_half = np.array([[costs.ratios(half)[:, 0] for half in halves] for costs in all_costs])
-    crossed = []
-    for chosen_on, measured_on in ((0, 1), (1, 0)):
-        ratios = np.where(by_half[:, chosen_on, 0] >= max_n / 4, by_half[:, chosen_on, 1], 0.0)
-        crossed.append(by_half[int(np.argmax(ratios)), measured_on, 1])
-    return float(np.sqrt(crossed[0] * crossed[1]))

@@ -2,7 +2,9 @@
 
 A plan is replayed on every prompt. Where a prompt has more answers than N, several disjoint groups
 of N are replayed and averaged. Regret is the reward of Best-of-N less that of Speculative
-Rejection, as in `experiments.replay`: both have the same answers, so that luck cancels.
+Rejection, as in `experiments.replay`: both have the same answers, so that luck cancels. One replay
+yields both objectives, since a cut has no answers at the limit: complete answers preferred, as in
+the service, and the reward alone, as in the paper.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.flops import ComputeModel
+from experiments.flops import UNKNOWN, ComputeModel
 from experiments.replay import Replayed, Replayer, Setting, decision_tokens
 from experiments.studies.best_of_n import curve
 from experiments.trajectories import FloatArray, IntArray, Trajectories
@@ -28,8 +30,8 @@ from specrej.contracts import (
 ALPHAS = tuple(round(0.1 * tenth, 1) for tenth in range(1, 10))
 DOUBLING = GeometricSchedule(first=16, factor=2.0)  # the service's default
 MEMORY = MemorySchedule()
-_FIRSTS = (8, 16, 32)
-_EXPLICIT = (16, 64, 256)
+_FIRSTS = (8, 16, 32, 64)
+_EXPLICIT = ((16, 64, 256), (32,))
 _MEMORY_TOKENS = 16
 _MIN_N = 16  # with fewer answers there is little to reject
 _MAX_GROUPS = 4
@@ -87,8 +89,8 @@ def plans(
     schedules: list[tuple[Schedule, int]] = [
         (GeometricSchedule(first=first), 0) for first in _FIRSTS if first < max_tokens
     ]
-    if tokens := tuple(token for token in _EXPLICIT if token < max_tokens):
-        schedules.append((TokensSchedule(tokens), 0))
+    cuts = (tuple(at for at in explicit if at < max_tokens) for explicit in _EXPLICIT)
+    schedules += [(TokensSchedule(tokens), 0) for tokens in cuts if tokens]
     if max_tokens > _MEMORY_TOKENS:
         schedules.append((MEMORY, _MEMORY_TOKENS))
     return tuple(
@@ -141,18 +143,47 @@ def groups(num_candidates: int, n: int, limit: int = _MAX_GROUPS) -> list[IntArr
 class Measured:
     """A replayed plan: [prompts] arrays, means over groups.
 
-    rewards: Best-of-N's less the regret. full_*: of Best-of-N with the same N. complete: the share
-    of answers that ended by themselves.
+    rewards, regrets: by the reward alone; rewards are Best-of-N's less the regret. values,
+    value_regrets: the same with complete answers preferred (`Trajectories.values`); scores,
+    complete: the reward of that answer, and the share of complete ones. full_*: of Best-of-N with
+    the same N.
     """
 
     plan: Plan
     rewards: FloatArray
+    values: FloatArray
     regrets: FloatArray
+    value_regrets: FloatArray
     tokens: FloatArray
     full_tokens: FloatArray
     flops: FloatArray
+    scores: FloatArray
     complete: FloatArray
     full_complete: FloatArray
+
+
+def measure_all(
+    replayers: Sequence[Replayer],
+    compute: ComputeModel = UNKNOWN,
+    alphas: Sequence[float] = ALPHAS,
+) -> tuple[Measured, ...]:
+    """Replay all plans on every prompt, the largest N first.
+
+    Raises:
+        ValueError: none of the plans can be replayed.
+    """
+    prompts = [replayer.trajectories for replayer in replayers]
+    chosen = plans(prompts, replayers[0].reward, alphas)
+    if not chosen:
+        raise ValueError("no prefix was scored where a schedule would cut")
+    return tuple(measure(replayers, plan, compute) for plan in chosen)
+
+
+def default_of(measured: Sequence[Measured]) -> Measured:
+    """The service's default with the largest N, or the plan that is nearest to it."""
+    n = measured[0].plan.n
+    usual = [run for run in measured if run.plan == Plan(n, run.plan.alpha, DOUBLING)]
+    return min(usual or measured, key=lambda run: abs(run.plan.alpha - 0.5))
 
 
 def measure(replayers: Sequence[Replayer], plan: Plan, compute: ComputeModel) -> Measured:
@@ -164,8 +195,11 @@ def measure(replayers: Sequence[Replayer], plan: Plan, compute: ComputeModel) ->
     """
     rows = np.array([_means(replayer, plan, compute) for replayer in replayers])
     prompts = [replayer.trajectories for replayer in replayers]
-    best = curve(prompts, replayers[0].reward, [plan.n]).rewards[:, 0]
-    return Measured(plan, best - rows[:, 0], *rows.T)
+    best, best_value = (
+        curve(prompts, replayers[0].reward, [plan.n], prefer_complete=preferred).rewards[:, 0]
+        for preferred in (False, True)
+    )
+    return Measured(plan, best - rows[:, 0], best_value - rows[:, 1], *rows.T)
 
 
 def _means(replayer: Replayer, plan: Plan, compute: ComputeModel) -> FloatArray:
@@ -175,10 +209,12 @@ def _means(replayer: Replayer, plan: Plan, compute: ComputeModel) -> FloatArray:
         run = plan.run(replayer, group)
         rows.append(
             (
+                run.regret_alone,
                 run.regret,
                 run.generated_tokens,
                 run.best_of_n_tokens,
                 compute.flops(prompt.prompt_tokens, run),
+                run.score,
                 run.finish is FinishReason.STOP,
                 prompt.finished[run.best_of_n_answer],
             )

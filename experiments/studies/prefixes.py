@@ -1,31 +1,30 @@
 """Whether the reward of a prefix predicts that of the answer, and where it fails to.
 
 At every decision token: the correlation of partial and final rewards of the answers that continue,
-and whether the best answer would survive a cut there. Failures are of the paper's three kinds.
-Similar scores: answers with equally good beginnings are cut by chance. Early ends: an answer that
-ends before the first cut cannot be cut, and is compared with incomplete ones. Misleading prefixes:
-the best answer begins like a bad one.
+and whether the best answer would survive a cut there. Failures are of two of the paper's kinds.
+Early ends: an answer that ends before the first cut cannot be cut, and is compared with incomplete
+ones. Misleading prefixes: the best answer begins like a bad one. The third kind, similar scores, is
+in the correlations: they are low where answers are cut by chance.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from experiments.studies.statistics import (
-    MIN_PROMPTS,
     Estimate,
-    bootstrap,
+    bounded_mean,
     kendall,
     mean,
     pearson,
+    share,
 )
 from experiments.studies.tables import Table
-from experiments.trajectories import BoolArray, FloatArray, IntArray, Trajectories
+from experiments.trajectories import BoolArray, FloatArray, Trajectories
 from orchestrator.loop.rejection import num_kept
 
 ALPHAS = (0.5, 0.75)
@@ -120,7 +119,7 @@ def _decision_token(prompts: Sequence[Trajectories], reward: str, position: int)
         rows = live(prompt, position)
         pairs.append((prompt.partial(reward, position)[rows], prompt.final(reward)[rows]))
     survival = tuple(
-        _share(survives(prompt, reward, position, alpha) for prompt in prompts) for alpha in ALPHAS
+        share(survives(prompt, reward, position, alpha) for prompt in prompts) for alpha in ALPHAS
     )
     # Centred per prompt: prompts differ more than their answers do.
     x, y = (np.concatenate([_centred(pair[side]) for pair in pairs]) for side in (0, 1))
@@ -140,23 +139,6 @@ def _centred(values: FloatArray) -> FloatArray:
     return values - values.mean() if len(values) else values
 
 
-def _share(outcomes: Iterable[bool]) -> Estimate:
-    return mean(np.array([float(outcome) for outcome in outcomes]))
-
-
-@dataclass(frozen=True, slots=True)
-class Similar:
-    """One prompt: how much its answers differ at the first cut, and the regret of the whole run.
-
-    spread: standard deviation of partial rewards over that of final ones. regret: over the latter;
-    later cuts contribute to it too.
-    """
-
-    prompt_id: str
-    spread: float
-    regret: float
-
-
 @dataclass(frozen=True, slots=True)
 class EarlyEnds:
     """Shares at a decision token: of answers that ended, and of prompts by their best answer.
@@ -166,7 +148,7 @@ class EarlyEnds:
 
     position: int
     ended_share: Estimate
-    best_share: float
+    best_share: Estimate
     misled_share: Estimate
 
 
@@ -185,33 +167,17 @@ class Misleading:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """All three kinds. first: the first decision token.
-
-    similar_pearson: of spread and regret; NaN where too few prompts have regret.
-    """
+    """Both kinds. first: the first decision token. lost: the share of prompts with regret."""
 
     reward: str
     first: int
-    similar: tuple[Similar, ...]
-    similar_pearson: Estimate
+    lost: Estimate
     early: tuple[EarlyEnds, ...]
     examples: tuple[Misleading, ...]
 
-    @property
-    def num_lost(self) -> int:
-        """Prompts with regret."""
-        return sum(pair.regret > 0 for pair in self.similar)
-
     def tables(self) -> tuple[Table, ...]:
         """One per kind."""
-        spread = f"spread at token {self.first}"
         return (
-            Table.of(
-                "similar_scores",
-                "Similar scores: spread at the first cut, and regret, in parts of the final spread",
-                self.similar,
-                {"prompt": "prompt_id", spread: "spread", "regret of the whole run": "regret"},
-            ),
             Table.of(
                 "early_ends",
                 "Early ends and misleading prefixes",
@@ -219,7 +185,7 @@ class Failures:
                 {
                     "decision token": "position",
                     "answers over by then (95 %)": "ended_share",
-                    "best one over by then": "best_share",
+                    "best one over by then (95 %)": "best_share",
                     "best one in the lower half (95 %)": "misled_share",
                 },
             ),
@@ -246,15 +212,10 @@ def failures(
     """`regrets`: of a run, one per prompt; `first`: its first decision token."""
     positions = decision_tokens(prompts)
     first = max((position for position in positions if position <= first), default=positions[0])
-    similar = tuple(
-        _similar(prompt, reward, first, regret)
-        for prompt, regret in zip(prompts, regrets, strict=True)
-    )
     return Failures(
         reward,
         first,
-        similar,
-        _spread_and_regret(similar),
+        share(regrets > 0),
         tuple(_early(prompts, reward, position) for position in positions),
         _examples(prompts, reward, positions),
     )
@@ -268,32 +229,12 @@ def rank_of_best(prompt: Trajectories, reward: str, position: int) -> float:
     return before / max(1, prompt.n - 1)
 
 
-def _similar(prompt: Trajectories, reward: str, position: int, regret: float) -> Similar:
-    scale = float(prompt.final(reward).std()) or math.nan
-    partial = prompt.partial(reward, position)[live(prompt, position)]
-    spread = float(partial.std()) if len(partial) else math.nan
-    return Similar(prompt.prompt_id, spread / scale, regret / scale)
-
-
-def _spread_and_regret(similar: Sequence[Similar]) -> Estimate:
-    """Pearson's r of spread and regret; NaN where fewer than four prompts have regret."""
-    pairs = np.array([(pair.spread, pair.regret) for pair in similar])
-    defined = pairs[~np.isnan(pairs).any(axis=1)]
-    if (defined[:, 1] > 0).sum() < MIN_PROMPTS:
-        return Estimate(math.nan)
-
-    def statistic(prompts: IntArray) -> FloatArray:
-        return np.apply_along_axis(lambda draw: pearson(*defined[draw].T), -1, prompts)
-
-    return bootstrap(len(defined), statistic)
-
-
 def _early(prompts: Sequence[Trajectories], reward: str, position: int) -> EarlyEnds:
     ended = [~live(prompt, position) for prompt in prompts]
-    best = [over[prompt.best(reward)] for prompt, over in zip(prompts, ended, strict=True)]
-    shares = np.array([over.mean() for over in ended])
-    misled = _share(_is_misled(prompt, reward, position) for prompt in prompts)
-    return EarlyEnds(position, mean(shares), float(np.mean(best)), misled)
+    best = share(over[prompt.best(reward)] for prompt, over in zip(prompts, ended, strict=True))
+    shares = bounded_mean(np.array([over.mean() for over in ended]), 1.0)
+    misled = share(_is_misled(prompt, reward, position) for prompt in prompts)
+    return EarlyEnds(position, shares, best, misled)
 
 
 def _is_misled(prompt: Trajectories, reward: str, position: int) -> bool:

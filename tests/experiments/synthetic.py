@@ -88,6 +88,20 @@ def from_scores(
     )
 
 
+def noise(num_prompts: int = 12, n: int = 32) -> list[Trajectories]:
+    """Prompts whose prefixes predict nothing: every score is drawn anew; all answers are whole."""
+    random = np.random.default_rng(7)
+    return [
+        from_scores(
+            random.standard_normal((n, 64)),
+            np.full(n, 64),
+            prompt_id=f"p{number}",
+            finished=np.ones(n, dtype=np.bool_),
+        )
+        for number in range(num_prompts)
+    ]
+
+
 def expected_pearson(position: int, max_tokens: int = 64) -> float:
     """Correlation of partial and final scores where no answer ends early."""
     return math.sqrt(position / max_tokens)

@@ -78,10 +78,7 @@ def test_run_writes_everything(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "[1/1]" in ended.stderr
     assert len(load(tmp_path / "trajectories")) == 1
-    names = {path.name for path in tmp_path.iterdir()}
-    for reward in ("vowels", "likelihood"):
-        assert {f"sweep-{reward}.jsonl", f"sweep-{reward}.csv"} <= names
-        assert (tmp_path / "report" / f"recommended-{reward}.csv").exists()
+    assert (tmp_path / "report" / "recommended.csv").exists()
     page = (tmp_path / "report" / "report.html").read_text()
     assert "24 tokens" in page and "32 tokens" in page
 
@@ -117,21 +114,22 @@ def test_installed_wheel_refuses_with_the_way_out(monkeypatch: pytest.MonkeyPatc
     assert "run this command in the repository" in " ".join(result.output.split())
 
 
-def test_settings_are_replayed_swept_and_recommended(run: Run, collected: Path) -> None:
+def test_settings_are_replayed_and_recommended(run: Run, collected: Path) -> None:
     source = ("--trajectories", collected, "--reward", "vowels")
-    replayed = run("replay", *source, "--alpha", 0.75, "--schedule", "tokens:8,16")
+    command = ("replay", *source, "--alpha", 0.75, "--schedule", "tokens:8,16")
+    replayed, alone = run(*command), run(*command, "--reward-alone")
     assert replayed["setting"] == "N=32, alpha 0.75, tokens:8,16"
     assert len(replayed["prompts"]) == 4
     assert all(prompt["rounds"][0][0] == 8 for prompt in replayed["prompts"])
-    path = collected.parent / "sweep.jsonl"
-    swept = run("sweep", *source, "--out", path)
-    assert swept["prompts"] == 4
-    assert swept["settings"] == len(path.read_text().splitlines())
-    dear = run("recommend", "--sweep", path, "--regret", 0.0001)
-    cheap = run("recommend", "--sweep", path, "--regret", 0.7)
-    assert dear["tokens"][0] > cheap["tokens"][0]
-    bounded = run("recommend", "--sweep", path, "--tokens", dear["tokens"][0])
-    assert bounded["regret"][0] <= cheap["regret"][0]
+    for by_order, by_reward in zip(replayed["prompts"], alone["prompts"], strict=True):
+        assert by_reward["score"] == by_reward["highest score"] == by_order["highest score"]
+        assert by_order["complete"] == "yes" or by_order["score"] == by_reward["score"]
+    for flags in ((), ("--reward-alone",)):
+        result = run("recommend", *source, *flags)
+        # Four prompts are too few for a recommendation.
+        assert (result["recommended"], result["reason"][:12]) == ("Best-of-N", "fewer than 8")
+        value, low, high = result["default_ahead_of_best_of_n"]
+        assert low <= value <= high
 
 
 def test_live_requests_equal_their_replays(run: Run, collected: Path) -> None:
@@ -197,8 +195,7 @@ def test_live_memory_schedule_needs_slots(
         (["collect", "--rewards", "unknown"], "no such reward: unknown; available: vowels"),
         (["collect", "--grid", "8,99"], "the grid must end at max_tokens, 128"),
         (["collect", "--prompts", "/nowhere"], "No such file"),
-        (["sweep", "--trajectories", "/nowhere"], "holds no trajectories yet"),
-        (["recommend", "--sweep", "/nowhere", "--regret", "1"], "No such file"),
+        (["recommend", "--trajectories", "/nowhere"], "holds no trajectories yet"),
     ],
 )
 def test_error_is_one_line(

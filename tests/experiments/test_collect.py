@@ -257,10 +257,10 @@ def test_invalid_settings_are_refused(wrong: dict[str, object], message: str) ->
 def test_prompts_are_json_or_json_lines(tmp_path: Path, text: str) -> None:
     path = tmp_path / "prompts"
     path.write_text(text)
-    items = read_prompts(path)
+    items = read_prompts([path])
     assert [item.id for item in items] == ["000", "001", "x"]
     assert [item.prompt.turns[-1].content for item in items] == ["one", "two", "3"]
-    assert [item.number for item in read_prompts(path, limit=2)] == [0, 1]
+    assert [item.number for item in read_prompts([path], limit=2)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -278,10 +278,22 @@ def test_invalid_prompt_file_is_refused(tmp_path: Path, text: str, message: str)
     path = tmp_path / "prompts"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_prompts(path)
+        read_prompts([path])
 
 
 def test_default_prompts_include_system_messages() -> None:
-    items = read_prompts(DEFAULT_PROMPTS)
-    assert len(items) >= 20
+    items = read_prompts([DEFAULT_PROMPTS])
+    assert len(items) >= 100
+    assert len({item.prompt for item in items}) == len(items)
     assert any(item.prompt.turns[0].role == "system" for item in items)
+
+
+def test_prompts_of_several_files_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """Guards against equal seeds for the first prompts of two files."""
+    path = tmp_path / "more.json"
+    path.write_text('["one", "two"]')
+    items = read_prompts([path, DEFAULT_PROMPTS])
+    assert [item.number for item in items] == list(range(len(items)))
+    assert [item.id for item in read_prompts([path, path])] == ["000", "001", "002", "003"]
+    with pytest.raises(ValueError, match="ids must be unique: advert, "):
+        read_prompts([DEFAULT_PROMPTS, DEFAULT_PROMPTS])

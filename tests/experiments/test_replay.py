@@ -19,9 +19,11 @@ from experiments.replay import (
     Setting,
 )
 from experiments.settings import Settings
+from experiments.studies.best_of_n import ranked
 from experiments.trajectories import OffGrid, Trajectories
 from generator_service.toy import ToyGenerator
 from orchestrator.loop.composition import LIKELIHOOD
+from orchestrator.loop.rejection import rank
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Algorithm,
@@ -46,7 +48,7 @@ from tests.experiments.doubles import (
     live_run,
     tiny_engine,
 )
-from tests.experiments.synthetic import from_scores
+from tests.experiments.synthetic import from_scores, trajectories
 
 N, MAX_TOKENS = 24, 28
 TEXT_PROMPT = Prompt(text="a prompt of several words that all candidates share")
@@ -69,6 +71,7 @@ def request(setting: Setting, sampling: Sampling, prompt: Prompt) -> GenerationR
         schedule=setting.schedule,
         algorithm=setting.algorithm,
         return_candidates=1,
+        prefer_complete=setting.prefer_complete,
     )
     return GenerationRequest(prompt, sampling, selection)
 
@@ -106,6 +109,7 @@ def check(replayed: Replayed, live: Generation, rounds: list[RoundCompleted]) ->
     schedule=SCHEDULES,
     reward=st.sampled_from(sorted(REWARDS)),
     algorithm=st.sampled_from(Algorithm),
+    prefer_complete=st.booleans(),
 )
 async def test_replay_equals_live_run_on_toys(
     n: int,
@@ -116,6 +120,7 @@ async def test_replay_equals_live_run_on_toys(
     schedule: Schedule,
     reward: str,
     algorithm: Algorithm,
+    prefer_complete: bool,
 ) -> None:
     """Candidates that end early, late and never, under every schedule, with unlimited slots."""
     of_collection = Settings(
@@ -123,7 +128,9 @@ async def test_replay_equals_live_run_on_toys(
     )
     generator = ToyGenerator(end_every=end_every)
     trajectories = await collected(generator, replace(of_collection, rewards=("letters",)))
-    setting = Setting(n, alpha, schedule, reward, algorithm=algorithm)
+    setting = Setting(
+        n, alpha, schedule, reward, algorithm=algorithm, prefer_complete=prefer_complete
+    )
     sampling = replace(of_collection.sampling(0), logprobs=False)
     live = await live_run(request(setting, sampling, PROMPT), generator, REWARDS[reward])
     check(replay(trajectories, setting), *live)
@@ -190,7 +197,8 @@ def test_replay_includes_best_of_n_of_the_same_candidates(made: Trajectories) ->
     full = replay(made, replace(setting, algorithm=Algorithm.BEST_OF_N))
     assert replayed.best_of_n_answer == full.answer
     assert replayed.best_of_n_tokens == full.generated_tokens
-    assert replayed.regret == full.highest - replayed.highest >= 0
+    assert replayed.regret == full.value - replayed.value >= 0
+    assert replayed.regret_alone == full.highest - replayed.highest >= 0
     assert replayed.best_of_n_tokens > replayed.generated_tokens
     assert len(full.scored_lengths) == 16
     assert sum(full.scored_lengths) == full.generated_tokens
@@ -241,13 +249,30 @@ def test_snap_is_to_the_position_before_except_for_likelihood(made: Trajectories
     assert {length % 4 for length in ends if length is not None} == {0, 1, 2, 3}
 
 
-def test_regret_ignores_completeness() -> None:
-    """The service prefers the complete answer, but both runs have the highest score."""
-    scores = np.zeros((4, 16))
-    scores[:] = np.array([0.0, 5.0, 4.0, 3.0])[:, None]
+@pytest.mark.parametrize(("prefer_complete", "best", "regret"), [(True, 3, 3), (False, 1, 0)])
+def test_one_order_for_answer_and_regret(prefer_complete: bool, best: int, regret: float) -> None:
+    """Scores 0 5 4 3; only the last answer is complete, and the cut at 8 rejects it."""
+    scores = np.ones((4, 16)) * np.array([0.0, 5.0, 4.0, 3.0])[:, None]
     made = from_scores(scores, np.array([16, 16, 16, 12]), positions=(8, 16))
-    replayed = replay(made, Setting(4, 0.5, TokensSchedule((8,)), "walk"))
-    assert replayed.best_of_n_answer == 3
+    setting = Setting(4, 0.5, TokensSchedule((8,)), "walk", prefer_complete=prefer_complete)
+    replayed = replay(made, setting)
     assert (replayed.answer, replayed.score) == (1, 5)
-    assert (replayed.highest, replayed.best_of_n_highest, replayed.regret) == (5, 5, 0)
+    assert replayed.best_of_n_answer == best
+    # Truncated answers count less by the range of the scores: 5 - 5 against 3.
+    assert replayed.regret == regret
+    assert (replayed.highest, replayed.best_of_n_highest, replayed.regret_alone) == (5, 5, 0)
     assert made.best("walk") == 1
+
+
+@given(st.integers(0, 10_000), st.booleans())
+def test_values_are_in_the_order_of_the_service(seed: int, prefer_complete: bool) -> None:
+    """By reward alone they are the scores; else no truncated answer is above a complete one."""
+    made = trajectories(n=12, stop_share=0.5, seed=seed)
+    truncated = set(np.flatnonzero(~made.finished).tolist()) if prefer_complete else set()
+    order = rank(dict(enumerate(made.final("walk").tolist())), truncated=truncated)
+    values = made.values("walk", prefer_complete=prefer_complete)
+    assert (np.diff(values[order]) <= 1e-12).all()
+    answers = ranked(made, "walk", prefer_complete=prefer_complete)
+    assert answers[:, 1].tolist() == made.final("walk")[order].tolist()
+    if not prefer_complete:
+        assert values.tolist() == made.final("walk").tolist()

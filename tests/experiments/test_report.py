@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 import struct
 import xml.etree.ElementTree as ET
@@ -17,17 +16,14 @@ from matplotlib.axes import Axes
 
 from experiments import report
 from experiments.figures import plotting
-from experiments.replay import Setting
-from experiments.report.summary import recommended
 from experiments.studies.analysis import Analysis, analyse
+from experiments.studies.frontier import ALONE, COMPLETE
 from experiments.studies.improvement import Live, LiveRun
 from experiments.studies.statistics import Estimate
 from experiments.studies.tables import shown
-from experiments.sweep import sweep
 from experiments.trajectories import PrefixScores, Trajectories
-from specrej.contracts import GeometricSchedule
 from tests.experiments.browser import CHROMIUM, DRIVER, Page, browser
-from tests.experiments.synthetic import COMPUTE, WALK, collection
+from tests.experiments.synthetic import COMPUTE, WALK, collection, noise
 
 PROMPTS = collection(9, 64, stop_share=0.4)
 NAME = "64 <tokens>"
@@ -68,7 +64,7 @@ def test_report_has_all_files(out: Path) -> None:
         assert len(stems) >= 4 * 9
         assert all(endings == suffixes for endings in stems.values())
     assert {path.name for path in out.iterdir() if path.is_file()} == {
-        *("report.html", "summary.md", "summary.csv", "best_settings.md", "best_settings.csv"),
+        *("report.html", "summary.md", "summary.csv", "recommended.md", "recommended.csv"),
         *(f"studies-{slug}.md" for slug in slugs),
     }
 
@@ -107,7 +103,11 @@ def test_tables_state_machine_date_and_seeds(out: Path) -> None:
         "Measured: collected 2026-01-01; machine an <abacus>; machine of the timed runs an abacus; "
         "9 prompts, N = 64, at most 64 tokens, seeds 0 to 8000"
     )
-    for name in ("summary.md", "studies-64-tokens-walk.md", "tables/64-tokens-walk-savings.md"):
+    for name in (
+        "summary.md",
+        "studies-64-tokens-walk.md",
+        "tables/64-tokens-walk-frontier_alone.md",
+    ):
         assert line in (out / name).read_text("utf-8"), name
     assert _results(out, "32-walk")["notes"]["machine"] == "an <abacus>"
     assert "at most 32 tokens" in (out / "summary.md").read_text("utf-8")
@@ -120,9 +120,12 @@ def test_compact_tables_have_the_default_only(out: Path) -> None:
     tables = _analysis(PROMPTS, "likelihood").tables()
     assert len(tables) >= 9
     assert all(f"**{table.caption}" in text for table in tables if table.rows)
-    of_savings = text[text.index("**Speculative Rejection by") :].split("\n\n")[1].splitlines()[2:]
-    assert len(of_savings) == len(ALPHAS)
-    assert all("| 64 |" in row and "| from 16, x2 |" in row for row in of_savings)
+    for objective in (COMPLETE, ALONE):
+        start = text.index(f"**All settings: likelihood, {objective}")
+        rows = text[start:].split("\n\n")[1].splitlines()[2:]
+        of_settings = [row for row in rows if "| no cuts |" not in row]
+        assert len(of_settings) == len(ALPHAS)
+        assert all("| 64 |" in row and "| from 16, x2 |" in row for row in of_settings)
 
 
 def test_summary_equals_the_results(out: Path) -> None:
@@ -145,7 +148,8 @@ def test_summary_equals_the_results(out: Path) -> None:
 def test_results_hold_all_studies(out: Path) -> None:
     results = _results(out, "64-tokens-walk")
     assert results["facts"]["num_prompts"] == 9
-    assert len(results["savings"]["points"]) == results["facts"]["num_plans"]
+    for side in results["frontier"]["sides"]:
+        assert len(side["points"]) == results["facts"]["num_plans"]
     assert len(results["correlation"]["decision_tokens"][0]["partial"]) == 250
     assert results["perplexity"] is None
     assert _results(out, "64-tokens-likelihood")["perplexity"]["rows"]
@@ -158,20 +162,15 @@ def test_results_hold_all_studies(out: Path) -> None:
 
 def test_report_of_few_prompts_or_answers(tmp_path: Path) -> None:
     """One prompt has no intervals; two answers leave little to reject. FLOPs of unknown models are
-    left out, and recommended settings are added."""
-    settings = [Setting(64, alpha, GeometricSchedule(first=8), WALK) for alpha in (0.0, 0.3, 0.6)]
-    table = recommended(WALK, sweep(PROMPTS, settings))
-    assert str(table.rows[0][1]).startswith("N=64, alpha 0")
-    assert table.rows[-1][1] in {"none", "N=64, alpha 0.6, geometric:8,2"}
+    left out."""
     sets = [("one", PROMPTS[:1]), ("two", [settled(prompt) for prompt in collection(9, 2)])]
-    text = report.write(sets, tmp_path, alphas=(0.5,), recommended=[table]).read_text("utf-8")
+    text = report.write(sets, tmp_path, alphas=(0.5,)).read_text("utf-8")
     assert not re.search(r"\b(nan|inf|None)\b", _read(text))
     assert "FLOPs are left out" in _read(text)
     assert "relative FLOPs" not in text and "FLOPs, ratio" not in text
     assert not list((tmp_path / "figures").glob("*flops*"))
     assert "FLOPs" not in (tmp_path / "summary.md").read_text("utf-8")
-    assert 'id="recommended-walk"' in text
-    assert (tmp_path / "recommended-walk.csv").exists()
+    assert "Best-of-N (fewer than 8 prompts show nothing else)" in " ".join(_read(text).split())
     assert "Scores are settled by token 16:" in text
     with pytest.raises(ValueError, match="none has no prompts"):
         report.write([("none", [])], tmp_path)
@@ -195,13 +194,28 @@ def test_page_states_the_results(out: Path) -> None:
     text = " ".join(_read((out / "report.html").read_text("utf-8")).split())
     default, facts = analysis.matched.default, analysis.facts
     assert f"{shown(default.ratio.value)} times" in text
-    assert f"{shown(analysis.matched.best.ratio.value)} times" in text
     assert f"{facts.complete_share:.0%} of the answers end before the limit of 64 tokens" in text
     assert f"saves {shown(default.expected)} times" in text
     assert "3.2 at 128, 9.14 at 512, 16 at 1,024, 28.4 at 2,048 tokens" in text
     assert "settled by token" not in text
     assert "FLOPs are those of a model of 2 layers." in text
-    assert math.isfinite(analysis.matched.crossed)
+    for side in analysis.frontier.sides:
+        lead = f"is {shown(side.default.ahead)} ahead of Best-of-N with as many tokens."
+        assert f"{shown(side.default.reward)}, and {lead}" in text
+        assert f"Recommended for these: {side.recommended}; {side.reason}." in text
+    assert "specrej_shadow_correlation" in text
+
+
+def test_page_states_plainly_where_rejection_does_not_pay(tmp_path: Path) -> None:
+    """Prefixes of noise: Best-of-N is recommended."""
+    page = report.write([("noise", noise())], tmp_path, alphas=ALPHAS)
+    text = " ".join(_read(page.read_text("utf-8")).split())
+    assert f"No first decision token shows that rejection by {WALK} pays here" in text
+    assert "Prefix scores tell little" in text
+    assert "Recommended for these: Best-of-N; no setting is ahead of it at equal tokens" in text
+    rows = list(csv.DictReader((tmp_path / "recommended.csv").read_text("utf-8").splitlines()))
+    of_walk = [row for row in rows if row["reward"] == WALK]
+    assert [row["rejection pays from token"] for row in of_walk] == ["none", "none"]
 
 
 def test_equal_charts_are_equal_files() -> None:
@@ -336,7 +350,7 @@ async def _tables_are_those_of_the_results(page: Page, out: Path) -> None:
         ".map(row => [...row.cells].map(cell => cell.textContent))"
     )
     matches = _results(out, "64-tokens-walk")["matched"]["matches"]
-    assert len(shown) == len(matches) == 3 * 5 * len(ALPHAS)
+    assert len(shown) == len(matches) == 3 * 6 * len(ALPHAS)
     for row, match in zip(shown, matches, strict=True):
         assert (int(row[0]), float(row[1]), row[2]) == (
             *(match["n"], match["alpha"], match["schedule"]),

@@ -62,6 +62,50 @@ def test_interval_covers_the_mean_as_often_as_stated() -> None:
     assert (infinite.value, infinite.high) == (math.inf, math.inf)
 
 
+@pytest.mark.parametrize(
+    ("count", "size", "low", "high"),
+    [(0, 20, 0, 0.1684), (1, 20, 0.0013, 0.2487), (10, 20, 0.2720, 0.7280), (100, 100, 0.9638, 1)],
+)
+def test_shares_have_the_exact_interval(count: int, size: int, low: float, high: float) -> None:
+    """By the tables of Clopper and Pearson (1934). Guards against 0 of 20 as a certain 0."""
+    share = statistics.share([*[True] * count, *[False] * (size - count)])
+    assert share.value == count / size
+    assert (share.low, share.high) == pytest.approx((low, high), abs=5e-5)
+    mirrored = statistics.share([*[False] * count, *[True] * (size - count)])
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((share.low, share.high))
+    values = np.repeat([1.0, 0.0], [count, size - count])
+    bounded = statistics.bounded_mean(values, 1.0)
+    assert (bounded.low, bounded.high) == pytest.approx((low, high), abs=0.006)  # of 4,000 draws
+
+
+@pytest.mark.parametrize("num_prompts", [20, 100])
+@pytest.mark.parametrize("lost", [0.01, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize("sizes", ["exponential", "equal", "heavy"])
+def test_interval_of_regret_covers_where_losses_are_rare(
+    num_prompts: int, lost: float, sizes: str
+) -> None:
+    """In at least 93 % of 400 data sets; `largest`, a mean loss of one answer's gain, is 1.
+
+    With a coverage of 95 %, fewer than 372 have a probability of 3 %; it is 97 % or more here. The
+    bootstrap, which it replaces, covers 16 to 86 % with 20 prompts and a loss in ten or fewer.
+    """
+    random = np.random.default_rng(1)
+    shape = (400, num_prompts)
+    losses = {
+        "exponential": random.exponential(0.15, shape),
+        "equal": np.full(shape, 0.1),
+        # Pareto with an exponent of 1.5, cut off at 3: now and then above `largest`.
+        "heavy": np.minimum(0.1 * random.pareto(1.5, shape), 3.0),
+    }[sizes]
+    mean_loss = {"exponential": 0.15, "equal": 0.1, "heavy": 0.1641}[sizes]
+    covered = 0
+    for regrets in np.where(random.random(shape) < lost, losses, 0.0):
+        estimate = statistics.bounded_mean(regrets, 1.0)
+        covered += estimate.low <= lost * mean_loss <= estimate.high
+        assert estimate.low <= estimate.value <= estimate.high
+    assert covered >= 0.93 * 400
+
+
 def test_quotient_draws_both_sides_together() -> None:
     """A constant ratio on every prompt has an interval without width."""
     below = np.array([1.0, 10.0, 100.0, 1000.0])
