@@ -64,6 +64,7 @@ class Plan:
     reward_fingerprint: str
     arrived: float  # time.perf_counter()
     time_left_s: float | None  # to the deadline, at arrival
+    overlaps: bool  # candidates grow on while their prefixes are scored
     has_no_rewards: bool  # the likelihood replaces rewards that were never described
     model: str
 
@@ -91,9 +92,12 @@ class Planner:
         default_reward: str = "",
         *,
         secret: Secret,
+        overlap_scoring: bool | None = None,
     ) -> None:
         """`composites` hide rewards of their names. `default_reward` is a reward or a composite;
-        empty: the reward service's first. `secret`: of cache keys."""
+        empty: the reward service's first. `secret`: of cache keys. `overlap_scoring`: None is True
+        unless the generator computes on a CPU, whose cores rewards may share."""
+        self._overlap_scoring = overlap_scoring
         self._secret = secret
         self._composites = {composite.name: composite for composite in composites}
         self._default_reward = default_reward
@@ -162,9 +166,14 @@ class Planner:
             reward_fingerprint,
             arrived,
             time_left_s,
+            self._overlaps(generator),
             has_no_rewards,
             adapter or generator.model,
         )
+
+    def _overlaps(self, generator: GeneratorDescription) -> bool:
+        on_cpu = "cpu" in generator.device.lower()
+        return not on_cpu if self._overlap_scoring is None else self._overlap_scoring
 
     def scorers(self, plan: Plan) -> list[Scorer]:
         """One scorer per reward of the plan."""

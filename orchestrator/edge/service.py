@@ -83,16 +83,24 @@ class Orchestrator:
         shadows: Shadows | None = None,
         records: RequestRecords | None = None,
         log_texts: bool = False,
+        overlap_scoring: bool | None = None,
     ) -> None:
         """Without `shared_flights`, equal requests are one generation in this process only.
         `lead_s`: see `SingleFlight`.
 
         `default_schedule` is for requests that name none; the servicer fills it in. `composites`
-        must be valid. `default_reward`: see `Planner`. `log_texts`: a request's log line has its
-        prompt and its answer.
+        must be valid. `default_reward`, `overlap_scoring`: see `Planner`. `log_texts`: a request's
+        log line has its prompt and its answer.
         """
         self.default_schedule = default_schedule or GeometricSchedule()
-        self._planner = Planner(generator, rewards, composites, default_reward, secret=cache.secret)
+        self._planner = Planner(
+            generator,
+            rewards,
+            composites,
+            default_reward,
+            secret=cache.secret,
+            overlap_scoring=overlap_scoring,
+        )
         self._num_answers = self._num_degraded = self._num_hurried = 0
         self._generator = generator
         self._cache = cache
@@ -197,7 +205,13 @@ class Orchestrator:
             watched = self._shadows.watch(plan.request, self._generator, scorers, salt)
             on_round = watched.take if watched else None
             events = run(
-                plan.request, self._generator, scorers, salt, plan.left_s(), on_round=on_round
+                plan.request,
+                self._generator,
+                scorers,
+                salt,
+                plan.left_s(),
+                on_round=on_round,
+                overlaps=plan.overlaps,
             )
             async with aclosing(events):
                 try:

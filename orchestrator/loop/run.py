@@ -6,12 +6,12 @@ in tests. It does not depend on the wire, the cache or admission.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
     Iterator,
@@ -19,14 +19,15 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from orchestrator.loop import rejection, schedule
 from orchestrator.loop.branching import forks_of
 from orchestrator.loop.deadline import DeadlineController
+from orchestrator.loop.growth import Growth, OutOfTime
 from orchestrator.loop.run_state import RunState
-from orchestrator.loop.scoring import RequestScorer
+from orchestrator.loop.scoring import RawScores, RequestScorer
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
@@ -52,11 +53,6 @@ from specrej.errors import InternalError, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
 from specrej.telemetry.traces import Attribute
 
-
-class _OutOfTime(Exception):
-    """The generator's answer did not arrive before the deadline."""
-
-
 # Receives a round, the latest raw scores by candidate, and the candidates live after the cut.
 OnRound = Callable[[Round, Mapping[int, tuple[float, ...]], Collection[int]], None]
 
@@ -72,13 +68,17 @@ async def run(
     time_left_s: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
     on_round: OnRound | None = None,
+    *,
+    overlaps: bool = False,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, without a request id; the last one is `Finished`.
 
     `scorers` has one scorer per reward of the request, in the request's order. The generator shares
     prompt prefixes only between runs with equal `cache_salt`. With `time_left_s` seconds to the
     deadline, cuts become deeper or earlier if a complete answer would otherwise be late. `clock`
-    returns seconds. Close the iterator with `contextlib.aclosing`: it owns the open sessions.
+    returns seconds. If it `overlaps`, live candidates grow on while scores are under way, as long
+    as no other session holds slots of their generator. Close the iterator with
+    `contextlib.aclosing`: it owns the open sessions.
 
     Raises:
         DeadlineExceeded: no answer was complete in time, and the request allows no degradation.
@@ -98,7 +98,8 @@ async def run(
             prefer_complete=request.selection.prefer_complete,
         )
         state.open_ms, state.reduced = (clock() - began) * 1e3, session.reduced
-        current = _Run(request, session, scorer, state, deadline, clock, on_round)
+        growth = Growth(session, deadline, clock)
+        current = _Run(request, session, scorer, state, growth, deadline, clock, on_round, overlaps)
         with current.degradable():
             yield Admitted(session.n, session.prompt_tokens)
             while state.live and not deadline.is_over:
@@ -144,16 +145,18 @@ class _Run:
     session: Session
     scorer: RequestScorer
     state: RunState
+    growth: Growth
     deadline: DeadlineController
     clock: Callable[[], float]
     on_round: OnRound | None
+    overlaps: bool
 
     @contextmanager
     def degradable(self) -> Iterator[None]:
         """End the rounds early after errors that leave an answer, and count candidates' fates."""
         try:
             yield
-        except _OutOfTime:
+        except OutOfTime:
             pass
         except (Unavailable, InternalError) as error:
             has_answer = self.request.allow_degraded and self.state.ended()
@@ -177,34 +180,18 @@ class _Run:
             with telemetry.span(names.SPAN_PRUNE):
                 alpha, forks, freed = await self._reject(ended)
             times.append(self.clock())
+            discarded = self.growth.discard(state.live)
             if self.on_round:
                 self.on_round(ended, state.raw, state.live)
-            trace = state.trace(number, ended, freed, times, alpha, forks)
+            trace = state.trace(number, ended, freed, times, alpha, forks, discarded)
             span.set_attributes(_attributes(trace))
         return RoundCompleted(trace, tuple(sorted(state.live)), state.best_text())
 
     async def _extend(self) -> Round:
-        """Grow to the next decision token, in strides short enough to notice a near deadline."""
-        position, rows = self.state.num_tokens, len(self.state.live)
+        """Grow to the next decision token."""
+        position = self.state.num_tokens
         until = _decision_token(self.request, position)
-        whole: Round | None = None
-        while True:
-            began = self.clock()
-            stride_tokens = self.deadline.stride_tokens(position, until, rows)
-            try:
-                async with asyncio.timeout(self.deadline.patience_s):
-                    part = await self.session.extend(position + stride_tokens)
-            except TimeoutError:
-                raise _OutOfTime from None
-            num_ended = sum(candidate.finish is not None for candidate in part.candidates)
-            grown = part.num_tokens - position
-            self.deadline.note_stride(rows, grown, num_ended, self.clock() - began)
-            whole = part if whole is None else _joined(whole, part)
-            position, rows = part.num_tokens, rows - num_ended
-            if part.ended_by is not RoundEnd.DECISION_TOKEN or position >= until or not rows:
-                return whole
-            if self.deadline.is_over or self.deadline.must_cut(position, until, rows):
-                return whole
+        return await self.growth.extend(position, until, len(self.state.live))
 
     async def _score(self, ended: Round) -> None:
         """Score what is live and what has just ended; live candidates only while there is time.
@@ -214,9 +201,18 @@ class _Run:
         began, candidates = self.clock(), ended.candidates
         if any(c.finish for c in candidates) or (candidates and not self.deadline.is_over):
             with telemetry.span(names.SPAN_SCORE):
-                raw = await self.scorer.score(candidates, self.deadline.score_patience_s)
-                self.state.judge(candidates, raw)
+                scores = self.scorer.score(candidates, self.deadline.score_patience_s)
+                self.state.judge(candidates, await self._growing_ahead(ended, scores))
         self.deadline.note_scoring(len(candidates), self.clock() - began)
+
+    async def _growing_ahead(self, ended: Round, scores: Awaitable[RawScores]) -> RawScores:
+        """The scores, while live candidates grow on; forks must begin at the decision token."""
+        state, is_alone = self.state, ended.slots.owned <= ended.slots.session
+        planned = ended.ended_by is RoundEnd.DECISION_TOKEN
+        if not (self.overlaps and is_alone and planned and not self.request.selection.branching):
+            return await scores
+        until = _decision_token(self.request, state.num_tokens)
+        return await self.growth.while_waiting(scores, state.num_tokens, until, len(state.live))
 
     async def _reject(self, ended: Round) -> tuple[float, Forks, int]:
         """Cut the ranking, then fork; returns the fraction rejected, the forks and freed slots."""
@@ -274,27 +270,6 @@ def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
     if is_best_of_n(request.selection):
         return max_tokens
     return schedule.next_decision_token(planned, num_tokens, max_tokens)
-
-
-def _joined(first: Round, second: Round) -> Round:
-    """Two strides as one round."""
-    candidates = {candidate.id: candidate for candidate in first.candidates}
-    for later in second.candidates:
-        before = candidates.get(later.id)
-        if before:
-            later = replace(
-                later,
-                new_token_ids=before.new_token_ids + later.new_token_ids,
-                new_logprobs=before.new_logprobs + later.new_logprobs,
-            )
-        candidates[later.id] = later
-    return replace(
-        second,
-        candidates=tuple(candidates[number] for number in sorted(candidates)),
-        repeated_tokens=first.repeated_tokens + second.repeated_tokens,
-        lost=first.lost + second.lost,
-        made_by=first.made_by | second.made_by,
-    )
 
 
 def _attributes(trace: RoundTrace) -> Mapping[str, Attribute]:

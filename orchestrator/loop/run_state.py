@@ -213,6 +213,7 @@ class RunState:
         times_s: Sequence[float],
         alpha: float,
         forks: Forks,
+        discarded_tokens: int,
     ) -> RoundTrace:
         """The record of a round. `times_s`: its begin, and the ends of extend, score and prune."""
         candidates, vetoed, best = ended.candidates, self.vetoed, self._best()
@@ -223,6 +224,7 @@ class RunState:
         made = tuple(Fork(*fork) for fork in sorted(forks.items())) if has_room else ()
         self.num_traced += len(fates) + len(made)
         num_kept = len(self.live) - len(forks)
+        grown = ended.repeated_tokens + sum(len(c.new_token_ids) for c in candidates)
         trace = RoundTrace(
             number=number,
             decision_token=ended.num_tokens,
@@ -236,7 +238,8 @@ class RunState:
             session_slots=ended.slots.session,
             freed_slots=freed,
             capacity_slots=ended.slots.capacity,
-            generated_tokens=ended.repeated_tokens + sum(len(c.new_token_ids) for c in candidates),
+            generated_tokens=grown + discarded_tokens,
+            discarded_tokens=discarded_tokens,
             extend_ms=extend_ms,
             score_ms=score_ms,
             prune_ms=prune_ms,
@@ -323,11 +326,13 @@ class RunState:
             if c.id not in self.forks
         )
         inherited = sum(num_tokens for _, num_tokens in self.forks.values())
-        generated = sum(c.num_tokens for c in candidates) - inherited
+        discarded = sum(trace.discarded_tokens for trace in self.rounds)
+        generated = sum(c.num_tokens for c in candidates) - inherited + discarded
         return Usage(
             prompt_tokens=self.prompt_tokens,
             generated_tokens=generated + self.repeated_tokens,
             answer_tokens=answer_tokens,
+            discarded_tokens=discarded,
             reward_tokens=self.reward_tokens,
             freed_slots=sum(trace.freed_slots for trace in self.rounds),
             best_of_n_tokens_estimate=round(estimate),

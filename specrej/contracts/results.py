@@ -84,6 +84,7 @@ class RoundTrace:
     num_lost: int = 0
     alpha: float = 0.0
     candidates: tuple[CandidateTrace, ...] = ()  # all that were scored, best first
+    discarded_tokens: int = 0  # grown beyond the decision token by what the cut rejected
     forks: tuple[Fork, ...] = ()  # made after the cut; `num_live` includes them
 
 
@@ -97,6 +98,9 @@ class Usage:
     reward_tokens: int
     freed_slots: int
     best_of_n_tokens_estimate: int
+    discarded_tokens: int = (
+        0  # of the generated ones: grown while scores were under way, for nothing
+    )
 
 
 @dataclass(frozen=True, slots=True)

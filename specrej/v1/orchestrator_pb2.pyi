@@ -775,6 +775,7 @@ class RoundTrace(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     NUM_LOST_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
+    DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3, ..."""
     decision_token: _builtins.int
@@ -813,6 +814,10 @@ class RoundTrace(_message.Message):
     """Fraction of the ranked candidates that was rejected; more than requested if the deadline is near."""
     num_lost: _builtins.int
     """Live candidates that were lost with one of several generators; 0 or more."""
+    discarded_tokens: _builtins.int
+    """Of the generated tokens those of candidates that grew on while their prefixes were scored, and
+    were rejected then; 0 or more.
+    """
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Rewards of the candidates ranked in this round, best first; none if they would bring a request
@@ -853,10 +858,11 @@ class RoundTrace(_message.Message):
         candidates: _abc.Iterable[Global___CandidateTrace] | None = ...,
         num_lost: _builtins.int = ...,
         forks: _abc.Iterable[_generator_pb2.Fork] | None = ...,
+        discarded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_lost", b"num_lost", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "discarded_tokens", b"discarded_tokens", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_lost", b"num_lost", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -904,6 +910,7 @@ class Usage(_message.Message):
     REWARD_TOKENS_FIELD_NUMBER: _builtins.int
     FREED_SLOTS_FIELD_NUMBER: _builtins.int
     BEST_OF_N_TOKENS_ESTIMATE_FIELD_NUMBER: _builtins.int
+    DISCARDED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     generated_tokens: _builtins.int
@@ -920,6 +927,10 @@ class Usage(_message.Message):
     """Estimate of the tokens of Best-of-N with the same N: finished candidates count with their length,
     rejected ones with the mean length of the finished ones, or their own if that is larger.
     """
+    discarded_tokens: _builtins.int
+    """Of the generated tokens those that candidates grew beyond a decision token while scores were under
+    way, and that the cut then discarded.
+    """
     def __init__(
         self,
         *,
@@ -929,10 +940,11 @@ class Usage(_message.Message):
         reward_tokens: _builtins.int = ...,
         freed_slots: _builtins.int = ...,
         best_of_n_tokens_estimate: _builtins.int = ...,
+        discarded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "best_of_n_tokens_estimate", b"best_of_n_tokens_estimate", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "reward_tokens", b"reward_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "best_of_n_tokens_estimate", b"best_of_n_tokens_estimate", "discarded_tokens", b"discarded_tokens", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "reward_tokens", b"reward_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
+from orchestrator.loop import growth
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED
 from orchestrator.loop.schedule import first_round_tokens
@@ -21,6 +23,7 @@ from specrej.contracts import (
     Algorithm,
     Branching,
     Candidate,
+    Degradation,
     Fate,
     Finished,
     FinishReason,
@@ -40,7 +43,7 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import InternalError, RewardInvalid
+from specrej.errors import InternalError, RewardInvalid, Unavailable
 from tests.orchestrator.runs import (
     PROMPT,
     SCHEDULES,
@@ -103,8 +106,8 @@ def _check_counts(generation: Generation, n: int) -> None:
     assert len(generation.candidates) == min(64, num_finished)
     assert generation.usage.generated_tokens == sum(trace.generated_tokens for trace in rounds)
     if not num_forks:
-        estimate = generation.usage.best_of_n_tokens_estimate
-        assert estimate >= generation.usage.generated_tokens
+        usage = generation.usage
+        assert usage.best_of_n_tokens_estimate >= usage.generated_tokens - usage.discarded_tokens
     for trace in rounds:
         if trace.ended_by is RoundEnd.SLOTS_FULL and trace.num_started > 1:
             assert trace.num_rejected + trace.num_finished >= 1
@@ -211,6 +214,109 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
     for candidate in generation.candidates:
         assert len(candidate.token_ids) == candidate.num_tokens == 64
         assert sum(candidate.logprobs) / 64 == pytest.approx(candidate.mean_logprob)
+
+
+class SlowScorer(LetterScorer):
+    """Returns after some turns of the event loop, in which a session may grow."""
+
+    def __init__(self, letter: str, turns: int, fails: bool = False) -> None:
+        super().__init__(letter)
+        self.turns, self.fails = turns, fails
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        if self.fails:
+            raise Unavailable("the reward is gone")
+        return await super().score(candidates)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are never awaited before candidates grow on."""
+    monkeypatch.setattr(growth, "_SOON_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(REQUESTS, st.integers(2, 80), st.integers(0, 40))
+async def test_an_answer_is_the_same_if_scores_overlap(
+    any_request: GenerationRequest, end_every: int, turns: int
+) -> None:
+    """Survivors have the tokens that they would have drawn later; discarded tokens are counted."""
+    scorers = [SlowScorer(reward.name, turns) for reward in any_request.selection.rewards]
+    toys = [ToyGenerator(end_every=end_every) for _ in range(2)]
+    waiting, overlapping = [
+        await events_of(any_request, toy, scorers or SlowScorer("a", turns), overlaps=overlaps)
+        for toy, overlaps in zip(toys, (False, True), strict=True)
+    ]
+    first, second = waiting[-1], overlapping[-1]
+    assert isinstance(first, Finished) and isinstance(second, Finished)
+    assert first.generation.candidates == second.generation.candidates
+    positions = [[trace.decision_token for trace in e.generation.rounds] for e in (first, second)]
+    assert positions[0] == positions[1]
+    _check_counts(second.generation, any_request.selection.n)
+    usage = second.generation.usage
+    made = first.generation.usage.generated_tokens
+    assert usage.generated_tokens - usage.discarded_tokens == made
+    assert usage.discarded_tokens == sum(t.discarded_tokens for t in second.generation.rounds)
+    assert toys[1].ledger.owned == 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_candidates_grow_while_scores_are_under_way() -> None:
+    """Guards against a generator that waits for every score, and against growth past the next
+    decision token, which would move it."""
+    long = request(16, 64, schedule=GeometricSchedule(8))
+    toy = ToyGenerator(end_every=10**9)
+    generation = await answer(long, toy, SlowScorer("a", 1000), overlaps=True)
+    discarded = [trace.discarded_tokens for trace in generation.rounds]
+    assert discarded == [8 * 7, 4 * 15, 2 * 31, 0]
+    alone = await answer(long, toy, SlowScorer("a", 0), overlaps=True)
+    assert alone.candidates == generation.candidates
+    async with toy.open(SessionSpec(PROMPT, 1, Sampling(), 1)) as other:
+        await other.extend(1)
+        shared = await answer(long, toy, SlowScorer("a", 1000), overlaps=True)
+    assert shared.candidates == generation.candidates
+    assert shared.usage.discarded_tokens == 0
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("may_degrade", [True, False])
+async def test_scores_that_fail_end_the_growth_ahead(may_degrade: bool) -> None:
+    """Guards against tasks and slots that stay behind."""
+    toy = ToyGenerator(end_every=10**9)
+    long = replace(request(8, 64), allow_degraded=may_degrade)
+    failing = SlowScorer("a", 50, fails=True)
+    if may_degrade:
+        generation = await answer(long, toy, failing, overlaps=True)
+        assert Degradation.REWARD in generation.degradations
+    else:
+        with pytest.raises(Unavailable):
+            await answer(long, toy, failing, overlaps=True)
+    assert toy.ledger.owned == 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_generator_that_fails_ahead_fails_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against finished candidates whose scores are lost with the stride ahead."""
+    extend = ToySession.extend
+
+    async def failing(session: ToySession, until_tokens: int) -> Round:
+        if until_tokens > 8:
+            raise Unavailable("the generator is gone")
+        return await extend(session, until_tokens)
+
+    monkeypatch.setattr(ToySession, "extend", failing)
+    scorer = SlowScorer("a", 50)
+    early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
+    generation = await answer(early, ToyGenerator(end_every=10), scorer, overlaps=True)
+    assert generation.degradations == (Degradation.GENERATOR,)
+    assert {c.id for c in generation.candidates} <= set(scorer.seen)
 
 
 async def test_by_reward_alone_a_truncated_answer_can_win() -> None:

@@ -1,0 +1,138 @@
+"""The growth of a session's live candidates, to a decision token and while prefixes are scored.
+
+Draws are keyed, so a survivor that has grown ahead has the tokens that it would have drawn later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
+from typing import TypeVar
+
+from orchestrator.loop.deadline import DeadlineController
+from specrej.contracts import Round, RoundEnd, Session
+from specrej.errors import SpecrejError
+
+T = TypeVar("T")
+
+# Scores that arrive within so many seconds are awaited without growing.
+_SOON_S = 0.005
+# A stride ahead takes about this part of the time that the last scores took: the cut waits for it.
+_AHEAD_PART = 0.1
+
+
+class OutOfTime(Exception):
+    """The generator's answer did not arrive before the deadline."""
+
+
+class Growth:
+    """Extends one session; `ahead` is what candidates grew since the last decision token."""
+
+    def __init__(
+        self, session: Session, deadline: DeadlineController, clock: Callable[[], float]
+    ) -> None:
+        self._session = session
+        self._deadline = deadline
+        self._clock = clock
+        self._ahead: Round | None = None
+        self._failure: OutOfTime | SpecrejError | None = None  # of a stride ahead
+        self._score_s = 0.0  # of the last scores awaited
+
+    async def extend(self, position: int, until: int, rows: int) -> Round:
+        """Grow `rows` candidates from `position` to `until` tokens, in strides short enough to
+        notice a near deadline.
+
+        Raises:
+            OutOfTime: the deadline passed during a stride.
+        """
+        if self._failure:
+            raise self._failure
+        whole, self._ahead = self._ahead, None
+        if whole:
+            position, rows = whole.num_tokens, rows - _num_ended(whole)
+            if not rows:
+                return replace(whole, ended_by=RoundEnd.ALL_FINISHED)
+        while True:
+            part = await self._stride(
+                position, position + self._deadline.stride_tokens(position, until, rows), rows
+            )
+            whole = part if whole is None else _joined(whole, part)
+            position, rows = part.num_tokens, rows - _num_ended(part)
+            if part.ended_by is not RoundEnd.DECISION_TOKEN or position >= until or not rows:
+                return whole
+            if self._deadline.is_over or self._deadline.must_cut(position, until, rows):
+                return whole
+
+    async def while_waiting(self, scores: Awaitable[T], position: int, until: int, rows: int) -> T:
+        """The scores; meanwhile `rows` candidates grow from `position` on, to below `until`.
+
+        A stride that fails ends the growth, and the next `extend` raises its error: the scores
+        decide what the answer is until then.
+        """
+        began, awaited = self._clock(), asyncio.ensure_future(scores)
+        try:
+            await asyncio.wait({awaited}, timeout=_SOON_S)
+            while not awaited.done() and position < until - 1 and rows:
+                steps = _AHEAD_PART * self._score_s / max(self._deadline.step_s(rows), 1e-9)
+                stride = max(1, min(int(steps), until - 1 - position))
+                try:
+                    part = await self._stride(position, position + stride, rows)
+                except (OutOfTime, SpecrejError) as error:
+                    self._failure = error
+                    break
+                self._ahead = _joined(self._ahead, part) if self._ahead else part
+                position, rows = part.num_tokens, rows - _num_ended(part)
+                if part.ended_by is not RoundEnd.DECISION_TOKEN:
+                    break
+            result = await awaited
+            self._score_s = self._clock() - began
+            return result
+        finally:
+            if not awaited.done():
+                awaited.cancel()
+                await asyncio.wait({awaited})
+
+    def discard(self, live: Collection[int]) -> int:
+        """Drop what candidates that are not `live` any more grew ahead; returns their tokens."""
+        if not self._ahead:
+            return 0
+        grown = self._ahead.candidates
+        self._ahead = replace(self._ahead, candidates=tuple(c for c in grown if c.id in live))
+        return sum(len(c.new_token_ids) for c in grown if c.id not in live)
+
+    async def _stride(self, position: int, until: int, rows: int) -> Round:
+        began = self._clock()
+        try:
+            async with asyncio.timeout(self._deadline.patience_s):
+                part = await self._session.extend(until)
+        except TimeoutError:
+            raise OutOfTime from None
+        grown, seconds = part.num_tokens - position, self._clock() - began
+        self._deadline.note_stride(rows, grown, _num_ended(part), seconds)
+        return part
+
+
+def _num_ended(part: Round) -> int:
+    return sum(candidate.finish is not None for candidate in part.candidates)
+
+
+def _joined(first: Round, second: Round) -> Round:
+    """Two strides as one round."""
+    candidates = {candidate.id: candidate for candidate in first.candidates}
+    for later in second.candidates:
+        before = candidates.get(later.id)
+        if before:
+            later = replace(
+                later,
+                new_token_ids=before.new_token_ids + later.new_token_ids,
+                new_logprobs=before.new_logprobs + later.new_logprobs,
+            )
+        candidates[later.id] = later
+    return replace(
+        second,
+        candidates=tuple(candidates[number] for number in sorted(candidates)),
+        repeated_tokens=first.repeated_tokens + second.repeated_tokens,
+        lost=first.lost + second.lost,
+        made_by=first.made_by | second.made_by,
+    )
