@@ -16,8 +16,8 @@ from experiments.prompts import DEFAULT_PROMPTS
 from experiments.studies.plans import DOUBLING
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej import threads
-from specrej.cli_options import parse_schedule
-from specrej.contracts import Schedule
+from specrej.cli_options import parse_branching, parse_schedule
+from specrej.contracts import Branching, Schedule
 from specrej.errors import SpecrejError
 
 _ROOT = Path("build/experiments")
@@ -29,7 +29,7 @@ def main() -> None:
     """Run one command; an error is one line on stderr."""
     parser = argparse.ArgumentParser(prog="specrej experiment", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_run, _collect, _replay, _recommend, _live):
+    for add in (_run, _collect, _replay, _recommend, _live, _branching):
         add(subparsers)
     arguments = parser.parse_args()
     threads.bound_spinning()
@@ -109,6 +109,25 @@ def _live(subparsers: Any) -> None:
     _add_objective(parser)
     _add_models(parser)
     parser.set_defaults(command=commands.live)
+
+
+def _branching(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "branching",
+        help="tokens, seconds and rewards of forks against rejection alone, on live requests",
+        description=_RESUME,
+    )
+    parser.add_argument("--out", type=Path, default=_ROOT / "branching.jsonl")
+    parser.add_argument("--prompts", type=Path, nargs="+", default=[DEFAULT_PROMPTS])
+    parser.add_argument("--limit", type=int, default=0, help="number of prompts; 0: all")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rewards", default="relevance,harmless", help="by comma")
+    parser.add_argument("--n", type=_numbers, default=(16, 32, 64, 128), help="of rejection alone")
+    parser.add_argument("--start", type=int, default=32, help="candidates before the first forks")
+    parser.add_argument("--branching", type=parse_branching, nargs="+", default=[Branching()])
+    parser.add_argument("--seed", type=int, default=1, help="of prompt 0; prompt i adds i")
+    _add_models(parser)
+    parser.set_defaults(command=commands.branching)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as TextTable
 
+from experiments import branching as branchings
 from experiments import collect as collecting
 from experiments import live as live_runs
 from experiments.flops import recorded
@@ -218,6 +219,27 @@ async def live(arguments: argparse.Namespace) -> None:
     compared = [run["as_replayed"] for run in runs.all if "as_replayed" in run]
     counts = {"runs": len(runs.all), "replayed": len(compared), "as_replayed": sum(compared)}
     print(json.dumps({"live": str(arguments.out)} | counts))
+
+
+async def branching(arguments: argparse.Namespace) -> None:
+    """Branching against Speculative Rejection, on live requests."""
+    names = tuple(name.strip() for name in arguments.rewards.split(","))
+    settings = Settings(
+        max_tokens=arguments.max_tokens,
+        grid=default_grid(arguments.max_tokens),
+        rewards=names,
+        seed=arguments.seed,
+    )
+    systems = [branchings.System(n) for n in sorted(arguments.n)]
+    systems += [branchings.System(arguments.start, forks) for forks in arguments.branching]
+    items = read_prompts(arguments.prompts, arguments.limit)
+    served = dict.fromkeys(name for name in names if name != LIKELIHOOD)
+    async with _models(arguments, tuple(served)) as models:
+        runs = await branchings.measure(arguments.out, items, settings, systems, models)
+    runs = [run for run in runs if run["max_tokens"] == settings.max_tokens]
+    for reward in names:
+        table = branchings.compare(runs, reward)
+        _print(table, {"reward": reward, "rows": table.rows, "headings": table.headings})
 
 
 def _print(table: Table, result: Mapping[str, Any]) -> None:

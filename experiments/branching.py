@@ -1,0 +1,180 @@
+"""`specrej experiment branching`: branching against Speculative Rejection, on live requests.
+
+Forks draw tokens that no collection has, so nothing is replayed. On every prompt all systems run in
+turn, with the same seed. The answer is the candidate with the highest reward, complete or not. Each
+run is one line of the file; `judges` are other rewards, which no cut has used:
+
+    {"prompt_id": "...", "reward": "relevance", "max_tokens": 128, "system": "branching 32/16,4",
+      "tokens": 2192, "seconds": 5.4, "score": 0.77, "answer_tokens": 81, "mean_logprob": -1.2,
+      "judges": {"harmless": -0.3}}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from experiments.collect import unique_salt
+from experiments.models import Models
+from experiments.prompts import Item
+from experiments.settings import Settings
+from experiments.studies.statistics import Estimate, bootstrap, mean
+from experiments.studies.tables import Cell, Table
+from experiments.trajectories import FloatArray, IntArray, Line
+from orchestrator.loop.composition import LIKELIHOOD
+from orchestrator.loop.run import run
+from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
+from specrej.contracts import (
+    Branching,
+    Candidate,
+    Finished,
+    Generation,
+    GenerationRequest,
+    Selection,
+)
+
+_BRANCHING = "branching"
+_KEYS = ("prompt_id", "reward", "max_tokens", "system")  # that identify a run
+_FIGURES = ("tokens", "score", "seconds", "answer_tokens")
+_NONE = Estimate(float("nan"))
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Speculative Rejection with its defaults, or branching from `n` candidates."""
+
+    n: int
+    branching: Branching | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{_BRANCHING} {self.n}/{self.branching}" if self.branching else f"N = {self.n}"
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(n=self.n, branching=self.branching, prefer_complete=False)
+
+
+async def measure(
+    out: Path,
+    items: Sequence[Item],
+    settings: Settings,
+    systems: Sequence[System],
+    models: Models,
+) -> list[Line]:
+    """All runs, those of an earlier call of the same file first."""
+    stored = _stored(out)
+    done = {tuple(run[key] for key in _KEYS) for run in stored}
+    for number, item in enumerate(items, 1):
+        for reward in settings.rewards:
+            for system in systems:
+                key = (item.id, reward, settings.max_tokens, system.name)
+                if key in done:
+                    continue
+                made = await _timed(item, settings, system, reward, models)
+                stored.append(dict(zip(_KEYS, key, strict=True)) | made)
+                with out.open("a") as file:
+                    file.write(json.dumps(stored[-1]) + "\n")
+        print(f"[{number}/{len(items)}] {item.id}", file=sys.stderr, flush=True)
+    return stored
+
+
+def _stored(out: Path) -> list[Line]:
+    """The runs of an earlier call."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+async def _timed(
+    item: Item, settings: Settings, system: System, reward: str, models: Models
+) -> Line:
+    request = GenerationRequest(item.prompt, settings.sampling(item.number), system.selection)
+    scorer = LikelihoodScorer() if reward == LIKELIHOOD else models.scorers[reward]
+    began = time.perf_counter()
+    async with aclosing(run(request, models.generator, scorer, unique_salt())) as events:
+        last = [event async for event in events][-1]
+    assert isinstance(last, Finished)
+    best, seconds = last.generation.best, time.perf_counter() - began
+    return {
+        "tokens": last.generation.usage.generated_tokens,
+        "seconds": round(seconds, 3),
+        "score": best.score,
+        "answer_tokens": best.num_tokens,
+        "mean_logprob": best.mean_logprob,
+        "judges": await _judged(item, last.generation, reward, models),
+    }
+
+
+async def _judged(
+    item: Item, generation: Generation, reward: str, models: Models
+) -> dict[str, float]:
+    """What the other rewards make of the answer."""
+    best = generation.best
+    answer = Candidate(best.id, best.text, best.num_tokens, 0.0, best.finish)
+    judges = {}
+    for name, scorer in models.scorers.items():
+        if name != reward:
+            async with RequestScorer([scorer], item.prompt) as session:
+                judges[name] = (await session.score([answer])).values[0][0]
+    return judges
+
+
+def compare(runs: Sequence[Line], reward: str) -> Table:
+    """Each system, and for branching the tokens that rejection needs for the same mean reward."""
+    by_system: dict[str, list[Line]] = {}
+    for one in runs:
+        if one["reward"] == reward:
+            by_system.setdefault(one["system"], []).append(one)
+    complete = set.intersection(*({one["prompt_id"] for one in of} for of in by_system.values()))
+    columns = {
+        name: {key: _column(of, complete, key) for key in _FIGURES}
+        for name, of in by_system.items()
+    }
+    rejection = [columns[name] for name in columns if not name.startswith(_BRANCHING)]
+    rows: list[tuple[Cell, ...]] = []
+    for name, of in columns.items():
+        judged = [one["judges"] | {"logprob": one["mean_logprob"]} for one in by_system[name]]
+        judges = [f"{key} {np.mean([j[key] for j in judged]):.3f}" for key in sorted(judged[0])]
+        ratio = times_fewer(of, rejection) if name.startswith(_BRANCHING) else _NONE
+        rows.append((name, *(mean(of[key]) for key in _FIGURES), ratio, "; ".join(judges)))
+    headings = ("system", "tokens", "reward", "seconds", "answer tokens", "times fewer", "judges")
+    caption = f"{reward}, {len(complete)} prompts, by reward alone"
+    return Table("branching", caption, headings, tuple(rows))
+
+
+def _column(runs: Sequence[Line], prompts: set[str], key: str) -> FloatArray:
+    """A figure per prompt, in the order of their ids."""
+    values = {run["prompt_id"]: run[key] for run in runs}
+    return np.array([values[prompt] for prompt in sorted(prompts)], dtype=np.float64)
+
+
+def times_fewer(
+    own: Mapping[str, FloatArray], others: Sequence[Mapping[str, FloatArray]]
+) -> Estimate:
+    """The tokens at which the others' mean reward reaches that of `own`, by `own`'s tokens.
+
+    Between two of the others, which are in the order of N, rewards are linear in the logarithm of
+    tokens. Beyond the last one its tokens count: what it would need is more. NaN without others.
+    """
+
+    def ratio(prompts: IntArray) -> FloatArray:
+        tokens = np.log([other["tokens"][prompts].mean(axis=-1) for other in others])
+        rewards = np.maximum.accumulate([other["score"][prompts].mean(axis=-1) for other in others])
+        target = own["score"][prompts].mean(axis=-1)
+        flat = zip(
+            target.reshape(-1),
+            rewards.reshape(len(others), -1).T,
+            tokens.reshape(len(others), -1).T,
+            strict=True,
+        )
+        reached = np.array([np.interp(*one) for one in flat]).reshape(target.shape)
+        return np.asarray(np.exp(reached) / own["tokens"][prompts].mean(axis=-1))
+
+    return bootstrap(len(own["score"]), ratio) if others else _NONE

@@ -1,0 +1,52 @@
+"""`specrej experiment branching`, on toys, and its comparison on made figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.branching import compare, times_fewer
+from tests.experiments.test_cli import Run, run  # noqa: F401
+
+FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels", "--n", "8,16,32")
+
+
+def test_missing_runs_are_added(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    """Guards against runs that are measured twice, and against another N for another seed."""
+    out = tmp_path / "branching.jsonl"
+    run("branching", *FLAGS[:1], "2", *FLAGS[2:], "--branching", "8,2", "--out", out)
+    first = out.read_text().splitlines()
+    result = run("branching", *FLAGS, "--branching", "8,2", "16,4", "--out", out)
+    assert len(first) == 2 * 4
+    assert out.read_text().splitlines()[: len(first)] == first
+    assert len(out.read_text().splitlines()) == 5 * 5
+    names = [row[0] for row in result["rows"]]
+    assert names == ["N = 8", "N = 16", "N = 32", "branching 32/8,2", "branching 32/16,4"]
+    rewards = [row[2]["value"] for row in result["rows"][:3]]
+    assert rewards == sorted(rewards)
+
+
+def figures(tokens: float, score: float) -> dict[str, np.ndarray]:
+    return {"tokens": np.full(8, tokens), "score": np.full(8, score)}
+
+
+@pytest.mark.parametrize(
+    ("score", "ratio"), [(0.1, 1.0), (0.2, 1.0), (0.3, 2.0), (0.4, 4.0), (0.9, 4.0)]
+)
+def test_equal_rewards_are_compared(score: float, ratio: float) -> None:
+    """Between two N rewards are linear in log tokens; beyond the last its tokens are a bound."""
+    rejection = [figures(100, 0.2), figures(400, 0.4)]
+    estimate = times_fewer(figures(100, score), rejection)
+    assert estimate.value == pytest.approx(ratio)
+    assert (estimate.low, estimate.high) == pytest.approx((ratio, ratio))
+
+
+def test_only_prompts_that_every_system_has_answered_count() -> None:
+    lines = [
+        {"prompt_id": p, "reward": "r", "system": s, "tokens": 10, "seconds": 1.0, "score": 1.0}
+        | {"answer_tokens": 5, "mean_logprob": -1.0, "judges": {}}
+        for p, s in (("a", "N = 8"), ("b", "N = 8"), ("a", "branching 8/4,2"))
+    ]
+    assert "1 prompts" in compare(lines, "r").caption
