@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 def main() -> None:
     """Serve until a signal."""
     settings = load(GeneratorSettings)
+    if settings.node_rank:
+        from generator_service.vllm_generator import run_node
+
+        run_node(settings)
     threads.bound_spinning()
     try:
         with telemetry.configured("generator", settings):

@@ -36,9 +36,8 @@ class GeneratorSettings(ServiceSettings):
     )
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,
-        description='vLLM engine arguments as JSON: {"tensor_parallel_size": 4,'
-        ' "pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}; they override'
-        " other settings",
+        description='vLLM engine arguments as JSON: {"tensor_parallel_size": 4}; they override'
+        " other settings; with a node_rank above 0 the process computes for node 0's generator",
     )
     adapters: dict[str, Path] = Field(
         default_factory=dict,
@@ -93,6 +92,11 @@ class GeneratorSettings(ServiceSettings):
     @property
     def model_directory(self) -> Path:
         return Path(self.model)
+
+    @property
+    def node_rank(self) -> int:
+        """Of this node, where vLLM divides the model over several; 0 has the port."""
+        return int(self.vllm_options.get("node_rank", 0))
 
     def auto_candidates_of(self, dtype: str) -> int:
         """Most candidates where N is left open; float32 is the precision on CPUs."""

@@ -19,6 +19,7 @@ import itertools
 import json
 import logging
 import math
+import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,6 @@ from typing import Any
 import vllm
 from transformers import AutoConfig, GenerationConfig
 from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
-from vllm.config import KVTransferConfig
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -198,10 +198,8 @@ class VLLMEngine:
             Exception: any of vLLM's, if it cannot start.
         """
         statistics = Statistics(on_step)
-        on_cpu = current_platform.is_cpu()
-        shape = Shape.read(settings.model_directory, "float32" if on_cpu else "bfloat16")
-        shape = replace(shape, context_tokens=settings.context_of(shape.context_tokens))
-        arguments = AsyncEngineArgs(**_arguments(settings, shape, on_cpu=on_cpu))
+        shape = _shape(settings)
+        arguments = AsyncEngineArgs(**_arguments(settings, shape))
         llm = AsyncLLMEngine.from_engine_args(
             arguments, stat_loggers=[lambda config, index: statistics]
         )
@@ -301,8 +299,31 @@ class Statistics(StatLoggerBase):  # type: ignore[misc]
         """Nothing is logged."""
 
 
-def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> dict[str, Any]:
+def node_command(settings: GeneratorSettings) -> list[str]:
+    """The command of a node that computes for the generator of node 0, with equal arguments."""
+    arguments = _arguments(settings, _shape(settings))
+    model = arguments.pop("model")
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--headless"]
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            words += [f"--{flag}", *value]
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+def _shape(settings: GeneratorSettings) -> Shape:
+    dtype = "float32" if current_platform.is_cpu() else "bfloat16"
+    shape = Shape.read(settings.model_directory, dtype)
+    return replace(shape, context_tokens=settings.context_of(shape.context_tokens))
+
+
+def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
     """vLLM's engine arguments; `vllm_options` override the others."""
+    on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
         "model": str(settings.model_directory),
         "dtype": shape.dtype,
@@ -317,14 +338,12 @@ def _arguments(settings: GeneratorSettings, shape: Shape, *, on_cpu: bool) -> di
         "disable_log_stats": True,
         "gpu_memory_utilization": settings.memory_fraction,
         "logprobs_mode": "raw_logprobs",
-        # vLLM decides for each step whether reading a shared prompt once is faster.
-        "disable_cascade_attn": False,
         "logits_processors": [f"{vllm_draw.__name__}:{vllm_draw.KeyedDraws.__name__}"],
-        "kv_transfer_config": KVTransferConfig(
-            kv_connector=vllm_prompts.SharedPrompts.__name__,
-            kv_connector_module_path=vllm_prompts.__name__,
-            kv_role="kv_both",
-        ),
+        "kv_transfer_config": {
+            "kv_connector": vllm_prompts.SharedPrompts.__name__,
+            "kv_connector_module_path": vllm_prompts.__name__,
+            "kv_role": "kv_both",
+        },
         **_adapter_arguments(settings.adapters),
         **({"block_size": BLOCK_TOKENS["cpu"]} if on_cpu else {}),
         **settings.vllm_options,

@@ -18,7 +18,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from generator_service.admission import AdmissionQueue, Blocks
 from generator_service.commands import GrowingCandidate, OpenCommand, PrefixBatch
@@ -44,6 +44,9 @@ from specrej.inference.slots import SlotLedger
 
 if TYPE_CHECKING:
     from generator_service.vllm_engine import CandidateRequest, VLLMEngine
+
+# Engine arguments that name the nodes of one generator, and change no token.
+_OF_NODES = ("node_rank", "master_addr", "master_port")
 
 
 class VLLMSession:
@@ -310,13 +313,23 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
     )
 
 
+def run_node(settings: GeneratorSettings) -> NoReturn:
+    """Become vLLM's process of a node without a port; it ends with one of its workers."""
+    _prepare_environment(settings)
+    from generator_service.vllm_engine import node_command
+
+    command = node_command(settings)
+    os.execv(command[0], command)
+
+
 def fingerprint_of(settings: GeneratorSettings, dtype: str, version: str) -> str:
     """Of the weights and all else that changes tokens, such as options that quantise them."""
     settings_of_engine: dict[str, object] = {"dtype": dtype, "engine": f"vllm {version}"}
     for name, adapter in settings.adapters.items():
         settings_of_engine[f"adapter {name}"] = fingerprint.of_directory(adapter)
-    if settings.vllm_options:
-        settings_of_engine["options"] = settings.vllm_options
+    options = {k: v for k, v in settings.vllm_options.items() if k not in _OF_NODES}
+    if options:
+        settings_of_engine["options"] = options
     return fingerprint.of_directory(settings.model_directory, settings_of_engine)
 
 

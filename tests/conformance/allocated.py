@@ -26,10 +26,10 @@ def main(directory: str, slots: int) -> None:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from generator_service.vllm_engine import Shape, _arguments
+    from generator_service.vllm_engine import _arguments, _shape
 
-    shape = Shape.read(settings.model_directory, "float32")
-    engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings, shape, on_cpu=True)))
+    arguments = EngineArgs(**_arguments(settings, _shape(settings)))
+    engine = LLMEngine.from_engine_args(arguments)
     worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
     stores = [tensor.untyped_storage() for tensor in worker.model_runner.kv_caches]
     cache = engine.vllm_config.cache_config

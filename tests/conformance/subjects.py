@@ -9,6 +9,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Subject:
 
     A fleet has no slots of its own: its sessions and refusals carry the slots of their members.
     `is_split`: sessions of more than three candidates are in parts. `steps`: those of vLLM.
+    `members`: the generators of a fleet.
     """
 
     generator: Generator
@@ -49,6 +51,7 @@ class Subject:
     is_fleet: bool = False
     is_split: bool = False
     steps: list[Step] = field(default_factory=list)
+    members: tuple[Generator, ...] = ()
 
 
 def save_model(directory: Path) -> Path:
@@ -67,6 +70,11 @@ async def toy(_: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
+async def toy_of_few(_: Path) -> AsyncIterator[Subject]:
+    yield Subject(Few(CAPACITY // 4, step_s=0.001), is_toy=True)
+
+
+@asynccontextmanager
 async def own(directory: Path) -> AsyncIterator[Subject]:
     """The own engine."""
     settings = GeneratorSettings(
@@ -78,14 +86,11 @@ async def own(directory: Path) -> AsyncIterator[Subject]:
 @asynccontextmanager
 async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
     """As the service starts it, with `more` settings."""
+    # Compiling takes minutes.
+    options = {"enforce_eager": True, **VLLM_OPTIONS, **more.pop("vllm_options", {})}
+    own = {"threads": 1, "kv_slots": CAPACITY, "max_candidates": MAX_CANDIDATES}
     settings = GeneratorSettings(
-        **more,
-        engine="vllm",
-        model=str(directory),
-        threads=1,
-        kv_slots=CAPACITY,
-        max_candidates=MAX_CANDIDATES,
-        vllm_options={"enforce_eager": True, **VLLM_OPTIONS},  # compiling takes minutes
+        engine="vllm", model=str(directory), vllm_options=options, **own | more
     )
     steps: list[Step] = []
     with warnings.catch_warnings():
@@ -117,37 +122,55 @@ class Few(ToyGenerator):
 
 
 def fleet(
-    make: Callable[[], ToyGenerator], num: int, *, is_split: bool = False
+    open_member: Callable[[Path], AbstractAsyncContextManager[Subject]],
+    num: int,
+    *,
+    is_split: bool = False,
 ) -> Callable[[Path], AbstractAsyncContextManager[Subject]]:
     """Several generators behind ports, as the orchestrator uses them."""
+
+    @asynccontextmanager
+    async def opened(directory: Path) -> AsyncIterator[Subject]:
+        async with AsyncExitStack() as stack:
+            members = [await stack.enter_async_context(open_member(directory)) for _ in range(num)]
+            generators = tuple(member.generator for member in members)
+            ports = [await stack.enter_async_context(port(one)) for one in generators]
+            together = await stack.enter_async_context(behind(ports, PollSettings(lost_s=60)))
+            is_toy = members[0].is_toy
+            yield Subject(together, is_toy, is_fleet=True, is_split=is_split, members=generators)
+
+    return opened
+
+
+def port(generator: Generator) -> AbstractAsyncContextManager[str]:
+    """The address of a generator that listens."""
+    servicer = GeneratorServicer(lease_s=60)
+    servicer.load(generator)
+    return listening(servicer.service())
+
+
+@asynccontextmanager
+async def behind(addresses: list[str], settings: PollSettings) -> AsyncIterator[FleetGenerator]:
+    """The generators at these addresses as one."""
 
     def connect(target: Target) -> tuple[grpc.aio.Channel, RemoteGenerator]:
         channel = open_channel(target.address, retries=False)
         return channel, RemoteGenerator(channel)
 
-    @asynccontextmanager
-    async def opened(_: Path) -> AsyncIterator[Subject]:
-        async with AsyncExitStack() as stack:
-            servicers = [GeneratorServicer(lease_s=60) for _ in range(num)]
-            for servicer in servicers:
-                servicer.load(make())
-            ports = [listening(servicer.service()) for servicer in servicers]
-            resolver = Resolver([await stack.enter_async_context(port) for port in ports])
-            fingerprint = attrgetter("fingerprint")
-            members = Fleet("generator", resolver, connect, fingerprint, PollSettings(lost_s=60))
-            await stack.enter_async_context(members)
-            await members.surveyed()
-            yield Subject(FleetGenerator(members), is_toy=True, is_fleet=True, is_split=is_split)
-
-    return opened
+    fingerprint = attrgetter("fingerprint")
+    async with Fleet("generator", Resolver(addresses), connect, fingerprint, settings) as members:
+        await members.surveyed()
+        yield FleetGenerator(members)
 
 
 SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "toy": toy,
     "own": own,
-    "placed": fleet(lambda: ToyGenerator(CAPACITY, step_s=0.001), 2),
-    "split": fleet(lambda: Few(CAPACITY // 4, step_s=0.001), 4, is_split=True),
+    "placed": fleet(toy, 2),
+    "split": fleet(toy_of_few, 4, is_split=True),
     "vllm": vllm,
+    # Sessions of at most six candidates are placed, others are split.
+    "fleet-vllm": fleet(partial(vllm, max_candidates=6, kv_slots=CAPACITY // 2), 2),
 }
 REMOTE = {f"remote-{name}": name for name in ("toy", "own", "vllm")}
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import shutil
+import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +32,23 @@ from generator_service.plan import read_config
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_engine import VLLMEngine
 from generator_service.vllm_generator import VLLMGenerator
-from specrej.contracts import Prompt, RoundEnd, Sampling, SessionSpec
+from orchestrator.backends.fleet import PollSettings
+from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.errors import InternalError, Unavailable
 from specrej.inference.sizes import ModelSizes
-from tests.conformance.conftest import Started
-from tests.conformance.subjects import PROMPT, VLLM_OPTIONS, Subject, own, vllm
+from tests.conformance.conftest import Started, until_idle
+from tests.conformance.quantised import FORMATS, save_quantised
+from tests.conformance.subjects import (
+    CAPACITY,
+    MAX_CANDIDATES,
+    PROMPT,
+    VLLM_OPTIONS,
+    Subject,
+    behind,
+    own,
+    port,
+    vllm,
+)
 from tests.reward_service.tiny import SIZES, make_tokenizer, save_language_model
 from tests.serving import until
 
@@ -180,6 +195,29 @@ def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+async def test_a_quantised_checkpoint_draws_the_tokens_of_its_weights(
+    name: str, model_directory: Path, tmp_path: Path
+) -> None:
+    """Up to rounding, into which some draws fall: of activations to 8 bits, of 4-bit formats to
+    bfloat16, without which vLLM's CPU build has no kernels for them. Guards against weights that
+    are read in another order."""
+    save_quantised(model_directory, name, tmp_path / "quantised", tmp_path / "whole")
+    spec = SessionSpec(PROMPT, 16, Sampling(max_tokens=1, seed=3), 1)
+    dtype = {} if "W8A8" in name else {"dtype": "bfloat16"}
+    made = []
+    async with (
+        own(tmp_path / "whole") as expected,
+        vllm(tmp_path / "quantised", vllm_options=dtype) as subject,
+    ):
+        for generator in (expected.generator, subject.generator):
+            async with generator.open(spec) as session:
+                made.append((await session.extend(1)).candidates)
+    pairs = [(a, b) for a, b in zip(*made, strict=True) if a.new_token_ids == b.new_token_ids]
+    assert len(pairs) >= 9
+    assert [a.logprob for a, _ in pairs] == pytest.approx([b.logprob for _, b in pairs], abs=0.3)
+
+
 @pytest.mark.skipif(
     "tensor_parallel_size" not in VLLM_OPTIONS, reason="one worker: make conformance-distributed"
 )
@@ -215,6 +253,98 @@ def _workers() -> list[Any]:
 
 def _has_ended(generator: VLLMGenerator) -> bool:
     return generator.heartbeat_s() == math.inf
+
+
+async def test_nodes_of_one_generator_draw_the_tokens_of_one(
+    started: Started, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is divided over two processes that were started apart, as on two machines. The loss
+    of one ends sessions with a status."""
+    for name, value in _ONE_MACHINE.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    nodes = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", **nodes}
+    spec = SessionSpec(PROMPT, 4, Sampling(max_tokens=24, seed=3, ignore_eos=True), 8)
+    with _node(model_directory, {**options, "node_rank": 1}, tmp_path) as process:
+        async with vllm(model_directory, vllm_options={**options, "node_rank": 0}) as subject:
+            made = await _tokens(subject.generator, spec)
+            process.kill()
+            with pytest.raises((Unavailable, InternalError)):
+                await _tokens(subject.generator, spec)
+            assert isinstance(subject.generator, VLLMGenerator)
+            await until(partial(_has_ended, subject.generator), bound_s=_BOUND_S)
+    assert made == await _tokens((await started.get("own")).generator, spec)
+
+
+_ONE_MACHINE = {
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+@contextmanager
+def _node(model: Path, options: dict[str, Any], scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A node without a port."""
+    # vLLM's command looks up the version of the package vllm, and its CPU build is vllm-cpu.
+    about = scratch / "vllm-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
+    settings = {
+        "engine": "vllm",
+        "model": model,
+        "threads": 1,
+        "kv-slots": CAPACITY,
+        "max-candidates": MAX_CANDIDATES,
+        "vllm-options": json.dumps({"enforce_eager": True, **options}),
+    }
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{scratch}"}
+    command = [sys.executable, "-m", "generator_service", *flags]
+    process = subprocess.Popen(command, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(_BOUND_S)
+
+
+async def test_sessions_move_when_a_vllm_is_lost(started: Started, model_directory: Path) -> None:
+    """With the tokens of a run without a loss. One of two sessions is at the lost one."""
+    survivor = (await started.get("fleet-vllm")).members[0]
+    sampling = Sampling(max_tokens=60, seed=3, ignore_eos=True)
+    spec = SessionSpec(PROMPT, 3, sampling, 8)
+    expected = await _tokens(survivor, spec)
+    others = set(psutil.Process().children(recursive=True))
+    async with AsyncExitStack() as stack:
+        doomed = (
+            await stack.enter_async_context(vllm(model_directory, max_candidates=6))
+        ).generator
+        processes = set(psutil.Process().children(recursive=True)) - others
+        ports = [await stack.enter_async_context(port(one)) for one in (survivor, doomed)]
+        fleet = await stack.enter_async_context(behind(ports, PollSettings(lost_s=_BOUND_S)))
+        opened = [await stack.enter_async_context(fleet.open(spec)) for _ in range(2)]
+        rounds = await asyncio.gather(*(session.extend(8) for session in opened))
+        assert [(await one.describe()).sessions for one in (survivor, doomed)] == [1, 1]
+        for process in processes:
+            with suppress(psutil.Error):  # it has ended with its parent
+                process.kill()
+        async with asyncio.timeout(_BOUND_S):
+            ended = await asyncio.gather(*(session.extend(60) for session in opened))
+        assert (await survivor.describe()).sessions == 2
+    for first, last in zip(rounds, ended, strict=True):
+        pairs = zip(first.candidates, last.candidates, strict=True)
+        assert [(*a.new_token_ids, *b.new_token_ids) for a, b in pairs] == expected
+    await until_idle(Subject(survivor))
+
+
+async def _tokens(generator: Generator, spec: SessionSpec) -> list[tuple[int, ...]]:
+    """Of all candidates, in one round."""
+    async with generator.open(spec) as session:
+        ended = await session.extend(spec.sampling.max_tokens)
+        return [candidate.new_token_ids for candidate in ended.candidates]
 
 
 async def test_pausing_and_cutting_compute_nothing_again(started: Started) -> None:

@@ -29,6 +29,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "generator": GeneratorSettings,
     "reward": RewardSettings,
 }
+WORKER = "generator-worker"  # pods that compute for a generator of several nodes
 MARGIN_S = 10  # between the end of the last request and SIGKILL
 
 Object = Mapping[str, Any]
@@ -64,8 +65,21 @@ class Manifests:
 
     @property
     def workloads(self) -> dict[str, Object]:
-        """Deployments and StatefulSets, by name."""
-        return {item["metadata"]["name"]: item for item in self.of("Deployment", "StatefulSet")}
+        """Deployments, StatefulSets, and each kind of pods of LeaderWorkerSets, by name."""
+        workloads = {
+            item["metadata"]["name"]: item for item in self.of("Deployment", "StatefulSet")
+        }
+        for group in self.of("LeaderWorkerSet"):
+            for part in ("leaderTemplate", "workerTemplate"):
+                template = group["spec"]["leaderWorkerTemplate"][part]
+                name = {
+                    "app.kubernetes.io/name": template["metadata"]["labels"][
+                        "app.kubernetes.io/name"
+                    ]
+                }
+                spec = {**group["spec"], "template": template, "selector": {"matchLabels": name}}
+                workloads[name["app.kubernetes.io/name"]] = {**group, "spec": spec}
+        return workloads
 
     def pod(self, name: str) -> Object:
         """Return the pod spec of a workload."""

@@ -57,9 +57,8 @@ def _allowed(policies: list[Object], way: str, own: Peer, other: Peer, port: Por
 
 def _rule_allows(rule: Mapping[str, Any], way: str, other: Peer, port: Port) -> bool:
     sides = rule["to" if way == "egress" else "from"]
-    return any(_matches(side, other) for side in sides) and port in [
-        (allowed["protocol"], allowed["port"]) for allowed in rule["ports"]
-    ]
+    ports = [(allowed["protocol"], allowed["port"]) for allowed in rule.get("ports", ())]
+    return any(_matches(side, other) for side in sides) and (not ports or port in ports)
 
 
 def _matches(side: Mapping[str, Any], peer: Peer) -> bool:

@@ -20,6 +20,7 @@ from tests.deploy.manifests import (
     DEPLOY,
     ROOT,
     SERVICES,
+    WORKER,
     Manifests,
     accepted,
     rendered,
@@ -125,6 +126,10 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
     }
     numbers = (50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
     ports = [(protocol, number) for protocol in ("UDP", "TCP") for number in numbers]
+    if WORKER in manifests.workloads:
+        expected |= {(WORKER, target, port) for _, target, port in expected if port[1] == 53}
+        pairs = (("generator", WORKER), (WORKER, "generator"))
+        expected |= {(*pair, port) for pair in pairs for port in ports}
     assert edges(manifests.of("NetworkPolicy"), _peers(manifests), ports) == expected
 
 

@@ -14,7 +14,9 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 from deploy.images.build import name_of
+from generator_service.settings import GeneratorSettings
 from specrej.serving import LIVENESS
+from specrej.settings import load
 from specrej.v1 import generator_pb2, orchestrator_pb2, reward_pb2
 from tests.deploy.manifests import (
     CLIENT,
@@ -23,6 +25,7 @@ from tests.deploy.manifests import (
     OVERLAYS,
     SERVICES,
     SETTINGS,
+    WORKER,
     Manifests,
     Object,
     rendered,
@@ -37,7 +40,10 @@ HEALTH_NAMES = {
 }
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 MINORS = sorted({schemas.major_minor(item) for item in schemas.all_versions()})[-5:]
-SCALED = json.loads(Path(__file__).with_name("scaledobject.schema.json").read_text())
+CUSTOM = {
+    kind: json.loads(Path(__file__).with_name(f"{kind.lower()}.schema.json").read_text())
+    for kind in ("ScaledObject", "LeaderWorkerSet")
+}
 
 
 # Schemas
@@ -45,7 +51,7 @@ SCALED = json.loads(Path(__file__).with_name("scaledobject.schema.json").read_te
 
 def test_overlays_exist() -> None:
     """Guards against parametrised tests that run on no overlay."""
-    assert OVERLAYS == ["cpu-embedded", "gpu", "production"]
+    assert OVERLAYS == ["cpu-embedded", "gpu", "gpu-nodes", "production"]
     assert len(MINORS) == 5
     for overlay in OVERLAYS:
         assert set(rendered(overlay).workloads) >= set(SERVICES)
@@ -55,11 +61,14 @@ def test_overlays_exist() -> None:
 def test_objects_are_valid(manifests: Manifests, minor: str) -> None:
     """Guards against a field that a cluster would reject or drop, and schemas without effect."""
     for item in manifests.objects:
-        if item["kind"] == "ScaledObject":
-            jsonschema.validate(item, SCALED)
+        if schema := CUSTOM.get(item["kind"]):
+            jsonschema.validate(item, schema)
         else:
             kubernetes_validate.validate(dict(item), minor, strict=True)
-    wrong: dict[str, Any] = deepcopy(dict(manifests.workloads["generator"]))
+    for name in manifests.workloads:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}}
+        kubernetes_validate.validate({**pod, "spec": manifests.pod(name)}, minor, strict=True)
+    wrong: dict[str, Any] = deepcopy(dict(manifests.workloads["orchestrator"]))
     wrong["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, minor, strict=True)
@@ -82,6 +91,8 @@ def test_selectors_match_pods(manifests: Manifests) -> None:
     for name, workload in manifests.workloads.items():
         labels = manifests.pod_labels(name)
         assert selects(workload["spec"]["selector"], labels)
+        if name == WORKER:
+            continue
         for kind in ("Service", "PodDisruptionBudget"):
             selector = _selector(manifests.named(kind)[name])
             selected_names = [
@@ -90,7 +101,7 @@ def test_selectors_match_pods(manifests: Manifests) -> None:
             assert selected_names == [name]
         for spread in manifests.pod(name).get("topologySpreadConstraints", ()):
             assert selects(spread["labelSelector"], labels)
-    assert set(manifests.named("Service")) == set(manifests.workloads)
+    assert set(manifests.named("Service")) == set(manifests.workloads) - {WORKER}
 
 
 def _selector(item: Object) -> Object:
@@ -103,9 +114,12 @@ def test_services_are_headless(manifests: Manifests) -> None:
     for service in manifests.of("Service"):
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"] is False
-    generator = manifests.workloads["generator"]
-    assert generator["kind"] == "StatefulSet"
-    assert generator["spec"]["serviceName"] in manifests.named("Service")
+    generator, names = manifests.workloads["generator"], manifests.named("Service")
+    if generator["kind"] == "LeaderWorkerSet":
+        # Its controller creates a Service of its name, which has pods that are not ready.
+        assert generator["metadata"]["name"] not in names
+    else:
+        assert generator["kind"] == "StatefulSet" and generator["spec"]["serviceName"] in names
 
 
 def test_references_of_pods_exist(manifests: Manifests) -> None:
@@ -138,13 +152,15 @@ def test_budgets_let_nodes_be_drained(manifests: Manifests) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_pods_are_spread(manifests: Manifests, name: str) -> None:
     """Guards against two replicas that fail with one zone or one node."""
-    hash_label = {"StatefulSet": "controller-revision-hash", "Deployment": "pod-template-hash"}
+    # The controller of LeaderWorkerSets makes a StatefulSet of the leaders.
+    is_deployment = manifests.workloads[name]["kind"] == "Deployment"
+    label = "pod-template-hash" if is_deployment else "controller-revision-hash"
     spread = manifests.pod(name)["topologySpreadConstraints"]
     assert {item["topologyKey"] for item in spread} == {
         "topology.kubernetes.io/zone", "kubernetes.io/hostname"
     }  # fmt: skip
     for item in spread:
-        assert item["matchLabelKeys"] == [hash_label[manifests.workloads[name]["kind"]]]
+        assert item["matchLabelKeys"] == [label]
 
 
 # Replicas
@@ -159,7 +175,7 @@ def _least(manifests: Manifests, name: str) -> int:
     return int(manifests.workloads[name]["spec"]["replicas"])
 
 
-@pytest.mark.parametrize("overlay", ["gpu", "production"])
+@pytest.mark.parametrize("overlay", ["gpu", "gpu-nodes", "production"])
 @pytest.mark.parametrize("name", SERVICES)
 def test_overlays_for_production_have_two_replicas(overlay: str, name: str) -> None:
     """Guards against a service that an upgrade, a node or a crash makes unavailable."""
@@ -170,12 +186,34 @@ def test_overlays_for_production_have_two_replicas(overlay: str, name: str) -> N
 def test_upgrades_keep_enough_replicas(manifests: Manifests, name: str) -> None:
     """Guards against an upgrade that waits for a spare GPU, or that leaves no replica."""
     spec = manifests.workloads[name]["spec"]
-    if manifests.workloads[name]["kind"] == "StatefulSet":
+    if manifests.workloads[name]["kind"] != "Deployment":
         return  # replaced one after the other
     rolling = spec["strategy"]["rollingUpdate"]
     needs_gpu = "nvidia.com/gpu" in manifests.container(name)["resources"]["limits"]
     assert rolling == {"maxUnavailable": int(needs_gpu), "maxSurge": int(not needs_gpu)}
     assert rolling["maxUnavailable"] < _least(manifests, name)
+
+
+def test_pods_of_a_group_are_nodes_of_one_generator() -> None:
+    """Guards against nodes with other arguments, and GPUs that are left out."""
+    manifests = rendered("gpu-nodes")
+    (group,) = manifests.of("LeaderWorkerSet")
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    leader = manifests.container("generator")
+    (worker,) = manifests.pod(WORKER)["containers"]
+    assert not worker.keys() & {"ports", *PROBES}
+    for index, container in enumerate((leader, worker)):
+        variables = {"LEADER_ADDRESS": "leader.nodes", "GROUP_SIZE": size, "WORKER_INDEX": index}
+        words = [*container["args"]]
+        for name, value in variables.items():
+            words = [word.replace(f"$(LWS_{name})", str(value)) for word in words]
+        settings = load(GeneratorSettings, words)
+        assert settings.node_rank == index
+        options = settings.vllm_options
+        assert (options["nnodes"], options["master_addr"]) == (size, "leader.nodes")
+        gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+        assert options["tensor_parallel_size"] == size * gpus
+        assert container["envFrom"] == leader["envFrom"]
 
 
 # Ports and probes
@@ -249,10 +287,10 @@ def test_grace_is_as_long_as_the_longest_request(manifests: Manifests, name: str
 # Containers
 
 
-@pytest.mark.parametrize("overlay", ["cpu-embedded", "gpu"])
+@pytest.mark.parametrize("overlay", ["cpu-embedded", "gpu", "gpu-nodes"])
 def test_images_have_the_names_that_are_built(overlay: str) -> None:
     """Guards against a quick start with images that are never built."""
-    suffix = "-cuda" if overlay == "gpu" else ""
+    suffix = "" if overlay == "cpu-embedded" else "-cuda"
     named = {
         container["name"]: container["image"]
         for _, container in rendered(overlay).containers()

@@ -45,9 +45,10 @@ async def use_everything(cache: Cache, *, trim: bool = True) -> None:
     """Send every command that the cache uses."""
     assert await cache.redis.available()
     assert await cache.get(KEYS.answer) is None
-    for _ in range(MAX_LISTED + 1 if trim else 1):
+    for number in range(MAX_LISTED + 1 if trim else 1):
         stored = new_keys()
-        assert await cache.put(stored, search_answer())
+        # The newest is the best: the tenant's bytes are too few for all of them.
+        assert await cache.put(stored, search_answer(score=float(number)))
     assert await cache.get_better(KEYS)
     assert await cache.redis.call("write", "SET", stored.answer, b"", "PX", 1)  # leaves the index
     await cache.get_better(KEYS)
