@@ -42,18 +42,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.now_s
 
-    # The base class also compares handles in Python, and checks for threads and for its debug mode.
-    get_debug = staticmethod(bool)
-
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
-        return handle
-
     def call_at(  # type: ignore[override]
-        self, when: float, callback: Any, *args: Any, context: Any = None
+        self, when: float, callback: Any, *args: Any, **context: Any
     ) -> Any:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        """A timer; the base class compares timers in Python, and in no certain order if equal."""
+        timer = asyncio.TimerHandle(when, callback, args, self, **context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
