@@ -210,7 +210,7 @@ class Simulation:
         for process in self._processes:
             await process.orchestrator.aclose()
         num_leases = self.redis.num_leases()
-        if num_leases and not {"redis", "link", "cancel", "deadline"} & {*self.faults}:
+        if num_leases and not {"redis", "link"} & {*self.faults}:
             raise Violation(f"{num_leases} leases were not released")
         await asyncio.sleep(_SETTLED_S)
         self._check_now()
