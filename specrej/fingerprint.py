@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -34,5 +37,17 @@ def of_file(path: Path) -> str:
 
 
 def of_values(**values: object) -> str:
-    """A digest of plain values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    """A digest of plain values and dataclasses."""
+    text = json.dumps(values, sort_keys=True, default=fields_of)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fields_of(value: object) -> dict[str, Any]:
+    """The fields of a dataclass by name. Unlike `dataclasses.asdict` it copies no values."""
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _names(kind)}
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))

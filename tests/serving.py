@@ -139,3 +139,14 @@ def _details(error: grpc.aio.AioRpcError) -> list[Any]:
         if key == "grpc-status-details-bin":
             return list(status_pb2.Status.FromString(value).details)
     return []
+
+
+def varint(number: int) -> bytes:
+    """A number as protobuf encodes it."""
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + varint(rest) if rest else bytes([low])
+
+
+def part(number: int, value: bytes) -> bytes:
+    """A length-delimited field of a message."""
+    return varint(number << 3 | 2) + varint(len(value)) + value

@@ -29,6 +29,15 @@ def test_no_invariant_is_violated(seed: int) -> None:
     assert simulation.outcomes["RUN"], "the case did not occur"
 
 
+# Seeds that found a defect, with their numbers of requests.
+FOUND = {"a release overtook the claim of a cancelled refresh": (100336, 500)}
+
+
+@pytest.mark.parametrize("defect", FOUND)
+def test_a_seed_that_found_a_defect_holds(defect: str) -> None:
+    Simulation(*FOUND[defect]).run()
+
+
 def test_equal_seeds_are_equal_runs_in_any_process() -> None:
     """Guards against an order that depends on addresses or on hashes of strings."""
     digests = set()

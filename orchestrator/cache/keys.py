@@ -6,20 +6,17 @@ Pure: no calls to Redis. docs/cache.md lists the keys.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
+from json import JSONEncoder
+from operator import itemgetter
 from typing import Any
 from urllib.parse import quote
 
 from orchestrator.cache.secret import Secret
-from specrej.contracts import (
-    Algorithm,
-    GenerationRequest,
-    Selection,
-    WeightedReward,
-)
+from specrej import fingerprint
+from specrej.contracts import Algorithm, GenerationRequest, Selection
 
 PREFIX = "specrej"  # of all keys; the ACL rules in docs/cache.md contain it
 FORMAT_VERSION = 6  # of keys and values; raise it when either changes
@@ -70,16 +67,24 @@ def cache_keys(
     be computed, so that a reader of Redis cannot confirm a guessed prompt.
     """
     owner = hashed_tenant(tenant, secret)
-    made_by = (owner, generator_fingerprint, reward_fingerprint)
-    answer = _key(made_by, _hashed(request, secret))
+    # Nothing else in a key has a character that must be escaped.
+    made_by = (
+        f"{owner}:{quote(generator_fingerprint, safe='')}:{quote(reward_fingerprint, safe='')}"
+    )
+    canonical = _canonical_fields(request)
     selection, of_tenant = request.selection, tenant_key(owner)
+    search = dict(canonical["selection"])
+    if selection.algorithm is Algorithm.BEST_OF_N:
+        del search["alpha"], search["schedule"]
+    answer = _key("", made_by, {**canonical, "selection": search}, secret)
     if any(reward.normalization.kind == "batch" for reward in selection.rewards):
         return Keys(answer, tenant=of_tenant)  # such scores compare only within one request
-    base = Selection()
-    search = replace(selection, n=base.n, alpha=base.alpha, schedule=base.schedule)
-    search = replace(search, algorithm=base.algorithm, return_candidates=base.return_candidates)
-    comparable = replace(request, selection=search, sampling=replace(request.sampling, seed=0))
-    index = _key(made_by, _hashed(comparable, secret), "comparable")
+    comparable = {
+        **canonical,
+        "selection": {**search, **_ANY_SEARCH},
+        "sampling": {**canonical["sampling"], "seed": 0},
+    }
+    index = _key(":comparable", made_by, comparable, secret)
     returned, prefer_complete = selection.return_candidates, selection.prefer_complete
     return Keys(answer, index, selection.n, returned, prefer_complete, of_tenant)
 
@@ -99,45 +104,47 @@ def flight_key(answer_key: str) -> str:
     return f"{PREFIX}:flight:{answer_key.removeprefix(f'{PREFIX}:')}"
 
 
-def _key(made_by: tuple[str, ...], digest: str, *kind: str) -> str:
-    parts = (*kind, f"v{FORMAT_VERSION}", *made_by, f"a{ALGORITHM_VERSION}", digest)
-    return ":".join((PREFIX, *(quote(part, safe="") for part in parts)))
+def _key(kind: str, made_by: str, canonical: Mapping[str, Any], secret: Secret) -> str:
+    # Escaped to ASCII: NFC and NFD stay apart, and lone surrogates can be encoded.
+    digest = secret.hash("request", _encode(canonical).encode()).hex()
+    return f"{PREFIX}{kind}:v{FORMAT_VERSION}:{made_by}:a{ALGORITHM_VERSION}:{digest}"
 
 
-def _hashed(request: GenerationRequest, secret: Secret) -> str:
-    """A keyed hash of all fields that the answer depends on, new ones of the contract included."""
-    fields = asdict(request)
+def _canonical_fields(request: GenerationRequest) -> dict[str, Any]:
+    """All fields that the answer depends on, new ones of the contract included."""
+    fields: dict[str, Any] = _canonical(request)
     # Degraded answers are never stored. The generator's fingerprint identifies its model, and
     # `model` is the name of one of its adapters.
     del fields["cache"], fields["allow_degraded"]
     if not request.model:
         del fields["model"]
-    selection = fields["selection"]
-    rewards = sorted(request.selection.rewards, key=lambda reward: reward.name)
-    selection["rewards"] = [_reward_fields(reward) for reward in rewards]
-    if request.selection.algorithm is Algorithm.BEST_OF_N:
-        del selection["alpha"], selection["schedule"]
-    # Escaped to ASCII: NFC and NFD stay apart, and lone surrogates can be encoded.
-    canonical = json.dumps(_canonical(fields), sort_keys=True, separators=(",", ":"))
-    return secret.hash("request", canonical.encode()).hex()
-
-
-def _reward_fields(reward: WeightedReward) -> dict[str, object]:
-    kind = reward.normalization.kind
-    used = {name: getattr(reward.normalization, name) for name in _FIELDS_OF_KIND[kind]}
-    return {**asdict(reward), "normalization": {"kind": kind, **used}}
+    rewards: list[dict[str, Any]] = fields["selection"]["rewards"]
+    rewards.sort(key=itemgetter("name"))
+    for reward in rewards:
+        kind = reward["normalization"]["kind"]
+        used = {name: reward["normalization"][name] for name in _FIELDS_OF_KIND[kind]}
+        reward["normalization"] = {"kind": kind, **used}
+    return fields
 
 
 def _canonical(value: Any) -> Any:
-    """Enums as their values; one spelling for equal numbers (1 and 1.0, 0.0 and -0.0)."""
+    """Plain values; one spelling for equal numbers (1 and 1.0, 0.0 and -0.0)."""
     match value:
-        case dict():
-            return {name: _canonical(inner) for name, inner in value.items()}
-        case list() | tuple():
+        case str() | int() | None:
+            return value
+        case float():
+            return int(value) if value.is_integer() else value
+        case tuple():
             return [_canonical(inner) for inner in value]
         case Enum():
             return value.value
-        case float() if value.is_integer():
-            return int(value)
-        case _:
-            return value
+    return {name: _canonical(inner) for name, inner in fingerprint.fields_of(value).items()}
+
+
+_encode = JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+# What comparable requests may differ in, their seed apart.
+_ANY_SEARCH: Mapping[str, Any] = {
+    name: value
+    for name, value in _canonical(Selection()).items()
+    if name in ("n", "alpha", "schedule", "algorithm", "return_candidates")
+}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from orchestrator.cache.answers import Cache
 from orchestrator.cache.keys import flight_key
-from orchestrator.cache.redis_client import RedisClient
+from orchestrator.cache.redis_client import RedisClient, Reply
 from specrej import telemetry
 from specrej.contracts import Generation
 from specrej.errors import Cancelled, DeadlineExceeded, TooLate
@@ -233,7 +233,7 @@ class Lease:
         self._lease_s = lease_s
         self._lease_ms = max(1, round(lease_s * 1000))
         self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
-        self._is_claiming = False  # a claim was sent: it may be granted without a reply
+        self._claiming: asyncio.Task[Sequence[Reply | None]] | None = None
 
     async def land(self, stored: bool) -> None:
         """End the flight: the answer is made, and was stored for the others or not."""
@@ -245,14 +245,17 @@ class Lease:
 
     async def claim(self, read: tuple[str | int, ...]) -> object:
         """Take the lease if it is free; returns the reply to the command `read`, sent after it."""
-        self._is_claiming = True
-        claimed, reply, holder = await self._redis.pipeline(
-            "flight",
-            ("SET", self._key, self._token, "NX", "PX", self._lease_ms),
-            read,
-            ("GETRANGE", self._key, 0, _TOKEN_CHARACTERS),
+        self._claiming = asyncio.create_task(
+            self._redis.pipeline(
+                "flight",
+                ("SET", self._key, self._token, "NX", "PX", self._lease_ms),
+                read,
+                ("GETRANGE", self._key, 0, _TOKEN_CHARACTERS),
+            )
         )
-        self._is_claiming = False
+        # Cancelled, it goes on, so that its reply is known.
+        claimed, reply, holder = await asyncio.shield(self._claiming)
+        self._claiming = None
         self.held = claimed is not None and claimed.value is True
         self.is_contended = bool(claimed and holder and (self.held or _may_be_token(holder.value)))
         return reply.value if reply else None
@@ -274,19 +277,24 @@ class Lease:
         A cancellation is raised after the release: otherwise the others would wait until the lease
         expires, as they do where Redis does not allow scripts.
         """
-        if self.held or self._is_claiming:
-            self.held = self._is_claiming = False
-            left = b"" if handing_over else _NO_ANSWER
-            command = ("EVAL", _RELEASE, 1, self._key, self._token, left, _NO_ANSWER_MS)
-            releasing = asyncio.create_task(self._redis.call("release", *command))
+        if self.held or self._claiming:
+            releasing = asyncio.create_task(self._release(handing_over))
             cancelled: asyncio.CancelledError | None = None
-            while not releasing.done():  # at most until the call's timeout
+            while not releasing.done():  # at most until the calls' timeouts
                 try:
                     await asyncio.wait([releasing])
                 except asyncio.CancelledError as error:
                     cancelled = error
             if cancelled:
                 raise cancelled
+
+    async def _release(self, handing_over: bool) -> None:
+        claiming, self.held, self._claiming = self._claiming, False, None
+        left = b"" if handing_over else _NO_ANSWER
+        command = ("EVAL", _RELEASE, 1, self._key, self._token, left, _NO_ANSWER_MS)
+        await self._redis.call("release", *command)
+        if claiming and (await claiming)[0] == Reply(True):  # the release may have overtaken it
+            await self._redis.call("release", *command)
 
     async def _renew(self, flight: Flight[Generation]) -> None:
         while True:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -94,12 +94,10 @@ class RequestScorer:
             RewardInvalid: a score is missing or not finite, and there is no fallback.
             TimeoutError: the rewards took longer, and there is no fallback.
         """
-        # Not a TaskGroup: it wraps the error, which decides the status, in an ExceptionGroup.
-        tasks = [asyncio.ensure_future(checked(one, candidates)) for one in self._sessions]
-        if tasks:
+        if self._sessions:
             try:
                 async with asyncio.timeout(patience_s):
-                    parts = await asyncio.gather(*tasks)
+                    parts = await _all_checked(self._sessions, candidates)
                 return RawScores(
                     tuple(zip(*(part.values for part in parts), strict=True)),
                     sum(part.computed_tokens for part in parts),
@@ -107,11 +105,6 @@ class RequestScorer:
                 )
             except _REWARD_FAILED as error:
                 self._fall_back(error)
-            finally:
-                # If one fails, the others must end before their sessions close.
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
         likelihoods = tuple((candidate.mean_logprob,) for candidate in candidates)
         return RawScores(likelihoods, is_fallback=True)
 
@@ -121,6 +114,23 @@ class RequestScorer:
             raise error
         log.warning("a reward failed (%s): ranking by likelihood", type(error).__name__)
         self._sessions = []
+
+
+async def _all_checked(
+    sessions: Sequence[ScoringSession], candidates: Sequence[Candidate]
+) -> list[Scores]:
+    """Scores of all rewards; a single one, the usual case, needs no task of its own."""
+    if len(sessions) == 1:
+        return [await checked(sessions[0], candidates)]
+    # Not a TaskGroup: it wraps the error, which decides the status, in an ExceptionGroup.
+    tasks = [asyncio.ensure_future(checked(one, candidates)) for one in sessions]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        # If one fails, the others must end before their sessions close.
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> Scores:
@@ -140,9 +150,7 @@ async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> S
 def fingerprint_of(rewards: Sequence[WeightedReward], fingerprints: Sequence[str]) -> str:
     """Fingerprint of weighted rewards together, independent of their order."""
     pairs = zip(rewards, fingerprints, strict=True)
-    return fingerprint.of_values(
-        rewards={reward.name: [asdict(reward), own] for reward, own in pairs}
-    )
+    return fingerprint.of_values(rewards={reward.name: [reward, own] for reward, own in pairs})
 
 
 def judged(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from specrej.contracts import (
     Admitted,
@@ -35,27 +36,28 @@ class OpenRecord:
 
     def __init__(self, record: RequestRecord, arrived: float, clock: Callable[[], float]) -> None:
         self.size = 0
+        self._outcome = ""  # empty while it runs
+        self._elapsed_ms = 0.0
         self._record = record
+        self._facts: dict[str, Any] = {}  # fields of the record that are set since
         self._arrived = arrived
         self._clock = clock
         self._rounds: list[RecordedRound] = []
 
     def queued(self) -> None:
         """The request begins to wait for its turn."""
-        self._record = replace(self._record, queued_at_ms=self._now_ms())
+        self._facts["queued_at_ms"] = self._now_ms()
 
     def running(self) -> None:
         """The request begins to run."""
-        self._record = replace(self._record, running_at_ms=self._now_ms())
+        self._facts["running_at_ms"] = self._now_ms()
 
     def add(self, event: Event) -> None:
         """Record an event as it happens."""
         match event:
             case Admitted(n, prompt_tokens):
-                opened_at_ms = self._now_ms()
-                self._record = replace(
-                    self._record, n=n, prompt_tokens=prompt_tokens, opened_at_ms=opened_at_ms
-                )
+                self._facts |= {"n": n, "prompt_tokens": prompt_tokens}
+                self._facts["opened_at_ms"] = self._now_ms()
             case RoundCompleted(trace):
                 self._add_round(self._now_ms() - _duration_ms(trace), trace)
             case Finished(generation, source):
@@ -63,13 +65,19 @@ class OpenRecord:
 
     def end(self, outcome: str) -> None:
         """Record OK or the reason of an error; only the first call counts."""
-        if not self._record.outcome:
-            self._record = replace(self._record, outcome=outcome, elapsed_ms=self._now_ms())
+        if not self._outcome:
+            self._outcome, self._elapsed_ms = outcome, self._now_ms()
 
     def read(self) -> RequestRecord:
         """The record as of now."""
-        elapsed_ms = self._record.elapsed_ms if self._record.outcome else self._now_ms()
-        return replace(self._record, rounds=tuple(self._rounds), elapsed_ms=elapsed_ms)
+        elapsed_ms = self._elapsed_ms if self._outcome else self._now_ms()
+        return replace(
+            self._record,
+            rounds=tuple(self._rounds),
+            outcome=self._outcome,
+            elapsed_ms=elapsed_ms,
+            **self._facts,
+        )
 
     def _add_answer(self, generation: Generation, source: AnswerSource) -> None:
         if source is not AnswerSource.RUN and generation.rounds:
@@ -79,17 +87,16 @@ class OpenRecord:
             for trace in generation.rounds:
                 self._add_round(start_ms, trace)
                 start_ms += _duration_ms(trace)
-        self._record = replace(
-            self._record,
-            n=generation.n,
-            prompt_tokens=generation.usage.prompt_tokens,
-            source=source,
-            answer_id=generation.best.id,
-            score=generation.best.score,
-            usage=generation.usage,
-            degradations=generation.degradations,
-            hurried=generation.hurried,
-        )
+        self._facts |= {
+            "n": generation.n,
+            "prompt_tokens": generation.usage.prompt_tokens,
+            "source": source,
+            "answer_id": generation.best.id,
+            "score": generation.best.score,
+            "usage": generation.usage,
+            "degradations": generation.degradations,
+            "hurried": generation.hurried,
+        }
         self.end(OK)
 
     def _add_round(self, start_ms: float, trace: RoundTrace) -> None:

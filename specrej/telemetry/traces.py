@@ -1,12 +1,12 @@
 """Spans of calls and their steps; trace context travels in the calls' metadata.
 
-Without a collector the API's no-op tracer is used.
+Without a collector nothing is recorded, and a span costs no more than a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 from opentelemetry import propagate, trace
@@ -30,6 +30,8 @@ Attribute = str | int | float | bool | Sequence[str] | Sequence[float]
 
 _tracer = trace.get_tracer(names.NAMESPACE)
 
+_UNRECORDED = nullcontext(trace.INVALID_SPAN)
+
 # The first span opened in this context, normally that of the served call.
 _first: ContextVar[Span | None] = ContextVar("first", default=None)
 
@@ -42,14 +44,25 @@ _FAILURES = frozenset(
 )
 
 
-@contextmanager
 def span(
     name: str, attributes: Mapping[str, Attribute] | None = None, kind: SpanKind = SpanKind.INTERNAL
-) -> Iterator[Span]:
+) -> AbstractContextManager[Span]:
     """A span inside this process; an exception is recorded by its type only.
 
-    Do not `yield` from a generator inside the context: other code would run in the span.
+    Do not `yield` from a generator inside the context: other code would run in the span. Without a
+    collector the current span, which the caller may have sent, stays current.
     """
+    if isinstance(_tracer, trace.ProxyTracer) and isinstance(
+        trace.get_tracer_provider(), trace.ProxyTracerProvider
+    ):
+        return _UNRECORDED
+    return _recorded(name, attributes, kind)
+
+
+@contextmanager
+def _recorded(
+    name: str, attributes: Mapping[str, Attribute] | None, kind: SpanKind
+) -> Iterator[Span]:
     with (
         _tracer.start_as_current_span(
             name, None, kind, attributes, record_exception=False, set_status_on_exception=False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from copy import deepcopy
 from pathlib import Path
@@ -302,12 +303,14 @@ def test_images_have_the_names_that_are_built(overlay: str) -> None:
 
 
 def test_containers_are_pinned_limited_and_restricted(manifests: Manifests) -> None:
-    """Guards against floating tags, violations of Kubernetes' restricted profile, and a writable
-    root."""
+    """Guards against floating tags, foreign images without a digest, violations of Kubernetes'
+    restricted profile, and a writable root."""
     dockerfile = (DEPLOY / "images" / "Dockerfile").read_text()
     for name, container in manifests.containers():
-        image, _, tag = container["image"].partition("@")[0].rpartition(":")
+        tagged, _, digest = container["image"].partition("@")
+        image, _, tag = tagged.rpartition(":")
         assert "/" in image and tag and tag != "latest", container["image"]
+        assert "/specrej/" in image or re.fullmatch("sha256:[0-9a-f]{64}", digest), image
         for kind in ("requests", "limits"):
             assert container["resources"][kind].keys() >= {"cpu", "memory", "ephemeral-storage"}
         own, pod = container["securityContext"], manifests.pod(name)

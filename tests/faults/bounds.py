@@ -18,7 +18,7 @@ from specrej.v1 import common_pb2, generator_pb2, reward_pb2
 from tests import http2
 from tests.faults.case import Case, here
 from tests.faults.world import CALL_S, SERVICES, World, request
-from tests.serving import violations_of
+from tests.serving import part, violations_of
 
 MAX_GROWTH_MIB = 100
 
@@ -39,15 +39,6 @@ def reset_peak(process_id: int) -> None:
     Path(f"/proc/{process_id}/clear_refs").write_text("5")
 
 
-def _varint(number: int) -> bytes:
-    low, rest = number & 0x7F, number >> 7
-    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
-
-
-def _field(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
 _NUMBERS = b"\x08\x01"  # field 1, not packed
 
 
@@ -58,25 +49,25 @@ class _Parts:
     method: str
     path: str  # of the part in errors
     outer: tuple[int, ...]  # numbers of the fields that lead to the part
-    part: bytes
+    repeated: bytes
 
     @property
     def data(self) -> bytes:
-        data = self.part * 1_000_000
+        data = self.repeated * 1_000_000
         for number in reversed(self.outer):
-            data = _field(number, data)
+            data = part(number, data)
         return data
 
 
 _PARTS = (
-    _Parts(_GENERATE, "prompt.messages", (2,), _field(1, b"")),
-    _Parts(_GENERATE, "sampling.stop", (3,), _field(5, b"")),
-    _Parts(_GENERATE, "selection.rewards", (4,), _field(5, b"")),
+    _Parts(_GENERATE, "prompt.messages", (2,), part(1, b"")),
+    _Parts(_GENERATE, "sampling.stop", (3,), part(5, b"")),
+    _Parts(_GENERATE, "selection.rewards", (4,), part(5, b"")),
     _Parts(_GENERATE, "selection.schedule.tokens.decision_tokens", (4, 3, 2), _NUMBERS),
-    _Parts(_SESSION, "open.prompt.messages", (2, 1), _field(1, b"")),
+    _Parts(_SESSION, "open.prompt.messages", (2, 1), part(1, b"")),
     _Parts(_SESSION, "prune.keep", (4,), _NUMBERS),
-    _Parts(_SCORE, "responses", (), _field(3, b"")),
-    _Parts(_SCORE_SESSION, "batch.candidates", (3,), _field(1, b"")),
+    _Parts(_SCORE, "responses", (), part(3, b"")),
+    _Parts(_SCORE_SESSION, "batch.candidates", (3,), part(1, b"")),
 )
 
 
@@ -115,7 +106,7 @@ async def sized(method: str, num_bytes: int, world: World) -> list[str]:
     """A valid request, made large by a field of a later version."""
     data = _VALID[method].SerializeToString()
     num_padding = num_bytes - len(data)
-    data += _field(1000, bytes(num_padding - len(_field(1000, bytes(num_padding))) + num_padding))
+    data += part(1000, bytes(num_padding - len(part(1000, bytes(num_padding))) + num_padding))
     assert len(data) == num_bytes
     error = await _send(world, method, data)
     return [error.code().name if error else "OK"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,21 +27,15 @@ from tests.certificates import Authority, place
 from tests.faults.rogue import grpc_rogue
 from tests.reward_service.conftest import Start
 from tests.reward_service.fakes import FinishedReward, FixedReward
-from tests.reward_service.tiny import connect
+from tests.reward_service.tiny import connect, remote_worker
 from tests.serving import listening, until
 
 PROMPT = Prompt.from_user("Write it.")
 
 
-@asynccontextmanager
-async def front_of(address: str, **options: Any) -> AsyncIterator[RemoteWorker]:
+def front_of(address: str, **options: Any) -> AbstractAsyncContextManager[RemoteWorker]:
     """A worker of the default reward at `address`."""
-    worker = RemoteWorker(await connect("grpc", address=address, **options), 4)
-    try:
-        yield worker
-    finally:
-        worker.close()
-        await worker.join(1)
+    return remote_worker("grpc", address=address, **options)
 
 
 async def test_scores_are_those_of_the_other_service(start: Start) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,15 @@ from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores
 from specrej.errors import Overloaded, RewardInvalid, Unavailable
 from tests.certificates import place
 from tests.reward_service.endpoint import served
-from tests.reward_service.tiny import connect
+from tests.reward_service.tiny import connect, remote_worker
 from tests.serving import until
 
 PROMPT = Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi")))
 
 
-@asynccontextmanager
-async def worker_of(url: str, queue_limit: int = 4, **options: Any) -> AsyncIterator[RemoteWorker]:
+def worker_of(url: str, **options: Any) -> AbstractAsyncContextManager[RemoteWorker]:
     """A worker of the reward at `url`."""
-    worker = RemoteWorker(await connect("http", url=url, **options), queue_limit)
-    try:
-        yield worker
-    finally:
-        worker.close()
-        await worker.join(1)
+    return remote_worker("http", url=url, **options)
 
 
 async def score_at(url: str, *texts: str, **options: Any) -> Scores:

@@ -224,24 +224,28 @@ async def passes(reward: PiecewiseReward, count: int) -> None:
 
 @asynccontextmanager
 async def two_sessions(reward: PiecewiseReward) -> AsyncIterator[tuple[Worker, Any, Any]]:
-    worker = await Worker.start(lambda: reward)
-    assert reward.entered.acquire(timeout=10)  # the warm-up's
-    reward.passes.clear()
-    try:
-        async with worker.open(PROMPT) as one, worker.open(PROMPT) as two:
-            yield worker, one, two
-    finally:
-        for _ in range(50):
-            reward.gate.release()
-        worker.close()
+    async with started(reward) as worker:
+        assert reward.entered.acquire(timeout=10)  # the warm-up's
+        reward.passes.clear()
+        try:
+            async with worker.open(PROMPT) as one, worker.open(PROMPT) as two:
+                yield worker, one, two
+        finally:
+            reward.gate.release(50)
+
+
+async def begun(reward: PiecewiseReward, session: Any) -> asyncio.Task[Scores]:
+    """A batch of three passes of four, whose first pass the thread has entered."""
+    large = asyncio.create_task(session.score([candidate(0, "a" * 12)]))
+    assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
+    return large
 
 
 async def test_sessions_share_passes_and_a_small_batch_does_not_wait() -> None:
     """Guards a request with a few candidates against waiting for one with a thousand."""
     reward = PiecewiseReward(token_budget=4)
     async with two_sessions(reward) as (_, one, two):
-        large = asyncio.create_task(one.score([candidate(0, "a" * 12)]))
-        assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
+        large = await begun(reward, one)
         small = asyncio.create_task(two.score([candidate(0, "b"), candidate(1, "b")]))
         await asyncio.wait({small}, timeout=0)
         await passes(reward, 2)  # the large one's first, and the first shared one
@@ -258,8 +262,7 @@ async def test_cancelled_batch_under_way_gets_no_more_passes() -> None:
     """Guards against passes for calls that were cancelled."""
     reward = PiecewiseReward(token_budget=4)
     async with two_sessions(reward) as (_, one, two):
-        large = asyncio.create_task(one.score([candidate(0, "a" * 12)]))
-        assert await asyncio.to_thread(reward.entered.acquire, timeout=10)
+        large = await begun(reward, one)
         large.cancel()
         with pytest.raises(asyncio.CancelledError):
             await large
@@ -278,8 +281,7 @@ async def test_bad_batch_of_a_shared_pass_fails_alone() -> None:
     reward = PiecewiseReward(token_budget=8)
     async with two_sessions(reward) as (worker, one, two):
         worker._merge_s = 10
-        for _ in range(3):
-            reward.gate.release()
+        reward.gate.release(3)
         good = asyncio.create_task(one.score([candidate(0, "aa")]))
         bad = asyncio.create_task(two.score([candidate(0, "b!")]))
         assert (await asyncio.wait_for(good, 20)).values == (2.0,)
@@ -294,8 +296,7 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
 ) -> None:
     """Guards templates and tokenizers, which work between two passes."""
     reward, released = PiecewiseReward(), threading.Event()
-    for _ in range(9):
-        reward.gate.release()
+    reward.gate.release(9)
     async with started(reward) as worker:
         assert worker.heartbeat_s() < 1.0
         owner: Any = PieceTask if place == "scores" else reward

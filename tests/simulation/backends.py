@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grpc
 import grpc.aio
@@ -34,20 +35,16 @@ _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.
 
 
 class Node:
-    """A process that serves; also the channel to it. `life` is the number of its crashes."""
+    """A process that serves, and the channel to it. `life` is the number of its crashes."""
 
     fault = ""  # "down", "upgrade" (down, then of another version), "stall", "slow"
     num_open = 0  # sessions
 
     def __init__(self, rng: random.Random, address: str) -> None:
         self.target = Target(address, "node")
+        self.channel = mock.Mock(unary_unary=lambda *_, **__: self._health, close=mock.AsyncMock())
         self.life = self.num_upgrades = 0
         self.draw = rng.random
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "fault" and value in ("down", "upgrade"):
-            self.life, self.num_upgrades = self.life + 1, self.num_upgrades + (value == "upgrade")
 
     async def travel(self) -> None:
         """One way to the node or back, in whole milliseconds so that events coincide."""
@@ -65,20 +62,12 @@ class Node:
             result = result if is_way_back else work()
         return result
 
-    async def _health(self, request: Any) -> Any:
+    async def _health(self, _: Any) -> Any:
         try:
             return await self.call(lambda: _SERVING)
         except Unavailable:
             none, code = grpc.aio.Metadata(), grpc.StatusCode.UNAVAILABLE
             raise grpc.aio.AioRpcError(code, none, none) from None
-
-    def unary_unary(self, *_: Any, **__: Any) -> Callable[..., Any]:
-        return self._health
-
-    unary_stream = unary_unary
-
-    async def close(self) -> None:
-        """Close the channel."""
 
 
 def at_once(coroutine: Any) -> Any:

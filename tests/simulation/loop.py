@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -33,12 +34,24 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, rng: random.Random, *, shuffles: bool) -> None:
         super().__init__()
         self._shuffle = rng.shuffle if shuffles else lambda batch: None
-        self._ready: Any  # of the base class, as the timers
-        self._scheduled: list[Any]
+        self._ready: Any  # of the base class
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._numbers = count()  # of timers, in the order of their creation
         self.after_turn: Callable[[], None] = lambda: None
 
     def time(self) -> float:
         return self.now_s
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, **context: Any
+    ) -> Any:
+        """A timer; the base class compares timers in Python, and in no certain order if equal."""
+        timer = asyncio.TimerHandle(when, callback, args, self, **context)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def _asyncgen_firstiter_hook(self, agen: Any) -> None:
+        """Keep no set of all generators: none is left at the end, as no task is."""
 
     def run_in_executor(self, _: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         """Call `func` now: work in a thread takes no virtual time."""
@@ -51,12 +64,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """One turn: all callbacks that are ready at its beginning."""
-        timers = self._scheduled
-        while timers and (timers[0]._cancelled or timers[0]._when <= self.now_s or not self._ready):
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
+        timers = self._timers
+        while timers and (timers[0][0] <= self.now_s or not self._ready):
+            when_s, _, timer = heapq.heappop(timers)
             if not timer._cancelled:
-                self.now_s = max(self.now_s, timer._when)
+                self.now_s = max(self.now_s, when_s)
                 self._ready.append(timer)
         if not self._ready:
             raise Violation("every task waits and no timer runs: a wake-up was lost")

@@ -98,7 +98,7 @@ def _fleet(nodes: list[Any], version: Any) -> Fleet[Any]:
     by_target = {node.target: node for node in nodes}
     listed = mock.Mock(resolve=mock.AsyncMock(return_value=frozenset(by_target)))
     polls = PollSettings(poll_s=1.0, resolve_s=5.0, lost_s=4.0)
-    return Fleet("node", listed, lambda at: (by_target[at], by_target[at]), version, polls)
+    return Fleet("node", listed, lambda at: (by_target[at].channel, by_target[at]), version, polls)
 
 
 def _num_kept(one: Any, seen: set[int]) -> int:
@@ -210,7 +210,7 @@ class Simulation:
         for process in self._processes:
             await process.orchestrator.aclose()
         num_leases = self.redis.num_leases()
-        if num_leases and not {"redis", "link", "cancel", "deadline"} & {*self.faults}:
+        if num_leases and not {"redis", "link"} & {*self.faults}:
             raise Violation(f"{num_leases} leases were not released")
         await asyncio.sleep(_SETTLED_S)
         self._check_now()
@@ -226,8 +226,11 @@ class Simulation:
         while True:
             await asyncio.sleep(self.rng.expovariate(1.0))
             target = self.rng.choice(targets)
-            target.fault = self.rng.choice(names)
-            self._note(target.fault)
+            target.fault = fault = self.rng.choice(names)
+            if isinstance(target, backends.Node):
+                target.life += fault in ("down", "upgrade")
+                target.num_upgrades += fault == "upgrade"
+            self._note(fault)
             try:
                 await asyncio.sleep(self.rng.choice((0.01, 0.01, 0.3, 2.0, 6.0)))
             finally:
@@ -273,9 +276,13 @@ class Simulation:
         if cancels_s is not None:
             self.loop.call_later(cancels_s, cast(Any, asyncio.current_task()).cancel)
         caller: dict[str, Any] = {"tenant": tenant, "share": Share(), "time_left_s": deadline_s}
+        events: list[Any] = []
         try:
             async with asyncio.timeout(deadline_s):
-                answer = await _answer(process.orchestrator, request, caller)
+                await process.orchestrator.generate(request, events.append, **caller)
+            answer, kinds = events[-1], [type(event) for event in events]
+            if kinds.index(contracts.Finished) < len(kinds) - 1:
+                raise Violation("the answer is not the last event")
             self._check(request, tenant, answer)
             outcome = answer.source.name
             self._note(answer.generation.best.text)
@@ -322,18 +329,6 @@ class Simulation:
             value = generation.best.text, generation.best.score
             if value != (known := self._answers.setdefault(key, value)):
                 raise Violation(f"equal requests, but the answers {known} and {value}")
-
-
-async def _answer(
-    orchestrator: Any, request: contracts.GenerationRequest, caller: dict[str, Any]
-) -> Any:
-    """The only answer, which is the last event."""
-    events: list[contracts.Event] = []
-    await orchestrator.generate(request, events.append, **caller)
-    *others, answer = events
-    if not isinstance(answer, contracts.Finished) or contracts.Finished in map(type, others):
-        raise Violation("the answer is not the last event")
-    return answer
 
 
 @functools.cache

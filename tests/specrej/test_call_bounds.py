@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from specrej.security import TENANT_METADATA
 from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests import http2
-from tests.serving import failure_of, listening, reason_of, retry_info_s, serving, until
+from tests.serving import failure_of, listening, part, reason_of, retry_info_s, serving, until
 from tests.specrej.fakes import FakeOrchestrator
 
 Code = grpc.StatusCode
@@ -49,6 +49,27 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def channel(orchestrator: FakeOrchestrator) -> AsyncIterator[grpc.aio.Channel]:
     async with serving(orchestrator.service()) as opened:
         yield opened
+
+
+async def probe(channel: grpc.aio.Channel) -> None:
+    """A health check; raises unless it is answered."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+
+
+@asynccontextmanager
+async def unread(address: str, method: str, data: bytes = b"") -> AsyncIterator[None]:
+    """A connection with three calls whose replies are not read, until the server shuts it."""
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    calls = [http2.unary(stream, method, data) for stream in (1, 3, 5)]
+    writer.write(http2.PREFACE + http2.window(0) + b"".join(calls))
+    yield
+    async with asyncio.timeout(BOUND_S):
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await http2.read_frame(reader)
+    writer.close()
 
 
 def begun(channel: grpc.aio.Channel, method: str) -> Any:
@@ -127,8 +148,7 @@ async def test_calls_beyond_the_limit_are_refused(
         assert error.code() is Code.RESOURCE_EXHAUSTED
         assert retry_info_s(error) == 1.0
         assert refused == ["calls"]
-        probe: Any = health_pb2_grpc.HealthStub(second)
-        await probe.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+        await probe(second)
         orchestrator.released.set()
         await running
         await other.Generate(request, timeout=BOUND_S)
@@ -160,14 +180,6 @@ async def test_half_of_the_calls_are_left_to_other_tenants(
     assert refused == ["tenant_calls"]
 
 
-async def is_shut(reader: asyncio.StreamReader) -> None:
-    """Wait until the server has shut the connection."""
-    async with asyncio.timeout(BOUND_S):
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                await http2.read_frame(reader)
-
-
 @pytest.mark.parametrize("method", [CHECK, WATCH, REFLECTION, GENERATE])
 async def test_a_client_that_does_not_read_loses_its_connection(
     method: str,
@@ -177,22 +189,15 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Guards against streams that grpc holds for ever, until it refuses the calls of all."""
-    monkeypatch.setattr(interceptor, "_REPLY_S", 0.05)
-    monkeypatch.setattr(interceptor, "_PROBE_REPLY_S", 0.05)
-    monkeypatch.setattr(interceptor, "_STATUS_S", 0.05)
-    monkeypatch.setattr(interceptor, "_LATE_STATUS_S", 0.05)
+    for bound in ("_REPLY_S", "_PROBE_REPLY_S", "_STATUS_S", "_LATE_STATUS_S"):
+        monkeypatch.setattr(interceptor, bound, 0.05)
     monkeypatch.setattr(health, "_WRITE_S", 0.05)
     data = _LIST_SERVICES if method == REFLECTION else b""
     async with listening(orchestrator.service()) as address:
-        host, port = address.rsplit(":", 1)
-        reader, writer = await asyncio.open_connection(host, int(port))
-        calls = [http2.unary(stream, method, data) for stream in (1, 3, 5)]
-        writer.write(http2.PREFACE + http2.window(0) + b"".join(calls))
-        await is_shut(reader)
-        writer.close()
+        async with unread(address, method, data):
+            pass
         async with open_channel(address, retries=False) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
+            await probe(channel)
     assert "connection" in refused
     assert not caplog.records
 
@@ -237,16 +242,12 @@ async def test_newer_replies_displace_those_that_are_not_read(
     """Guards a probe against a flood of calls whose replies are not read."""
     monkeypatch.setattr(interceptor, "_MAX_UNREAD_PROBES", 2)
     monkeypatch.setattr(interceptor, "_PROBE_REPLY_S", BOUND_S)
-    async with listening(orchestrator.service()) as address:
-        host, port = address.rsplit(":", 1)
-        reader, writer = await asyncio.open_connection(host, int(port))
-        calls = (http2.unary(stream, CHECK) for stream in (1, 3, 5))
-        writer.write(http2.PREFACE + http2.window(0) + b"".join(calls))
-        async with open_channel(address, retries=False) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=BOUND_S)
-        await is_shut(reader)
-        writer.close()
+    async with (
+        listening(orchestrator.service()) as address,
+        unread(address, CHECK),
+        open_channel(address, retries=False) as channel,
+    ):
+        await probe(channel)
     assert set(refused) == {"displaced", "connection"}
 
 
@@ -282,9 +283,7 @@ async def test_large_messages_of_probes_are_refused(method: str, channel: grpc.a
     """Guards against parsing, for callers without a token, what no probe sends."""
     for size, code in ((4096, None), (4097, Code.INVALID_ARGUMENT)):
         call = begun(channel, method)
-        padding = size - 4
-        length = bytes([padding & 0x7F | 0x80, padding >> 7])
-        await call.write(b"\xc2\x3e" + length + bytes(padding))  # an unknown field
+        await call.write(part(1000, bytes(size - 4)))  # an unknown field
         await call.done_writing()
         if code:
             assert (await failure_of(call.read)).code() is code

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from specrej import errors, limits
 from specrej.errors import InvalidRequest
 from specrej.v1 import generator_pb2, orchestrator_pb2, reward_pb2
+from tests.serving import part
 from tests.test_fuzz import mangled, messages_of
 
 REQUESTS = [
@@ -119,16 +120,6 @@ def test_one_character_more_than_the_limit_is_refused(
 
 GENERATE = orchestrator_pb2.GenerateRequest.DESCRIPTOR
 SCORE = reward_pb2.ScoreSessionRequest.DESCRIPTOR
-
-
-def varint(number: int) -> bytes:
-    low, rest = number & 0x7F, number >> 7
-    return bytes([low | 0x80]) + varint(rest) if rest else bytes([low])
-
-
-def part(number: int, value: bytes) -> bytes:
-    """A length-delimited field."""
-    return varint(number << 3 | 2) + varint(len(value)) + value
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Bad values: each is refused at its exact path, all at once; the limits themselves pass."""
+"""Bad values: each is refused at its exact path; the limits themselves pass.
+
+tests/orchestrator/test_service_requests.py has several at once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from specrej import contracts as c
-from specrej.errors import InvalidRequest, Violation, raise_if_any
+from specrej.errors import Violation
 from specrej.limits import MAX_PROMPT_CHARACTERS
 from specrej.validation import check_request
 from tests.specrej.test_wire import REQUESTS
@@ -150,23 +153,6 @@ def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
     assert set(paths(request_)) == {path}
 
 
-def test_all_violations_at_once() -> None:
-    """Guards against errors that report one violation at a time."""
-    request = c.GenerationRequest(
-        prompt=c.Prompt(),
-        sampling=c.Sampling(0, top_k=-1, top_p=2, seed=-1, stop=("",), min_tokens=-1),
-        selection=c.Selection(n=-1, alpha=1, return_candidates=0),
-    )
-    with pytest.raises(InvalidRequest) as raised:
-        raise_if_any(list(check_request(request, CONTEXT, CAP)))
-    sampling = ("max_tokens", "min_tokens", "top_k", "top_p", "seed", "stop[0]")
-    assert [violation.field for violation in raised.value.violations] == [
-        "prompt",
-        *(f"sampling.{field}" for field in sampling),
-        *(f"selection.{field}" for field in BAD_SELECTION),
-    ]
-
-
 def test_too_many_min_tokens_name_the_range() -> None:
     """Guards against a refusal without the max_tokens of the comparison."""
     (violation,) = check_request(with_sampling(max_tokens=20, min_tokens=21), CONTEXT, CAP)
@@ -199,7 +185,6 @@ def test_too_many_min_tokens_name_the_range() -> None:
 def test_the_limits_themselves_are_good(request_: c.GenerationRequest) -> None:
     """Guards against limits that are off by one, and against refused characters."""
     assert paths(request_) == []
-    raise_if_any([])
 
 
 @given(REQUESTS)
