@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ bench: $(READY) models ## decode and scoring throughput against transformers and
 
 bench-rejection: $(READY) models ## tokens and seconds of Speculative Rejection against Best-of-N
 	@$(BIN)/python -m benchmarks.rejection
+
+bench-overlap: $(READY) models ## growth while scores are computed elsewhere, against waiting for them
+	@$(BIN)/python -m benchmarks.overlap $(ARGS)
 
 bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, memory
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
