@@ -20,9 +20,9 @@ from torch import Tensor
 
 from generator_service.admission import AdmissionQueue
 from generator_service.commands import OpenCommand, Opened, PrefixBatch
-from generator_service.prompt_tree import PromptTree, RadixNode
+from generator_service.prompt_tree import PromptTree
 from generator_service.sampling import sample
-from generator_service.session import Session
+from generator_service.session import Session, prompt_chunks
 from generator_service.steps import OnStep, Step
 from specrej.contracts import NO_FORKS, Forks, Pruned, RoundEnd, SlotGauge
 from specrej.errors import InternalError, OutOfOrder, SessionExpired, SpecrejError
@@ -229,22 +229,7 @@ class Engine:
             if self._make_room(session):
                 batch.append((session, session.decode_rows()))
                 rows += len(session.rows)
-        return batch + self._schedule_prompts()
-
-    def _schedule_prompts(self) -> Batch:
-        """Chunks of the oldest unread prompts; a node that several share is read by one of them."""
-        batch: Batch = []
-        room = self._prefill_chunk
-        being_read: set[RadixNode[PromptKV]] = set()
-        for session in self.sessions.values():
-            if session.is_reading and room:
-                node = session.unread()
-                if node.is_computed or node not in being_read:
-                    being_read.add(node)
-                    segment = session.chunk(room)
-                    batch.append((session, segment))
-                    room -= segment.num_rows
-        return batch
+        return [*batch, *prompt_chunks(self.sessions.values(), self._prefill_chunk)]
 
     def _make_room(self, session: Session) -> bool:
         """Room for one more token per row; if the share is full the round ends here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -91,6 +91,22 @@ class Session:
             wanted = min(self.until - 1, most)
             # Later rounds have fewer rows and more tokens in the same slots: all of them.
             self.suffix.reserve(wanted, slots=share if wanted == most else 0)
+
+
+def prompt_chunks(
+    sessions: Iterable[Session], room: int
+) -> Iterator[tuple[Session, PrefillSegment]]:
+    """Chunks of the first unread prompts, `room` tokens in all; a node that several share is read
+    by one of them."""
+    being_read: set[RadixNode[PromptKV]] = set()
+    for session in sessions:
+        if session.is_reading and room:
+            node = session.unread()
+            if node.is_computed or node not in being_read:
+                being_read.add(node)
+                segment = session.chunk(room)
+                yield session, segment
+                room -= segment.num_rows
 
 
 def _stores(node: RadixNode[PromptKV]) -> tuple[PromptKV, ...]:

@@ -29,7 +29,7 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.errors import InvalidRequest, NotFound, Unavailable, Violation, raise_if_any
+from specrej.errors import NotFound, Unavailable, Violation, raise_if_any
 from specrej.security import Share
 from specrej.validation import check_request
 
@@ -122,19 +122,10 @@ class Planner:
         """
         arrived = time.perf_counter()
         generator = await self._generator.get()
-        checks = check_request(request, generator.context_tokens, generator.max_candidates)
-        raise_if_any([*violations, *checks])
-        if request.model not in ("", generator.model, *generator.adapters):
-            models = ", ".join((generator.model, *generator.adapters))
-            raise NotFound(f"no such model, there is: {models}")
-        adapter = request.model if request.model in generator.adapters else ""
+        raise_if_any([*violations, *_check_against(generator, request)])
+        adapter = _adapter(request, generator)
         selection = request.selection
-        most = selection.n or _most_candidates(request, generator)
-        if selection.branching:
-            most = max(most, selection.branching.width)
-            if not generator.can_fork:
-                refused = "must be absent: the generator does not fork candidates"
-                raise InvalidRequest([Violation("selection.branching", refused)])
+        most = _most_candidates(request, generator)
         if selection.algorithm is Algorithm.BEST_OF_N:
             selection = replace(selection, alpha=0.0)
         has_no_rewards = False
@@ -249,11 +240,34 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     return grown + scored + min(selection.return_candidates, n) * values
 
 
+def _check_against(
+    generator: GeneratorDescription, request: GenerationRequest
+) -> Iterator[Violation]:
+    yield from check_request(request, generator.context_tokens, generator.max_candidates)
+    if request.selection.branching and not generator.can_fork:
+        refused = "must be absent: the generator does not fork candidates"
+        yield Violation("selection.branching", refused)
+
+
+def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str:
+    """The adapter that the request names, or an empty text.
+
+    Raises:
+        NotFound: there is no such model.
+    """
+    if request.model not in ("", generator.model, *generator.adapters):
+        models = ", ".join((generator.model, *generator.adapters))
+        raise NotFound(f"no such model, there is: {models}")
+    return request.model if request.model in generator.adapters else ""
+
+
 def _most_candidates(request: GenerationRequest, generator: GeneratorDescription) -> int:
-    """Most candidates of a request whose n is 0: all slots, each candidate at its first cut."""
+    """Most candidates of a request; n = 0: all slots, each candidate at its first cut."""
+    selection = request.selection
     # The newest token of a candidate has no slot yet.
     room = generator.slots.capacity // max(1, first_round_tokens(request) - 1)
-    return min(max(1, room), generator.auto_candidates or generator.max_candidates)
+    most = min(max(1, room), generator.auto_candidates or generator.max_candidates)
+    return max(selection.n or most, selection.branching.width if selection.branching else 0)
 
 
 def _check_batches(

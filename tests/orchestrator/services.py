@@ -88,6 +88,7 @@ class HeldGenerator:
         self.num_opened = 0
         self.salts: list[str] = []
         self.adapters: tuple[str, ...] = ()
+        self.can_fork = True
         self.opened_adapters: list[str] = []
         self.times_left_s: list[float | None] = []
         self.gates = {verb: Gate() for verb in ("describe", "open", "extend", "prune", "close")}
@@ -114,7 +115,8 @@ class HeldGenerator:
 
     async def describe(self) -> GeneratorDescription:
         await self.gates["describe"].passed()
-        return replace(await self.toy.describe(), adapters=self.adapters)
+        described = await self.toy.describe()
+        return replace(described, adapters=self.adapters, can_fork=self.can_fork)
 
     @property
     def is_idle(self) -> bool:

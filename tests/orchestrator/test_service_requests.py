@@ -146,3 +146,13 @@ async def test_an_adapter_is_named_as_the_model(cached_service: Whole) -> None:
     for model in ("support", "toy", "", "support"):
         await answer(cached_service, small_request(model=model))
     assert generator.opened_adapters == ["support", ""]
+
+
+async def test_branching_needs_a_generator_that_forks(cached_service: Whole) -> None:
+    """Guards against INTERNAL from a generator of an older version, which ignores forks."""
+    branching = {"n": 6, "branching": pb.Branching(width=4, keep=1)}
+    generation = await answer(cached_service, small_request(selection=branching))
+    assert sum(len(trace.forks) for trace in generation.rounds) > 0
+    cached_service.generator.can_fork = False
+    error = await refusal(cached_service, small_request(selection=branching | {"n": 5}))
+    assert [*violations_of(error)] == ["selection.branching"]
