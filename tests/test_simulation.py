@@ -19,7 +19,7 @@ from tests.simulation.loop import Violation
 from tests.simulation.run import Simulation
 
 NUM_REQUESTS = 200
-MAX_SEEDS = 20
+MAX_SEEDS = 100  # the rarest defect shows in one of 70
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -79,7 +79,7 @@ DEFECTS: dict[str, tuple[int, Any, str, Any]] = {
         lambda request, **rest: _keys(request, **{**rest, "tenant": ""}),
     ),
     "the leader wakes no follower": (0, Flight, "__init__", _without_wake_up),
-    "followers get the leader's deadline": (30, single_flight, "OWN_REASONS", ()),
+    "followers get the leader's deadline": (0, single_flight, "OWN_REASONS", ()),
     "degraded answers are shared": (0, service, "is_shareable", lambda _: True),
 }
 
