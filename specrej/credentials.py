@@ -16,6 +16,8 @@ from specrej.reloading_file import ReloadingFile
 
 TOKEN_VARIABLE = "SPECREJ_TOKEN"
 
+_PLAINTEXT = "a token would go to {} in plaintext: use TLS, or allow_plaintext_token"
+
 # What HTTP allows in a bearer token (RFC 6750).
 _TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
 
@@ -155,12 +157,20 @@ def check_credentials(address: str, given: Credentials) -> None:
     files = tls_files(given)
     if files:
         files.read()
-    if not watch_token(given):
-        return
-    if not (files or is_local(address) or given.get("allow_plaintext_token")):
-        raise ValueError(
-            f"a token would go to {address} in plaintext: use TLS, or allow_plaintext_token"
-        )
+    if watch_token(given) and not may_send_token(address, given):
+        raise ValueError(_PLAINTEXT.format(address))
+
+
+def check_token(token: str, address: str, given: Credentials) -> None:
+    """Raises ValueError if a call's own token is malformed, or may not be sent to `address`."""
+    _checked_token(token, "the token")
+    if not may_send_token(address, given):
+        raise ValueError(_PLAINTEXT.format(address))
+
+
+def may_send_token(address: str, given: Credentials) -> bool:
+    """Whether no other machine can read a token on its way to `address`, or that is allowed."""
+    return bool(tls_files(given) or is_local(address) or given.get("allow_plaintext_token"))
 
 
 def is_local(address: str) -> bool:
