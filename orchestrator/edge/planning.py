@@ -126,7 +126,7 @@ class Planner:
         raise_if_any([*violations, *checks])
         if request.model not in ("", generator.model, *generator.adapters):
             models = ", ".join((generator.model, *generator.adapters))
-            raise NotFound(f"no such model, there is: {models}")
+            raise NotFound(f"no such model, there is: {models}", metadata={"field": "model"})
         adapter = request.model if request.model in generator.adapters else ""
         selection = request.selection
         most = selection.n or _most_candidates(request, generator)
@@ -214,7 +214,8 @@ class Planner:
             return
         of_composite = f"reward {name} of composite {requested}"
         what = of_composite if requested in self._composites else "such reward"
-        raise NotFound(f"no {what}, there are: {', '.join(self._names(served))}")
+        available = ", ".join(self._names(served))
+        raise NotFound(f"no {what}, there are: {available}", metadata={"field": _REWARDS_PATH})
 
     def _names(self, served: Iterable[str]) -> list[str]:
         return list(dict.fromkeys((*served, *self._composites, LIKELIHOOD)))
