@@ -7,146 +7,118 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specrej import wire
-from specrej.contracts import Finished, Generation, RankedCandidate, RoundCompleted
+from specrej.contracts import Generation, RankedCandidate, RoundCompleted
 from specrej.errors import InvalidRequest, Violation
 
 JSON = dict[str, Any]
 
 
 class Answer:
-    """The answer to one request; `chat`: of /v1/chat/completions, else of /v1/completions."""
+    """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions."""
 
-    def __init__(self, model: str, num_choices: int, *, chat: bool, logprobs: bool) -> None:
+    def __init__(self, model: str, num_choices: int, *, is_chat: bool, logprobs: bool) -> None:
         self._model = model
         self._num_choices = num_choices
-        self._chat = chat
+        self._is_chat = is_chat
         self._logprobs = logprobs
         self._created = int(time.time())
-        self.request_id = ""
 
     def whole(self, generation: Generation) -> JSON:
         """The body of a request that does not stream.
 
         Raises:
-            InvalidRequest: fewer candidates than choices ended by themselves or at max_tokens.
+            InvalidRequest: fewer candidates are complete than choices were requested.
         """
-        choices = [
-            {
-                "index": index,
-                **self._text(candidate.text, whole=True),
-                "finish_reason": candidate.finish.value,
-                "logprobs": self._logprobs_of(candidate),
-            }
-            for index, candidate in enumerate(self._chosen(generation))
-        ]
-        return {
-            **self._head(generation.request_id, "" if self._chat else "text_completion"),
-            "choices": choices,
-            "usage": _usage(self._chosen(generation), generation),
-            "system_fingerprint": generation.generator_fingerprint,
-            "specrej": about(generation),
-        }
-
-    def opening(self) -> Iterator[JSON]:
-        """The first chunk of each choice: its role."""
-        if self._chat:
-            delta = {"role": "assistant", "content": "", "refusal": None}
-            for index in range(self._num_choices):
-                yield self._chunk([{"index": index, "delta": delta, "finish_reason": None}])
-
-    def round(self, event: RoundCompleted, style: str) -> JSON:
-        """A round, as an extension of a chunk or as a line of reasoning."""
-        trace = event.trace
-        if style == "reasoning" and self._chat:
-            line = (
-                f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of "
-                f"{trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
-            )
-            delta = {"reasoning_content": line}
-            return self._chunk([{"index": 0, "delta": delta, "finish_reason": None}])
-        return {**self._chunk([]), "specrej": wire.to_plain(event)}
-
-    def closing(self, event: Finished, *, include_usage: bool) -> Iterator[JSON]:
-        """The text of each choice, its end, and the usage if asked for."""
-        generation = event.generation
+        choices = []
         for index, candidate in enumerate(self._chosen(generation)):
-            text = {**self._text(candidate.text, whole=False), "index": index}
-            logprobs = self._logprobs_of(candidate)
-            yield self._chunk([{**text, "finish_reason": None, "logprobs": logprobs}])
-            end = {**self._text("", whole=False), **({"delta": {}} if self._chat else {})}
-            yield self._chunk([{**end, "index": index, "finish_reason": candidate.finish.value}])
+            message = {"role": "assistant", "content": candidate.text, "refusal": None}
+            text = {"message": message} if self._is_chat else {"text": candidate.text}
+            choices.append({"index": index, **text, **self._end(candidate)})
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        body = self._object(kind, generation.request_id, choices)
+        return body | self._about(generation)
+
+    def opening(self, request_id: str) -> Iterator[JSON]:
+        """The first chunk of each choice, with its role."""
+        for index in range(self._num_choices if self._is_chat else 0):
+            yield self._delta(request_id, index, {"role": "assistant", "content": ""})
+
+    def round(self, request_id: str, event: RoundCompleted, style: str) -> JSON:
+        """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
+        if style == "rounds" or not self._is_chat:
+            return self._chunk(request_id, []) | {"specrej": wire.to_plain(event)}
+        trace = event.trace
+        line = (
+            f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of"
+            f" {trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
+        )
+        return self._delta(request_id, 0, {"reasoning_content": line})
+
+    def closing(
+        self, request_id: str, generation: Generation, *, include_usage: bool
+    ) -> Iterator[JSON]:
+        """The text of each choice and its end, and the usage if that is requested."""
+        for index, candidate in enumerate(self._chosen(generation)):
+            end = self._end(candidate)
+            yield self._delta(request_id, index, {"content": candidate.text}, end.pop("logprobs"))
+            last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
+            yield self._chunk(request_id, [{"index": index, **last, **end, "logprobs": None}])
         if include_usage:
-            chunk = self._chunk([])
-            chunk["usage"] = _usage(self._chosen(generation), generation)
-            chunk["specrej"] = about(generation)
-            yield chunk
+            yield self._chunk(request_id, []) | self._about(generation)
 
     def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
         found = len(generation.candidates)
         if found < self._num_choices:
             text = (
-                f"only {found} of {self._num_choices} choices were completed, the other candidates"
-                " were rejected: lower specrej.alpha, or specrej.algorithm best-of-n"
+                f"{self._num_choices} choices were requested and {found} candidates completed,"
+                " the others were rejected: lower specrej.alpha, or use best-of-n"
             )
             raise InvalidRequest([Violation("n", text)])
         return generation.candidates[: self._num_choices]
 
-    def _head(self, request_id: str, kind: str) -> JSON:
-        prefix = "chatcmpl" if self._chat else "cmpl"
-        return {
-            "id": f"{prefix}-{request_id or self.request_id}",
-            "object": kind or "chat.completion",
-            "created": self._created,
-            "model": self._model,
-        }
+    def _object(self, kind: str, request_id: str, choices: list[JSON]) -> JSON:
+        prefix = "chatcmpl" if self._is_chat else "cmpl"
+        about = {"id": f"{prefix}-{request_id}", "object": kind, "created": self._created}
+        return {**about, "model": self._model, "choices": choices}
 
-    def _chunk(self, choices: list[JSON]) -> JSON:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return {**self._head("", kind), "choices": choices}
+    def _chunk(self, request_id: str, choices: list[JSON]) -> JSON:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return self._object(kind, request_id, choices)
 
-    def _text(self, text: str, *, whole: bool) -> JSON:
-        if not self._chat:
-            return {"text": text}
-        if whole:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"delta": {"content": text}}
+    def _delta(
+        self, request_id: str, index: int, delta: JSON, logprobs: JSON | None = None
+    ) -> JSON:
+        text = {"delta": delta} if self._is_chat else {"text": delta["content"]}
+        choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
+        return self._chunk(request_id, [choice])
 
-    def _logprobs_of(self, candidate: RankedCandidate) -> JSON | None:
-        """Log-probabilities; a token is named by its id, as the core returns no token texts."""
-        if not self._logprobs:
-            return None
+    def _end(self, candidate: RankedCandidate) -> JSON:
+        """A token is named by its id: the core returns no texts of tokens."""
+        end: JSON = {"finish_reason": candidate.finish.value, "logprobs": None}
         tokens = [f"token_id:{token}" for token in candidate.token_ids]
-        if not self._chat:
-            values = list(candidate.logprobs)
-            return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None}
-        content: list[JSON] = [
-            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(tokens, candidate.logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        if self._logprobs and self._is_chat:
+            pairs = zip(tokens, candidate.logprobs, strict=True)
+            rest: JSON = {"bytes": None, "top_logprobs": []}
+            content = [{"token": token, "logprob": value, **rest} for token, value in pairs]
+            end["logprobs"] = {"content": content, "refusal": None}
+        elif self._logprobs:
+            end["logprobs"] = {"tokens": tokens, "token_logprobs": list(candidate.logprobs)}
+        return end
 
-
-def _usage(chosen: Sequence[RankedCandidate], generation: Generation) -> JSON:
-    """Tokens of the returned choices; those of all candidates are in `specrej`."""
-    prompt, completion = generation.usage.prompt_tokens, sum(c.num_tokens for c in chosen)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-def about(generation: Generation) -> JSON:
-    """What OpenAI's objects have no field for."""
-    return {
-        "request_id": generation.request_id,
-        "n": generation.n,
-        "scores": [candidate.score for candidate in generation.candidates],
-        "generated_tokens": generation.usage.generated_tokens,
-        "best_of_n_tokens_estimate": generation.usage.best_of_n_tokens_estimate,
-        "cached": generation.cached,
-        "degraded": generation.degraded,
-        "degradations": [degradation.value for degradation in generation.degradations],
-        "hurried": generation.hurried,
-        "reduced": generation.reduced,
-    }
+    def _about(self, generation: Generation) -> JSON:
+        """The usage of the returned choices, and what OpenAI's objects have no field for."""
+        prompt = generation.usage.prompt_tokens
+        completion = sum(candidate.num_tokens for candidate in self._chosen(generation))
+        plain = wire.to_plain(generation)
+        omitted = ("text", "score", "finish_reason", "candidates", "rounds")
+        rest = {name: value for name, value in plain.items() if name not in omitted}
+        scores = [candidate.score for candidate in self._chosen(generation)]
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+            "system_fingerprint": generation.generator_fingerprint,
+            "specrej": {**rest, "scores": scores},
+        }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from importlib.metadata import version
 
+from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -15,8 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway import openapi
-from gateway.answers import Answer
+from gateway.answers import JSON, Answer
 from gateway.calls import Call, call_of, parsed
 from gateway.errors import HTTPError, response_of
 from gateway.mapping import ChatRequest, CompletionRequest, Request
@@ -31,13 +31,11 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
-_EMBEDDINGS = (
-    "there are no embeddings here: `specrej score` and the reward service's Score compare texts"
-)
+_CLIENT_LEFT = 499  # nginx's number
 
 
 class Gateway:
-    """The handlers; `client` is connected to the orchestrator."""
+    """The handlers; `client` is that of the orchestrator, `exposition` returns the metrics."""
 
     def __init__(
         self, settings: GatewaySettings, client: Client, exposition: Callable[[], bytes] = bytes
@@ -50,164 +48,193 @@ class Gateway:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        routes = [
-            _route("POST", "/v1/chat/completions", self.chat),
-            _route("POST", "/v1/completions", self.complete),
-            _route("POST", "/v1/specrej/stream", self.stream),
-            _route("GET", "/v1/specrej/records/{id}", self.record),
-            _route("GET", "/v1/models", self.models),
-            _route("GET", "/v1/models/{id:path}", self.model),
-            _route("POST", "/v1/embeddings", _refuse_embeddings),
-            _route("GET", "/healthz", _health),
-            _route("GET", "/readyz", self.readiness),
-            _route("GET", "/openapi.json", _document),
-            Route("/{path:path}", Endpoint(_nowhere, "unknown")),
-        ]
+        handlers: dict[str, Handler] = {
+            "POST /v1/chat/completions": self.chat,
+            "POST /v1/completions": self.complete,
+            "POST /v1/embeddings": self.embed,
+            "GET /v1/models": self.models,
+            "GET /v1/models/{id:path}": self.model,
+            "POST /v1/specrej/stream": self.stream,
+            "GET /v1/specrej/records/{id}": self.record,
+            "GET /healthz": self.health,
+            "GET /readyz": self.readiness,
+            "GET /openapi.json": self.document,
+        }
         if self._settings.serves_metrics:
-            routes.insert(0, _route("GET", "/metrics", self.metrics))
+            handlers["GET /metrics"] = self.metrics
+        self._handlers = handlers
+        routes = [
+            Route(path, Endpoint(handler, path), methods=[method])
+            for (method, path), handler in ((key.split(), handlers[key]) for key in handlers)
+        ]
+        unknown = Route("/{path:path}", Endpoint(self.nowhere, "unknown"))
         origins = [origin for origin in self._settings.cors_origins.split(",") if origin]
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
-        return Starlette(routes=routes, middleware=[cors] if origins else [])
+        cors = Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",))
+        return Starlette(routes=[*routes, unknown], middleware=[cors] if origins else [])
 
     async def chat(self, request: HTTPRequest) -> Response:
-        """POST /v1/chat/completions."""
+        """Answer a conversation."""
         return await self._complete(request, ChatRequest)
 
     async def complete(self, request: HTTPRequest) -> Response:
-        """POST /v1/completions."""
+        """Continue a raw text."""
         return await self._complete(request, CompletionRequest)
 
-    async def _complete(self, request: HTTPRequest, kind: type[Request]) -> Response:
-        token = self._token(request)
-        asked = parsed(kind, await self._bodies.read(request))
-        call = call_of(asked, self._settings.presets)
+    async def stream(self, request: HTTPRequest) -> Response:
+        """Answer a conversation with every event of the core."""
+        return await self._complete(request, ChatRequest, is_raw=True)
+
+    async def _complete(
+        self, http: HTTPRequest, kind: type[Request], *, is_raw: bool = False
+    ) -> Response:
+        token = self._token(http)
+        request = parsed(kind, await self._bodies.read(http))
+        call = call_of(request, self._settings.presets)
+        logprobs = call.options.get("logprobs", False)
         answer = Answer(
-            asked.model,
-            call.num_choices,
-            chat=kind is ChatRequest,
-            logprobs=bool(call.options.get("logprobs")),
+            request.model, call.num_choices, is_chat=kind is ChatRequest, logprobs=logprobs
         )
         try:
-            if asked.stream:
-                events = await self._events(request, call, token)
-                return openai_stream(events, answer, asked, call)
+            if is_raw:
+                return raw_stream(await self._events(http, call, token), call)
+            if request.stream:
+                events = await self._events(http, call, token)
+                return openai_stream(events, answer, request, call)
+            timeout_s = self._timeout_s(call)
             generating = self._client.generate(
-                call.prompt, timeout_s=self._timeout_s(call), token=token, **call.options
+                call.prompt, timeout_s=timeout_s, token=token, **call.options
             )
-            generation = await until_disconnected(request.receive, generating)
+            generation = await until_disconnected(http.receive, generating)
             telemetry.note(id=generation.request_id, n=generation.n)
             headers = {"x-request-id": generation.request_id}
             return JSONResponse(answer.whole(generation), headers=headers)
         except SpecrejError as error:
             return response_of(error, call.name_of)
 
-    async def stream(self, request: HTTPRequest) -> Response:
-        """POST /v1/specrej/stream: a chat request, answered with every event."""
-        token = self._token(request)
-        asked = parsed(ChatRequest, await self._bodies.read(request))
-        call = call_of(asked, self._settings.presets)
-        try:
-            events = await self._events(request, call, token)
-        except SpecrejError as error:
-            return response_of(error, call.name_of)
-        return raw_stream(events, call)
-
-    async def _events(self, request: HTTPRequest, call: Call, token: str) -> Events:
+    async def _events(self, http: HTTPRequest, call: Call, token: str) -> Events:
         """The events of a call that has begun, or is still silent after `keep_alive_s`.
 
         Raises:
-            SpecrejError: it ended before its first event.
+            SpecrejError: it failed before its first event.
             Disconnected: the client left.
         """
-        stream = self._client.stream(
-            call.prompt, timeout_s=self._timeout_s(call), token=token, **call.options
-        )
+        timeout_s = self._timeout_s(call)
+        stream = self._client.stream(call.prompt, timeout_s=timeout_s, token=token, **call.options)
         events = Events(stream, self._settings.keep_alive_s)
         try:
-            await until_disconnected(request.receive, events.begin())
+            await until_disconnected(http.receive, events.peek())
         except BaseException:
             await events.aclose()
             raise
         return events
 
-    async def record(self, request: HTTPRequest) -> Response:
-        """GET /v1/specrej/records/{id}; the id may have the prefix of an answer's."""
-        name = request.path_params["id"].rpartition("-")[2]
-        record = await self._client.record(name, token=self._token(request))
-        return JSONResponse(wire.to_plain(record))
-
-    async def models(self, request: HTTPRequest) -> Response:
-        """GET /v1/models: the model, its adapters, and each with every preset."""
-        return JSONResponse({"object": "list", "data": await self._models(request)})
-
-    async def model(self, request: HTTPRequest) -> Response:
-        """GET /v1/models/{id}."""
-        for item in await self._models(request):
-            if item["id"] == request.path_params["id"]:
-                return JSONResponse(item)
-        raise HTTPError(404, "no such model: see /v1/models", code="model_not_found")
-
-    async def _models(self, request: HTTPRequest) -> list[dict[str, Any]]:
-        described = (await self._client.describe(token=self._token(request))).generator
-        names = (described.model, *described.adapters)
-        presets = ("", *(f":{preset}" for preset in self._settings.presets))
-        return [
-            {"id": f"{name}{preset}", "object": "model", "created": 0, "owned_by": "specrej"}
-            for name in names
-            for preset in presets
-        ]
-
-    async def readiness(self, request: HTTPRequest) -> Response:
-        """GET /readyz: whether the orchestrator serves and this process does not drain."""
-        if self.is_ready:
-            return PlainTextResponse("ready\n")
-        return PlainTextResponse("not ready\n", 503)
-
-    async def metrics(self, request: HTTPRequest) -> Response:
-        """GET /metrics, for Prometheus."""
-        return Response(self._exposition(), media_type="text/plain; version=0.0.4")
-
     def _timeout_s(self, call: Call) -> float:
         return min(call.timeout_s or self._settings.deadline_s, self._settings.deadline_s)
 
-    def _token(self, request: HTTPRequest) -> str:
+    def _token(self, http: HTTPRequest) -> str:
         """The bearer token to forward, or none.
 
         Raises:
             Unauthenticated: there is none, and there must be one.
         """
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        scheme, _, token = http.headers.get("authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else ""
         if not token and not self._settings.serves_anonymous:
             raise Unauthenticated("a token is needed: Authorization: Bearer TOKEN")
         return token if self._settings.forwards_tokens else ""
 
+    async def record(self, http: HTTPRequest) -> Response:
+        """The record of a request, by its id or that of its answer."""
+        request_id = http.path_params["id"].rpartition("-")[2]
+        record = await self._client.record(request_id, token=self._token(http))
+        return JSONResponse(wire.to_plain(record))
+
+    async def models(self, http: HTTPRequest) -> Response:
+        """The model and its adapters, each alone and with every preset."""
+        return JSONResponse({"object": "list", "data": await self._models(http)})
+
+    async def model(self, http: HTTPRequest) -> Response:
+        """One of the models."""
+        for item in await self._models(http):
+            if item["id"] == http.path_params["id"]:
+                return JSONResponse(item)
+        raise HTTPError(404, "no such model: /v1/models lists them", "model_not_found")
+
+    async def _models(self, http: HTTPRequest) -> list[JSON]:
+        described = await self._client.describe(token=self._token(http))
+        names = (described.generator.model, *described.generator.adapters)
+        suffixes = ("", *(f":{preset}" for preset in self._settings.presets))
+        common = {"object": "model", "created": 0, "owned_by": "specrej"}
+        return [{"id": name + suffix, **common} for name in names for suffix in suffixes]
+
+    async def embed(self, http: HTTPRequest) -> Response:
+        """No embeddings: an error that names what scores texts."""
+        text = "there are no embeddings: the reward service's Score and `specrej score` rate texts"
+        raise HTTPError(400, text, "not_supported")
+
+    async def health(self, http: HTTPRequest) -> Response:
+        """Whether the process runs."""
+        return PlainTextResponse("ok\n")
+
+    async def readiness(self, http: HTTPRequest) -> Response:
+        """Whether the orchestrator serves and this process does not end."""
+        return PlainTextResponse("ready\n") if self.is_ready else PlainTextResponse("no\n", 503)
+
+    async def metrics(self, http: HTTPRequest) -> Response:
+        """Metrics for Prometheus."""
+        return Response(self._exposition(), media_type="text/plain; version=0.0.4")
+
+    async def nowhere(self, http: HTTPRequest) -> Response:
+        raise HTTPError(404, "no such route: /openapi.json lists them", "not_found")
+
+    async def document(self, http: HTTPRequest) -> Response:
+        """This document."""
+        models = (ChatRequest, CompletionRequest)
+        template = "#/components/schemas/{model}"
+        _, schemas = models_json_schema(
+            [(model, "validation") for model in models], ref_template=template
+        )
+        bodies = dict(zip((self.chat, self.stream, self.complete), (0, 0, 1), strict=True))
+        paths: dict[str, JSON] = {}
+        for key, handler in self._handlers.items():
+            method, path = key.lower().split()
+            failure = {"description": "an error: error.message, error.param, error.code"}
+            success = {"description": "server-sent events, or JSON"}
+            operation: JSON = {
+                "summary": handler.__doc__,
+                "responses": {"200": success, "default": failure},
+            }
+            if handler in bodies:
+                schema = {"$ref": template.format(model=models[bodies[handler]].__name__)}
+                operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+            paths[path.replace(":path", "")] = {method: operation}
+        about = {"title": "specrej gateway", "version": version("specrej")}
+        token = {"token": {"type": "http", "scheme": "bearer"}}
+        components = {"schemas": schemas["$defs"], "securitySchemes": token}
+        rest = {"components": components, "security": [{"token": []}, {}]}
+        return JSONResponse({"openapi": "3.1.0", "info": about, "paths": paths, **rest})
+
 
 class Endpoint:
-    """A handler as an ASGI application, with telemetry, until its client disconnects."""
+    """A handler as an ASGI application with telemetry; what it raises becomes a response."""
 
     def __init__(self, handler: Handler, route: str) -> None:
         self._handler = handler
         self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = HTTPRequest(scope, receive)
-        with telemetry.served_http(scope["method"], self._route, request.headers.items()) as call:
+        http = HTTPRequest(scope, receive)
+        with telemetry.served_http(scope["method"], self._route, http.headers.items()) as call:
             try:
-                response = await self._respond(request)
+                response = await self._respond(http)
                 call.status = response.status_code
                 await response(scope, receive, send)
             except Disconnected:
-                call.status = 499  # nginx's number: the client closed the request
+                call.status = _CLIENT_LEFT
 
-    async def _respond(self, request: HTTPRequest) -> Response:
+    async def _respond(self, http: HTTPRequest) -> Response:
         try:
-            return await self._handler(request)
+            return await self._handler(http)
         except Disconnected:
             raise
         except SpecrejError as error:
@@ -216,23 +243,3 @@ class Endpoint:
             error_id = uuid.uuid4().hex
             log.error("bug in %s (error %s)", self._route, error_id, exc_info=error)
             return response_of(InternalError(f"internal error {error_id}"))
-
-
-def _route(method: str, path: str, handler: Handler) -> Route:
-    return Route(path, Endpoint(handler, path), methods=[method])
-
-
-async def _health(request: HTTPRequest) -> Response:
-    return PlainTextResponse("ok\n")
-
-
-async def _document(request: HTTPRequest) -> Response:
-    return JSONResponse(openapi.document())
-
-
-async def _refuse_embeddings(request: HTTPRequest) -> Response:
-    raise HTTPError(400, _EMBEDDINGS, code="not_supported")
-
-
-async def _nowhere(request: HTTPRequest) -> Response:
-    raise HTTPError(404, "no such route: see /openapi.json", code="not_found")

@@ -1,11 +1,9 @@
-"""One connection: uvicorn's HTTP/1.1 within bounds on silence, unread replies and number."""
+"""One connection: uvicorn's HTTP/1.1, with bounds on silence, unread replies and number."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.config import Config
@@ -13,45 +11,32 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from gateway.errors import HTTPError, body_of
-from specrej import telemetry
+from gateway.settings import GatewaySettings
+from specrej.telemetry import metrics, names
 
-_WRITE_BUFFER_BYTES = 32768
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Seconds that a client may be silent or not read; connections; certificate names."""
-
-    header_s: float
-    unread_s: float
-    max_connections: int
-    allowed_names: Collection[str] = ()
+_UNREAD_BYTES = 32768
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 without pipelining: a request in front of an unfinished answer ends the connection.
+    """A connection without pipelining: a request in front of an unfinished answer ends it.
 
-    A connection has one timer, which ends it: while its headers are awaited, and while its reply
-    is not read.
+    Its one timer ends it while headers are awaited, and while a reply is not read.
     """
 
-    def __init__(
-        self, config: Config, state: ServerState, bounds: Bounds, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        super().__init__(config, state, {}, loop)
-        self._bounds = bounds
+    def __init__(self, config: Config, state: ServerState, settings: GatewaySettings) -> None:
+        super().__init__(config, state, {})
+        self._settings = settings
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
-        self._end_after(self._bounds.header_s)
-        if len(self.connections) > self._bounds.max_connections:
-            text = "too many connections"
-            self._refuse(HTTPError(503, text, code="overloaded", retry_after_s=1))
-        elif not self._is_allowed(transport.get_extra_info("peercert")):
-            text = "the certificate has none of the allowed names"
-            self._refuse(HTTPError(403, text, code="permission_denied"))
+        transport.set_write_buffer_limits(_UNREAD_BYTES)
+        self._end_after(self._settings.header_s)
+        allowed, certificate = self._settings.allowed_names, transport.get_extra_info("peercert")
+        if len(self.connections) > self._settings.max_connections:
+            self._refuse(503, "too many connections", "overloaded")
+        elif allowed and not {name for _, name in certificate["subjectAltName"]} & {*allowed}:
+            self._refuse(403, "the certificate has none of the allowed names", "permission_denied")
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -62,8 +47,8 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self._is_answering:
             self._cancel_timer()
-        elif self._timer is None and not self.transport.is_closing():
-            self._end_after(self._bounds.header_s)
+        elif not self._timer:
+            self._end_after(self._settings.header_s)
 
     @property
     def _is_answering(self) -> bool:
@@ -71,7 +56,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._end_after(self._bounds.unread_s)
+        self._end_after(self._settings.unread_s)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -79,39 +64,32 @@ class Connection(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._end_after(self._bounds.unread_s)  # closing waits for the reader of what is left
+        self._end_after(self._settings.unread_s)  # closing waits for the reader of what is left
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or has too long headers."""
-        self._refuse(HTTPError(400, msg, code="invalid_http"))
+        """Answer what is not HTTP, or has too long headers."""
+        self._refuse(400, msg, "invalid_http")
 
-    def _refuse(self, error: HTTPError) -> None:
-        status, body = body_of(error)
-        text = json.dumps(body).encode()
-        retry = f"retry-after: {error.retry_after_s:.0f}\r\n" if error.retry_after_s else ""
-        head = (
-            f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\n{retry}"
-            f"content-length: {len(text)}\r\nconnection: close\r\n\r\n"
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        metrics.add(names.HTTP_REFUSED, 1, reason=code)
+        body = json.dumps(body_of(HTTPError(status, message, code))[1])
+        self.transport.write(
+            f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode()
         )
-        telemetry.metrics.add(telemetry.names.HTTP_REFUSED, 1, reason=error.code)
-        self.transport.write(head.encode() + text)
         self.transport.close()
-        self._end_after(self._bounds.header_s)
-
-    def _is_allowed(self, certificate: Any) -> bool:
-        names = {name for _, name in (certificate or {}).get("subjectAltName", ())}
-        return not self._bounds.allowed_names or not names.isdisjoint(self._bounds.allowed_names)
+        self._end_after(self._settings.header_s)
 
     def _end_after(self, seconds: float) -> None:
         self._cancel_timer()
         self._timer = self.loop.call_later(seconds, self._end, "late")
 
     def _end(self, reason: str) -> None:
-        telemetry.metrics.add(telemetry.names.HTTP_REFUSED, 1, reason=reason)
+        metrics.add(names.HTTP_REFUSED, 1, reason=reason)
         self.transport.abort()
 
     def _cancel_timer(self) -> None:

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse
 from specrej import errors
 
 
-class HTTPError(errors.RetryableError):
-    """A failure of HTTP itself or of the gateway; clients may repeat it if it has a delay."""
+class HTTPError(errors.SpecrejError):
+    """A failure of HTTP or of the gateway itself; it may be repeated after `retry_after_s`."""
 
     def __init__(
-        self, status: int, message: str, *, code: str, retry_after_s: float | None = None
+        self, status: int, message: str, code: str, *, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -23,7 +23,7 @@ class HTTPError(errors.RetryableError):
         self.retry_after_s = retry_after_s
 
 
-# Status, OpenAI's type, and its code where that is not the error's own reason.
+# Status, OpenAI's type and code.
 _ANSWERS: dict[type[errors.SpecrejError], tuple[int, str, str]] = {
     errors.InvalidRequest: (400, "invalid_request_error", "invalid_value"),
     errors.SlotsExceeded: (400, "invalid_request_error", "slots_exceeded"),
@@ -40,19 +40,17 @@ _BUG = (500, "server_error", "internal_error")
 def body_of(
     error: errors.SpecrejError, name_of: Callable[[str], str] = str
 ) -> tuple[int, dict[str, Any]]:
-    """The status and OpenAI's body; `name_of`: the caller's name of a path of the core."""
+    """The status and OpenAI's body; `name_of` returns the caller's field for a path."""
+    status, kind, code = _ANSWERS.get(type(error), _BUG)
+    message, path = error.message, error.metadata.get("field")
     if isinstance(error, HTTPError):
         status, kind, code = error.status, "invalid_request_error", error.code
-    else:
-        status, kind, code = _ANSWERS.get(type(error), _BUG)
-    message, param = error.message, error.metadata.get("field")
-    if isinstance(error, errors.InvalidRequest):
-        named = [(name_of(item.field), item.description) for item in error.violations]
-        message = "; ".join(f"{name}: {description}" for name, description in named)
-        param = error.violations[0].field if named else None
-    if param == "model" and code == "not_found":
+    elif isinstance(error, errors.InvalidRequest):
+        named = [f"{name_of(item.field)}: {item.description}" for item in error.violations]
+        message, path = "; ".join(named), error.violations[0].field
+    elif path == "model":
         code = "model_not_found"
-    param = name_of(param) if param else None
+    param = name_of(path) if path else None
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -63,7 +61,7 @@ def response_of(error: errors.SpecrejError, name_of: Callable[[str], str] = str)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
-    # The core has tried again already; a client would repeat a large N.
+    # The client of the core has tried these again; another layer would repeat a large N.
     if status in (500, 504) or isinstance(error, errors.Unavailable):
         headers["x-should-retry"] = "false"
     if status in (408, 413):  # the rest of the body is not read

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,8 +13,8 @@ from gateway.errors import HTTPError
 
 T = TypeVar("T")
 
-# Bytes of all bodies that are being read at the same time, in multiples of the largest one.
-_BODIES = 32
+# All bodies that are being read have together at most this many times the bytes of one.
+_BODIES = 16
 
 
 class Disconnected(Exception):
@@ -23,23 +22,20 @@ class Disconnected(Exception):
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled when the client disconnects.
-
-    The request's body must have been read.
+    """The result of the work, which is cancelled when the client leaves; the body was read before.
 
     Raises:
-        Disconnected: the client left first.
+        Disconnected: the client left.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnection(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise Disconnected
     finally:
-        for task in (working, leaving):
-            task.cancel()
+        working.cancel()
+        leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
@@ -49,55 +45,41 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class Bodies:
-    """Reads bodies of at most `max_bytes`, each within `seconds`, and bounds all of them."""
+    """Reads bodies of at most `max_bytes`, each within `seconds`."""
 
     def __init__(self, max_bytes: int, seconds: float) -> None:
         self._max_bytes = max_bytes
         self._seconds = seconds
-        self._num_bytes = 0
+        self._num_bytes = 0  # of all that are being read
 
     async def read(self, request: Request) -> bytes:
         """The body.
 
         Raises:
-            HTTPError: it is too long, late, or no JSON by its type; or too many are being read.
+            HTTPError: it is too long, late or not JSON, or too many are being read.
             Disconnected: the client left.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # other types reach this port from any web page
-            text = "must have content-type: application/json"
-            raise HTTPError(415, text, code="unsupported_media_type")
-        parts: list[bytes] = []
-        with self._counted() as add:
-            try:
-                async with asyncio.timeout(self._seconds):
-                    async for part in request.stream():
-                        parts.append(part)
-                        add(len(part))
-            except TimeoutError:
-                text = f"the body did not arrive within {self._seconds:g} s"
-                raise HTTPError(408, text, code="timeout") from None
-            except ClientDisconnect:
-                raise Disconnected from None
-        return b"".join(parts)
-
-    @contextmanager
-    def _counted(self) -> Iterator[Any]:
-        size = 0
-
-        def add(num_bytes: int) -> None:
-            nonlocal size
-            size += num_bytes
-            self._num_bytes += num_bytes
-            if size > self._max_bytes:
-                text = f"the body must have at most {self._max_bytes} bytes"
-                raise HTTPError(413, text, code="request_too_large")
-            if self._num_bytes > _BODIES * self._max_bytes:
-                raise HTTPError(
-                    503, "too many bodies are being read", code="overloaded", retry_after_s=1
-                )
-
+        if kind != "application/json":  # any web page may send other types to this port
+            raise HTTPError(415, "content-type must be application/json", "unsupported_media_type")
+        body = bytearray()
         try:
-            yield add
+            async with asyncio.timeout(self._seconds):
+                async for part in request.stream():
+                    body += part
+                    self._num_bytes += len(part)
+                    self._check(len(body))
+        except TimeoutError:
+            raise HTTPError(408, f"no body within {self._seconds:g} s", "timeout") from None
+        except ClientDisconnect:
+            raise Disconnected from None
         finally:
-            self._num_bytes -= size
+            self._num_bytes -= len(body)
+        return bytes(body)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            text = f"the body must have at most {self._max_bytes} bytes"
+            raise HTTPError(413, text, "request_too_large")
+        if self._num_bytes > _BODIES * self._max_bytes:
+            raise HTTPError(503, "too many bodies are being read", "overloaded", retry_after_s=1)

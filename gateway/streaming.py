@@ -1,10 +1,10 @@
-"""Answers as server-sent events: chunks of OpenAI's API, or the core's own events."""
+"""Server-sent events: the chunks of OpenAI's API, or the core's own events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -20,58 +20,46 @@ from specrej import telemetry, wire
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted
 from specrej.errors import SpecrejError
 
+Parts = AsyncGenerator[bytes, None]
+
 _COMMENT = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
 
 
 class Events:
-    """The events of a call. `next` may be called again after it returned None."""
+    """The events of a call; a wait for the next one ends after `silence_s`, the call goes on."""
 
     def __init__(self, events: AsyncGenerator[Event, None], silence_s: float) -> None:
         self._events = events
         self._silence_s = silence_s
         self._next: asyncio.Task[Event] | None = None
+        self.request_id = ""
 
-    async def begin(self) -> None:
-        """Wait for the first event, or for `silence_s` seconds.
-
-        Raises:
-            SpecrejError: the call failed before.
-        """
-        await self._wait()
-        if self._next and self._next.done():
-            error = self._next.exception()
-            if error:
-                raise error
-
-    async def next(self) -> Event | None:
-        """The next event, or None after `silence_s` seconds without one.
+    async def peek(self) -> Event | None:
+        """The next event, which stays the next one; None: there was none for `silence_s`.
 
         Raises:
             SpecrejError: the call failed.
         """
-        await self._wait()
-        assert self._next
-        if not self._next.done():
-            return None
-        done, self._next = self._next, None
-        return done.result()
-
-    async def _wait(self) -> None:
-        if self._next is None:
+        if not self._next:
             self._next = asyncio.ensure_future(anext(self._events))
         await asyncio.wait({self._next}, timeout=self._silence_s)
+        if not self._next.done():
+            return None
+        event = self._next.result()
+        if isinstance(event, Admitted):
+            self.request_id = event.request_id
+        elif isinstance(event, Finished):
+            self.request_id = event.generation.request_id
+            telemetry.note(id=self.request_id, n=event.generation.n)
+        return event
 
-    @property
-    def request_id(self) -> str:
-        """The request's id, once its first event has come."""
-        if self._next and self._next.done() and not self._next.cancelled():
-            event = self._next.result()
-            if isinstance(event, Admitted):
-                return event.request_id
-            if isinstance(event, Finished):
-                return event.generation.request_id
-        return ""
+    async def all(self) -> AsyncGenerator[Event | None, None]:
+        """Every event to the last; None in place of silence."""
+        event: Event | None = None
+        while not isinstance(event, Finished):
+            if event := await self.peek():
+                self._next = None
+            yield event
 
     async def aclose(self) -> None:
         """End the call; its slots are freed."""
@@ -82,19 +70,20 @@ class Events:
 
 
 class EventStream(Response):
-    """Sends the parts that `write` yields until the end, or until the client disconnects."""
+    """Sends `parts` until the last, or until the client disconnects; then ends the call.
 
-    media_type = "text/event-stream"
+    A failure of the call is a part that `write_error` makes of OpenAI's body.
+    """
 
-    def __init__(self, events: Events, parts: AsyncGenerator[bytes, None]) -> None:
-        self._events = events
-        self._parts = parts
-        self.status_code = 200
+    def __init__(self, events: Events, parts: Parts, call: Call, error_name: str = "") -> None:
         # Proxies such as nginx must not collect events.
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         if events.request_id:
-            self.headers["x-request-id"] = events.request_id
+            headers["x-request-id"] = events.request_id
+        super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
+        self._events, self._parts, self._call = events, parts, call
+        self._error_name = error_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -103,76 +92,59 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        body = {"type": "http.response.body", "more_body": True}
         async with aclosing(self._parts):
-            async for part in self._parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            try:
+                async for part in self._parts:
+                    await send({**body, "body": part})
+            except SpecrejError as error:
+                _, failure = body_of(error, self._call.name_of)
+                await send({**body, "body": _part(failure, self._error_name)})
+        await send({**body, "more_body": False})
 
 
-def openai_stream(events: Events, answer: Answer, asked: Request, call: Call) -> EventStream:
-    """Chunks as OpenAI's clients read them; a failure is a last one with `error`."""
-    answer.request_id = events.request_id
-    style = getattr(asked.specrej, "events", None)
-    has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+def openai_stream(events: Events, answer: Answer, request: Request, call: Call) -> EventStream:
+    """Chunks as OpenAI's clients read them."""
+    style = request.specrej.events
+    include_usage = bool(request.stream_options and request.stream_options.include_usage)
 
-    async def parts() -> AsyncGenerator[bytes, None]:
-        for chunk in answer.opening():
-            yield _data(chunk)
-        async for event in _until_finished(events):
-            # A new event of the core, such as a delta of text, is a case here.
+    async def parts() -> Parts:
+        for chunk in answer.opening(events.request_id):
+            yield _part(chunk)
+        async for event in events.all():
+            # Further events of the core, such as a delta of text, are cases of this match.
             match event:
                 case None:
                     yield _COMMENT
                 case RoundCompleted() if style:
-                    yield _data(answer.round(event, style))
-                case Finished():
-                    for chunk in answer.closing(event, include_usage=has_usage):
-                        yield _data(chunk)
-        yield _DONE
+                    yield _part(answer.round(events.request_id, event, style))
+                case Finished(generation):
+                    closing = answer.closing(
+                        events.request_id, generation, include_usage=include_usage
+                    )
+                    for chunk in closing:
+                        yield _part(chunk)
+        yield b"data: [DONE]\n\n"
 
-    return EventStream(events, _with_error(parts(), call, lambda body: _data(body)))
+    return EventStream(events, parts(), call)
 
 
 def raw_stream(events: Events, call: Call) -> EventStream:
     """Every event of the core under its name; a failure is the event `error`."""
 
-    async def parts() -> AsyncGenerator[bytes, None]:
-        async for event in _until_finished(events):
+    async def parts() -> Parts:
+        async for event in events.all():
             if event is None:
                 yield _COMMENT
             else:
                 ((name, value),) = wire.to_plain(event).items()
-                yield _named(name, value)
+                yield _part(value, name)
 
-    return EventStream(events, _with_error(parts(), call, lambda body: _named("error", body)))
-
-
-async def _until_finished(events: Events) -> AsyncIterator[Event | None]:
-    while True:
-        event = await events.next()
-        yield event
-        if isinstance(event, Finished):
-            telemetry.note(id=event.generation.request_id, n=event.generation.n)
-            return
+    return EventStream(events, parts(), call, "error")
 
 
-async def _with_error(
-    parts: AsyncGenerator[bytes, None], call: Call, write: Callable[[Any], bytes]
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(parts):
-        try:
-            async for part in parts:
-                yield part
-        except SpecrejError as error:
-            _, body = body_of(error, call.name_of)
-            yield write(body)
-
-
-def _data(value: Any) -> bytes:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-def _named(name: str, value: Any) -> bytes:
-    return b"event: " + name.encode() + b"\n" + _data(value)
+def _part(value: Any, name: str = "") -> bytes:
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()

@@ -7,6 +7,7 @@ import math
 import re
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,34 @@ class TLSFiles:
     def watch(self) -> ReloadingFile[PEM]:
         """The current contents."""
         return ReloadingFile(self.paths, self.read)
+
+    def server_context(self) -> ssl.SSLContext:
+        """A server's context, which uses changed files from the next connection on.
+
+        With authorities, clients must have a certificate from one of them.
+        """
+        watched = self.watch()
+        pem, latest = watched.get(), self._context()
+
+        def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            nonlocal pem, latest
+            if (changed := watched.get()) is not pem:
+                with suppress(OSError):  # they are being replaced once more
+                    pem, latest = changed, self._context()
+            connection.context = latest
+
+        context = self._context()
+        context.sni_callback = renew
+        return context
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        assert self.cert, "a server has a certificate"
+        context.load_cert_chain(self.cert, self.key)
+        if self.ca:
+            context.load_verify_locations(self.ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
 
 def _check_authorities(context: ssl.SSLContext, pem: bytes, path: Path | None) -> None:
