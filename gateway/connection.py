@@ -26,6 +26,7 @@ class Connection(H11Protocol):
     def __init__(self, config: Config, state: ServerState, settings: GatewaySettings) -> None:
         super().__init__(config, state, {})
         self._settings = settings
+        self.access_log = False  # it has query strings
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:

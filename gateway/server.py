@@ -68,7 +68,6 @@ class Server:
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=False,
             timeout_keep_alive=_IDLE_S,
             h11_max_incomplete_event_size=settings.max_header_bytes,
         )

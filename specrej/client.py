@@ -33,7 +33,7 @@ from specrej.contracts import (
 )
 from specrej.contracts import Options as Options
 from specrej.credentials import Credentials, check_token
-from specrej.errors import InternalError, InvalidRequest, Violation
+from specrej.errors import InternalError, InvalidRequest, Unauthenticated, Violation
 from specrej.status import from_rpc_error
 from specrej.v1 import (
     common_pb2,
@@ -106,13 +106,13 @@ class _Connection:
         return self._timeout_s if timeout_s is None else timeout_s
 
     def _metadata(self, span: telemetry.ClientSpan, token: str, metadata: Metadata) -> Metadata:
-        """Raises InvalidRequest: the token is malformed, or may not be sent in plaintext."""
+        """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext."""
         if not token:
             return (*span.metadata, *metadata)
         try:
             check_token(token, self._address, self._credentials)
         except ValueError as error:
-            raise InvalidRequest([Violation("token", str(error))]) from error
+            raise Unauthenticated(str(error)) from None
         return (*span.metadata, *metadata, ("authorization", f"Bearer {token}"))
 
 
