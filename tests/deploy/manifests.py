@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from generator_service.settings import GeneratorSettings
 from gateway.settings import GatewaySettings
+from generator_service.settings import GeneratorSettings
 from orchestrator.settings import OrchestratorSettings
 from reward_service.settings import RewardSettings
 from specrej.settings import ProcessSettings, load

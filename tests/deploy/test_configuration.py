@@ -205,7 +205,8 @@ def test_secrets_are_documented_and_not_included(manifests: Manifests) -> None:
     page = (ROOT / "docs" / "deploy.md").read_text()
     assert {name for name in _secrets(manifests) if f" {name} " not in page} == set()
     assert _secrets(rendered("production")) == {
-        "gateway-tls", "orchestrator-tls", "generator-tls", "reward-tls", "orchestrator-tokens", "redis"
+        "gateway-tls", "orchestrator-tls", "generator-tls", "reward-tls", "orchestrator-tokens",
+        "redis",
     }  # fmt: skip
     assert _secrets(rendered("cpu-embedded")) == {"redis"}
 
