@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
-from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -17,10 +16,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers import JSON, Answer
-from gateway.calls import Call, call_of, parsed
+from gateway.connection import Bodies, Disconnected, until_disconnected
 from gateway.errors import HTTPError, response_of
-from gateway.mapping import ChatRequest, CompletionRequest, Request
-from gateway.receiving import Bodies, Disconnected, until_disconnected
+from gateway.mapping import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, openai_stream, raw_stream
 from specrej import telemetry, wire
@@ -32,6 +30,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 _CLIENT_LEFT = 499  # nginx's number
+_BEARER = {"token": {"type": "http", "scheme": "bearer"}}
 
 
 class Gateway:
@@ -189,30 +188,28 @@ class Gateway:
 
     async def document(self, http: HTTPRequest) -> Response:
         """This document."""
-        models = (ChatRequest, CompletionRequest)
-        template = "#/components/schemas/{model}"
-        _, schemas = models_json_schema(
-            [(model, "validation") for model in models], ref_template=template
-        )
-        bodies = dict(zip((self.chat, self.stream, self.complete), (0, 0, 1), strict=True))
+        kinds: dict[Handler, type[Request]] = {
+            self.chat: ChatRequest,
+            self.stream: ChatRequest,
+            self.complete: CompletionRequest,
+        }
         paths: dict[str, JSON] = {}
+        schemas: JSON = {}
         for key, handler in self._handlers.items():
             method, path = key.lower().split()
-            failure = {"description": "an error: error.message, error.param, error.code"}
-            success = {"description": "server-sent events, or JSON"}
-            operation: JSON = {
-                "summary": handler.__doc__,
-                "responses": {"200": success, "default": failure},
+            answers = {
+                "default": {"description": "JSON, or server-sent events; see docs/gateway.md"}
             }
-            if handler in bodies:
-                schema = {"$ref": template.format(model=models[bodies[handler]].__name__)}
+            operation: JSON = {"summary": handler.__doc__, "responses": answers}
+            if kind := kinds.get(handler):
+                schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+                schemas |= schema.pop("$defs")
                 operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
             paths[path.replace(":path", "")] = {method: operation}
         about = {"title": "specrej gateway", "version": version("specrej")}
-        token = {"token": {"type": "http", "scheme": "bearer"}}
-        components = {"schemas": schemas["$defs"], "securitySchemes": token}
-        rest = {"components": components, "security": [{"token": []}, {}]}
-        return JSONResponse({"openapi": "3.1.0", "info": about, "paths": paths, **rest})
+        components = {"schemas": schemas, "securitySchemes": _BEARER}
+        document = {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
+        return JSONResponse(document)
 
 
 class Endpoint:

@@ -1,11 +1,14 @@
-"""One connection: uvicorn's HTTP/1.1, with bounds on silence, unread replies and number."""
+"""Connections, bodies and clients that leave: uvicorn's HTTP/1.1 within bounds."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -97,3 +100,77 @@ class Connection(H11Protocol):
         if self._timer:
             self._timer.cancel()
         self._timer = None
+
+
+T = TypeVar("T")
+
+# All bodies that are being read have together at most this many times the bytes of one.
+_BODIES = 16
+
+
+class Disconnected(Exception):
+    """The client has closed its connection; nothing can be sent."""
+
+
+async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled when the client leaves; the body was read before.
+
+    Raises:
+        Disconnected: the client left.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Disconnected
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Bodies:
+    """Reads bodies of at most `max_bytes`, each within `seconds`."""
+
+    def __init__(self, max_bytes: int, seconds: float) -> None:
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._num_bytes = 0  # of all that are being read
+
+    async def read(self, request: Request) -> bytes:
+        """The body.
+
+        Raises:
+            HTTPError: it is too long, late or not JSON, or too many are being read.
+            Disconnected: the client left.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # any web page may send other types to this port
+            raise HTTPError(415, "content-type must be application/json", "unsupported_media_type")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for part in request.stream():
+                    body += part
+                    self._num_bytes += len(part)
+                    self._check(len(body))
+        except TimeoutError:
+            raise HTTPError(408, f"no body within {self._seconds:g} s", "timeout") from None
+        except ClientDisconnect:
+            raise Disconnected from None
+        finally:
+            self._num_bytes -= len(body)
+        return bytes(body)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            text = f"the body must have at most {self._max_bytes} bytes"
+            raise HTTPError(413, text, "request_too_large")
+        if self._num_bytes > _BODIES * self._max_bytes:
+            raise HTTPError(503, "too many bodies are being read", "overloaded", retry_after_s=1)

@@ -12,10 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers import Answer
-from gateway.calls import Call
+from gateway.connection import until_disconnected
 from gateway.errors import body_of
-from gateway.mapping import Request
-from gateway.receiving import until_disconnected
+from gateway.mapping import Call, Request
 from specrej import telemetry, wire
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted
 from specrej.errors import SpecrejError

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from gateway.__main__ import Server
 from gateway.app import Gateway
-from gateway.server import Server
 from gateway.settings import GatewaySettings
 from specrej.client import Client
 
@@ -40,7 +40,7 @@ def request(path: str, body: Mapping[str, Any], **headers: str) -> bytes:
 
 
 class Connection:
-    """A connection that leaves as the test wants."""
+    """A connection that ends in one of two ways."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader

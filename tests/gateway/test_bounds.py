@@ -17,8 +17,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from gateway import receiving
-from gateway.server import Server
+from gateway import connection
+from gateway.__main__ import Server
 from specrej.contracts import Finished
 from tests.certificates import Authority
 from tests.endpoints import scrape
@@ -83,7 +83,7 @@ async def test_bodies_have_a_time_and_a_size(
         long = await Connection.open(server.port, request(CHAT, {**BODY, "user": "x" * 4096}))
         assert (await long.response())[0] == 413
         assert await long.read_all() == b""
-        monkeypatch.setattr(receiving, "_BODIES", 0)
+        monkeypatch.setattr(connection, "_BODIES", 0)
         status, headers, _ = await post(server.port, CHAT, BODY)
         assert (status, headers["retry-after"]) == (503, "1")
         assert "x-should-retry" not in headers

@@ -112,7 +112,7 @@ async def test_a_body_that_ends_early_begins_nothing(stack: Stack) -> None:
 
 
 async def test_a_client_that_sends_no_more_has_left(stack: Stack) -> None:
-    """A half-closed connection is closed: such clients cannot be told from those that left."""
+    """A half-closed connection is closed: its client looks like one that left."""
     connection = await Connection.open(stack.ports.gateway, request(CHAT, WHOLE))
     await until_running(stack)
     connection.writer.write_eof()

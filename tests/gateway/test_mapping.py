@@ -15,7 +15,6 @@ from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming,
 )
 
-from gateway.calls import call_of, parsed
 from gateway.mapping import (
     TABLE,
     ChatRequest,
@@ -25,6 +24,8 @@ from gateway.mapping import (
     Maps,
     Refused,
     Request,
+    call_of,
+    parsed,
     path_of,
 )
 from gateway.settings import GatewaySettings
