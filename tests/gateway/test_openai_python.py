@@ -128,7 +128,11 @@ async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> Non
     assert scores == sorted(scores, reverse=True)
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(
-            model=MODEL, messages=ASK, n=3, max_tokens=40, extra_body=extra(alpha=0.9)
+            model=MODEL,
+            messages=ASK,
+            n=3,
+            max_tokens=40,
+            extra_body=extra(alpha=0.9, ignore_eos=True),
         )
     assert refused.value.param == "n"
     assert "specrej.alpha" in refused.value.message
@@ -231,7 +235,10 @@ async def test_a_late_answer_is_not_repeated(stack: Stack) -> None:
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=2) as client:
         with pytest.raises(openai.InternalServerError) as late:
             await client.chat.completions.create(
-                model=MODEL, messages=ASK, max_tokens=400, extra_body=extra(timeout_s=0.2)
+                model=MODEL,
+                messages=ASK,
+                max_tokens=400,
+                extra_body=extra(timeout_s=0.2, ignore_eos=True),
             )
     assert late.value.status_code == 504
     assert late.value.response.headers["x-should-retry"] == "false"
