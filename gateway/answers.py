@@ -55,7 +55,7 @@ class Answer:
         return self._delta(request_id, 0, {"reasoning_content": line})
 
     def closing(
-        self, request_id: str, generation: Generation, *, include_usage: bool
+        self, request_id: str, generation: Generation, include_usage: bool
     ) -> Iterator[JSON]:
         """The text of each choice and its end, and the usage if that is requested."""
         for index, candidate in enumerate(self._chosen(generation)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -71,7 +72,7 @@ class Events:
 class EventStream(Response):
     """Sends `parts` until the last, or until the client disconnects; then ends the call.
 
-    A failure of the call is a part that `write_error` makes of OpenAI's body.
+    A failure of the call is a last part with OpenAI's body, under `error_name`.
     """
 
     def __init__(self, events: Events, parts: Parts, call: Call, error_name: str = "") -> None:
@@ -106,11 +107,12 @@ class EventStream(Response):
 
 def openai_stream(events: Events, answer: Answer, request: Request, call: Call) -> EventStream:
     """Chunks as OpenAI's clients read them."""
-    style = request.specrej.events
+    # A call without an event in time has no id yet, and all chunks must have the same.
+    request_id, style = events.request_id or uuid.uuid4().hex, request.specrej.events
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
 
     async def parts() -> Parts:
-        for chunk in answer.opening(events.request_id):
+        for chunk in answer.opening(request_id):
             yield _part(chunk)
         async for event in events.all():
             # Further events of the core, such as a delta of text, are cases of this match.
@@ -118,12 +120,9 @@ def openai_stream(events: Events, answer: Answer, request: Request, call: Call) 
                 case None:
                     yield _COMMENT
                 case RoundCompleted() if style:
-                    yield _part(answer.round(events.request_id, event, style))
+                    yield _part(answer.round(request_id, event, style))
                 case Finished(generation):
-                    closing = answer.closing(
-                        events.request_id, generation, include_usage=include_usage
-                    )
-                    for chunk in closing:
+                    for chunk in answer.closing(request_id, generation, include_usage):
                         yield _part(chunk)
         yield b"data: [DONE]\n\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,18 @@ async def test_a_token_is_needed_unless_anonymous_callers_are_allowed(
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
         assert (await post(server.port, CHAT, BODY, authorization="bearer x"))[0] == 200
     assert len(orchestrator.requests) == 1
+
+
+async def test_a_call_that_is_silent_at_first_streams(orchestrator: FakeOrchestrator) -> None:
+    """Guards against a queue that looks like a dead connection, and chunks of different ids."""
+    service = orchestrator.service()
+    orchestrator.events = (EVENTS[-1],)  # without one at admission
+    async with listening(service) as address, gateway_at(address, keep_alive_s=0.05) as server:
+        orchestrator.holds = True
+        data = request(CHAT, {**BODY, "stream": True}, connection="close")
+        connection = await Connection.open(server.port, data)
+        head = await connection.read_until(b": keep-alive\n\n")
+        orchestrator.released.set()
+        text = head + await connection.read_all()
+    assert b"[DONE]" in text
+    assert len(set(re.findall(rb'"id":"(chatcmpl-\w+)"', text))) == 1
