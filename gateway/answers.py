@@ -29,14 +29,13 @@ class Answer:
         Raises:
             InvalidRequest: fewer candidates are complete than choices were requested.
         """
-        choices = []
+        choices: list[JSON] = []
         for index, candidate in enumerate(self._chosen(generation)):
             message = {"role": "assistant", "content": candidate.text, "refusal": None}
             text = {"message": message} if self._is_chat else {"text": candidate.text}
             choices.append({"index": index, **text, **self._end(candidate)})
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        body = self._object(kind, generation.request_id, choices)
-        return body | self._about(generation)
+        body = self._chunk(generation.request_id, choices)
+        return {**body, "object": body["object"].removesuffix(".chunk"), **self._about(generation)}
 
     def opening(self, request_id: str) -> Iterator[JSON]:
         """The first chunk of each choice, with its role."""
@@ -76,14 +75,14 @@ class Answer:
             raise InvalidRequest([Violation("n", text)])
         return generation.candidates[: self._num_choices]
 
-    def _object(self, kind: str, request_id: str, choices: list[JSON]) -> JSON:
-        prefix = "chatcmpl" if self._is_chat else "cmpl"
-        about = {"id": f"{prefix}-{request_id}", "object": kind, "created": self._created}
-        return {**about, "model": self._model, "choices": choices}
-
     def _chunk(self, request_id: str, choices: list[JSON]) -> JSON:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return self._object(kind, request_id, choices)
+        return {
+            "id": f"chatcmpl-{request_id}" if self._is_chat else f"cmpl-{request_id}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
 
     def _delta(
         self, request_id: str, index: int, delta: JSON, logprobs: JSON | None = None

@@ -99,9 +99,8 @@ class Gateway:
             if request.stream:
                 events = await self._events(http, call, token)
                 return openai_stream(events, answer, request, call)
-            timeout_s = self._timeout_s(call)
             generating = self._client.generate(
-                call.prompt, timeout_s=timeout_s, token=token, **call.options
+                call.prompt, timeout_s=call.timeout_s, token=token, **call.options
             )
             generation = await until_disconnected(http.receive, generating)
             telemetry.note(id=generation.request_id, n=generation.n)
@@ -117,8 +116,9 @@ class Gateway:
             SpecrejError: it failed before its first event.
             Disconnected: the client left.
         """
-        timeout_s = self._timeout_s(call)
-        stream = self._client.stream(call.prompt, timeout_s=timeout_s, token=token, **call.options)
+        stream = self._client.stream(
+            call.prompt, timeout_s=call.timeout_s, token=token, **call.options
+        )
         events = Events(stream, self._settings.keep_alive_s)
         try:
             await until_disconnected(http.receive, events.peek())
@@ -126,9 +126,6 @@ class Gateway:
             await events.aclose()
             raise
         return events
-
-    def _timeout_s(self, call: Call) -> float:
-        return min(call.timeout_s or self._settings.deadline_s, self._settings.deadline_s)
 
     def _token(self, http: HTTPRequest) -> str:
         """The bearer token to forward, or none.

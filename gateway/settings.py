@@ -57,7 +57,11 @@ class GatewaySettings(ProcessSettings):
         validate_default=True,
         description="JSON object of selections by their names",
     )
-    deadline_s: Seconds = Field(600, description="most seconds that a request may take")
+    deadline_s: Seconds = Field(
+        600,
+        description="seconds that a request without timeout_s may take; the orchestrator's"
+        " max_deadline_s shortens longer ones",
+    )
     keep_alive_s: Seconds = Field(
         10, description="seconds without a chunk after which a stream has a comment"
     )
