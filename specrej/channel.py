@@ -173,7 +173,10 @@ class _Method(Generic[C]):
         channel = self._link.channel()
         if channel is not self._channel:
             self._channel, self._call = channel, self._make(channel)
-        return self._call(*request, metadata=(*(metadata or ()), *self._link.metadata()), **options)
+        given = tuple(metadata or ())
+        if all(name != "authorization" for name, _ in given):  # the call's own token replaces it
+            given += self._link.metadata()
+        return self._call(*request, metadata=given, **options)
 
 
 class _Methods(Generic[C]):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej import telemetry, wire
 from specrej.channel import open_channel
@@ -31,8 +32,8 @@ from specrej.contracts import (
     WeightedReward,
 )
 from specrej.contracts import Options as Options
-from specrej.credentials import Credentials
-from specrej.errors import InternalError, InvalidRequest, Violation
+from specrej.credentials import Credentials, check_token
+from specrej.errors import InternalError, InvalidRequest, Unauthenticated, Violation
 from specrej.status import from_rpc_error
 from specrej.v1 import (
     common_pb2,
@@ -47,6 +48,8 @@ _REWARD = "specrej.v1.RewardService"
 
 # One user turn, a whole prompt, or a conversation.
 PromptLike = str | Prompt | Sequence[Message]
+# Names in lower case, and values.
+Metadata = Sequence[tuple[str, str]]
 
 
 def build_request(
@@ -87,6 +90,7 @@ class _Connection:
         except (OSError, ValueError) as error:
             raise InvalidRequest([Violation("credentials", str(error))]) from error
         self._timeout_s = timeout_s
+        self._address, self._credentials = address, credentials
 
     async def __aenter__(self) -> Self:
         return self
@@ -101,13 +105,24 @@ class _Connection:
     def _deadline(self, timeout_s: float | None) -> float:
         return self._timeout_s if timeout_s is None else timeout_s
 
+    def _metadata(self, span: telemetry.ClientSpan, token: str, metadata: Metadata) -> Metadata:
+        """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext."""
+        if not token:
+            return (*span.metadata, *metadata)
+        try:
+            check_token(token, self._address, self._credentials)
+        except ValueError as error:
+            raise Unauthenticated(str(error)) from None
+        return (*span.metadata, *metadata, ("authorization", f"Bearer {token}"))
+
 
 class Client(_Connection):
     """A client of the orchestrator at `address` ("host:port").
 
     Every call has a deadline of `timeout_s` seconds, or its own. A call to an unavailable server is
     retried a few times within two seconds. `credentials` are the fields of
-    `specrej.credentials.Credentials`: tokens, TLS and client certificates.
+    `specrej.credentials.Credentials`: tokens, TLS and client certificates. A call's own `token`
+    replaces theirs; its `metadata` is sent with it.
 
     Raises:
         InvalidRequest: the credentials cannot be used, or not with this address.
@@ -124,7 +139,13 @@ class Client(_Connection):
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     async def generate(
-        self, prompt: PromptLike, *, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        token: str = "",
+        metadata: Metadata = (),
+        **options: Unpack[Options],
     ) -> Generation:
         """The best answer.
 
@@ -134,12 +155,20 @@ class Client(_Connection):
         request = build_request(prompt, **options)
         with _calling(f"{_ORCHESTRATOR}/Generate") as span:
             answer = await self._stub.Generate(
-                request, timeout=self._deadline(timeout_s), metadata=span.metadata
+                request,
+                timeout=self._deadline(timeout_s),
+                metadata=self._metadata(span, token, metadata),
             )
         return wire.generation_from_message(answer)
 
     async def stream(
-        self, prompt: PromptLike, *, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        token: str = "",
+        metadata: Metadata = (),
+        **options: Unpack[Options],
     ) -> AsyncGenerator[Event, None]:
         """`generate` with an event at admission and after every round; `Finished` is the last.
 
@@ -153,7 +182,9 @@ class Client(_Connection):
         finished = False
         with _calling(f"{_ORCHESTRATOR}/GenerateStream") as span:
             call = self._stub.GenerateStream(
-                request, timeout=self._deadline(timeout_s), metadata=span.metadata
+                request,
+                timeout=self._deadline(timeout_s),
+                metadata=self._metadata(span, token, metadata),
             )
             try:
                 async for message in call:
@@ -168,17 +199,36 @@ class Client(_Connection):
         if not finished:
             raise InternalError("the stream ended without an answer")
 
-    async def describe(self, *, timeout_s: float | None = None) -> ServiceDescription:
+    async def describe(
+        self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()
+    ) -> ServiceDescription:
         """Models, rewards, limits and defaults."""
         with _calling(f"{_ORCHESTRATOR}/Describe") as span:
             answer = await self._stub.Describe(
                 orchestrator_pb2.OrchestratorServiceDescribeRequest(),
                 timeout=self._deadline(timeout_s),
-                metadata=span.metadata,
+                metadata=self._metadata(span, token, metadata),
             )
         return wire.from_message(answer, ServiceDescription)
 
-    async def record(self, request_id: str, *, timeout_s: float | None = None) -> RequestRecord:
+    async def is_serving(self, *, timeout_s: float = 1.0) -> bool:
+        """Whether the orchestrator reports that it serves; needs no token."""
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        request = health_pb2.HealthCheckRequest(service=_ORCHESTRATOR)
+        try:
+            answer = await stub.Check(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def record(
+        self,
+        request_id: str,
+        *,
+        timeout_s: float | None = None,
+        token: str = "",
+        metadata: Metadata = (),
+    ) -> RequestRecord:
         """The record of one of the caller's latest requests, running or ended.
 
         Raises:
@@ -188,7 +238,7 @@ class Client(_Connection):
             answer = await self._stub.GetRecord(
                 orchestrator_pb2.GetRecordRequest(request_id=request_id),
                 timeout=self._deadline(timeout_s),
-                metadata=span.metadata,
+                metadata=self._metadata(span, token, metadata),
             )
         return wire.from_message(answer.record, RequestRecord)
 

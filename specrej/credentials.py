@@ -7,6 +7,7 @@ import math
 import re
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import TypedDict
 from specrej.reloading_file import ReloadingFile
 
 TOKEN_VARIABLE = "SPECREJ_TOKEN"
+
+_PLAINTEXT = "a token would go to {} in plaintext: use TLS, or allow_plaintext_token"
 
 # What HTTP allows in a bearer token (RFC 6750).
 _TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
@@ -90,6 +93,34 @@ class TLSFiles:
         """The current contents."""
         return ReloadingFile(self.paths, self.read)
 
+    def server_context(self) -> ssl.SSLContext:
+        """A server's context, which uses changed files from the next connection on.
+
+        With authorities, clients must have a certificate from one of them.
+        """
+        watched = self.watch()
+        pem, latest = watched.get(), self._context()
+
+        def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            nonlocal pem, latest
+            if (changed := watched.get()) is not pem:
+                with suppress(OSError):  # they are being replaced once more
+                    pem, latest = changed, self._context()
+            connection.context = latest
+
+        context = self._context()
+        context.sni_callback = renew
+        return context
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        assert self.cert, "a server has a certificate"
+        context.load_cert_chain(self.cert, self.key)
+        if self.ca:
+            context.load_verify_locations(self.ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
 
 def _check_authorities(context: ssl.SSLContext, pem: bytes, path: Path | None) -> None:
     try:
@@ -155,12 +186,20 @@ def check_credentials(address: str, given: Credentials) -> None:
     files = tls_files(given)
     if files:
         files.read()
-    if not watch_token(given):
-        return
-    if not (files or is_local(address) or given.get("allow_plaintext_token")):
-        raise ValueError(
-            f"a token would go to {address} in plaintext: use TLS, or allow_plaintext_token"
-        )
+    if watch_token(given) and not may_send_token(address, given):
+        raise ValueError(_PLAINTEXT.format(address))
+
+
+def check_token(token: str, address: str, given: Credentials) -> None:
+    """Raises ValueError if a call's own token is malformed, or may not be sent to `address`."""
+    _checked_token(token, "the token")
+    if not may_send_token(address, given):
+        raise ValueError(_PLAINTEXT.format(address))
+
+
+def may_send_token(address: str, given: Credentials) -> bool:
+    """Whether no other machine can read a token on its way to `address`, or that is allowed."""
+    return bool(tls_files(given) or is_local(address) or given.get("allow_plaintext_token"))
 
 
 def is_local(address: str) -> bool:

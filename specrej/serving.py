@@ -299,7 +299,7 @@ class Server:
         Raises what `warm_up` raises, and:
             RuntimeError: a compute thread has ended; the process must be restarted.
         """
-        signals = _Signals()
+        signals = Signals()
         asyncio.get_running_loop().set_exception_handler(_log_lost_error)
         await self.start()
         log.info("listening on %s:%d", self._settings.host, self.port)
@@ -384,7 +384,7 @@ def _certificates(pem: PEM) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
 
-class _Signals:
+class Signals:
     """The first and the second SIGTERM or SIGINT."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Settings of a service: environment variables and flags, checked before anything starts.
 
-Each service subclasses `ServiceSettings` in its own `settings.py`; the class docstring is the
-manual and `python -m SERVICE --help` prints it.
+Each service subclasses `ServiceSettings` in its own `settings.py`, the gateway `ProcessSettings`;
+the class docstring is the manual and `python -m SERVICE --help` prints it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MessageBytes = Annotated[int, Field(ge=1024, le=2**31 - 1)]
 
 
-class ServiceSettings(BaseSettings):
-    """The settings that all services have."""
+class ProcessSettings(BaseSettings):
+    """The settings that all services have, whatever their protocol."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", cli_kebab_case=True, cli_hide_none_type=True
@@ -38,17 +38,11 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(0, description="port to listen on; 0 picks a free one")
-    reflection: bool = Field(True, description="serve gRPC reflection (turn off in production)")
     grace_s: Seconds = Field(30, description="seconds running calls may take to finish on SIGTERM")
     drain_s: Annotated[float, Field(ge=0, le=600)] | None = Field(
         None,
         description="seconds to go on serving after SIGTERM, NOT_SERVING to health checks, so that"
         " balancers notice; left out: 5, on loopback 0",
-    )
-    stuck_s: Seconds = Field(
-        120,
-        description="seconds that a step, a command or a text of a model's threads may take before"
-        " health is NOT_SERVING",
     )
     log_level: str = Field(
         "INFO",
@@ -75,26 +69,12 @@ class ServiceSettings(BaseSettings):
         description="names, separated by commas, of which a client's certificate must have one as a"
         " subject alternative name; empty: every certificate of tls_client_ca",
     )
-    tokens_file: str = Field(
-        "",
-        description="JSON lines of tenant, sha256, roles, expires; all calls except health need a"
-        " token",
-    )
     allow_anonymous: CliImplicitFlag[bool] = Field(
         False,
         description="serve callers without tokens or certificates; the default on loopback",
     )
-    max_message_bytes: MessageBytes = Field(
-        MAX_MESSAGE_BYTES, description="most bytes of a message that a client sends"
-    )
-    max_calls: int = Field(
-        2048, ge=1, le=2**20, description="calls that run at once, and streams of a connection"
-    )
     max_connections: int = Field(
         800, ge=1, le=2**20, description="open connections; fewer than the process may open files"
-    )
-    max_metadata_bytes: int = Field(
-        MAX_METADATA_BYTES, ge=1024, le=2**20, description="maximum metadata size of a call"
     )
 
     @property
@@ -103,6 +83,12 @@ class ServiceSettings(BaseSettings):
         if self.drain_s is not None:
             return self.drain_s
         return 0.0 if is_loopback(self.host) else 5.0
+
+    @property
+    def serves_anonymous(self) -> bool:
+        """`allow_anonymous`, or its default."""
+        is_set = "allow_anonymous" in self.model_fields_set
+        return self.allow_anonymous if is_set else is_loopback(self.host)
 
     @property
     def tls_files(self) -> TLSFiles | None:
@@ -117,6 +103,41 @@ class ServiceSettings(BaseSettings):
     def allowed_names(self) -> tuple[str, ...]:
         """Names of client certificates; empty: any."""
         return tuple(name for name in self.allowed_clients.split(",") if name)
+
+    @model_validator(mode="after")
+    def _tls_can_be_used(self) -> Self:
+        if files := self.tls_files:
+            if not files.cert:
+                raise ValueError("tls_cert and tls_key are needed for TLS")
+            _check(files.read)
+        if self.allowed_clients and not self.tls_client_ca:
+            raise ValueError("allowed_clients needs tls_client_ca")
+        return self
+
+
+class ServiceSettings(ProcessSettings):
+    """The settings that all gRPC services have."""
+
+    reflection: bool = Field(True, description="serve gRPC reflection (turn off in production)")
+    stuck_s: Seconds = Field(
+        120,
+        description="seconds that a step, a command or a text of a model's threads may take before"
+        " health is NOT_SERVING",
+    )
+    tokens_file: str = Field(
+        "",
+        description="JSON lines of tenant, sha256, roles, expires; all calls except health need a"
+        " token",
+    )
+    max_message_bytes: MessageBytes = Field(
+        MAX_MESSAGE_BYTES, description="most bytes of a message that a client sends"
+    )
+    max_calls: int = Field(
+        2048, ge=1, le=2**20, description="calls that run at once, and streams of a connection"
+    )
+    max_metadata_bytes: int = Field(
+        MAX_METADATA_BYTES, ge=1024, le=2**20, description="maximum metadata size of a call"
+    )
 
     @property
     def tokens_path(self) -> Path | None:
@@ -141,22 +162,10 @@ class ServiceSettings(BaseSettings):
         return path
 
     @model_validator(mode="after")
-    def _tls_can_be_used(self) -> Self:
-        if files := self.tls_files:
-            if not files.cert:
-                raise ValueError("tls_cert and tls_key are needed for TLS")
-            _check(files.read)
-        if self.allowed_clients and not self.tls_client_ca:
-            raise ValueError("allowed_clients needs tls_client_ca")
-        return self
-
-    @model_validator(mode="after")
     def _callers_are_restricted(self) -> Self:
         if self.tokens_file and self.allow_anonymous:
             raise ValueError("allow_anonymous has no effect with tokens_file: remove one of them")
-        is_set = "allow_anonymous" in self.model_fields_set
-        anonymous = self.allow_anonymous if is_set else is_loopback(self.host)
-        if not (self.tokens_file or self.tls_client_ca or anonymous):
+        if not (self.tokens_file or self.tls_client_ca or self.serves_anonymous):
             raise ValueError(
                 f"{self.host} would be open to all callers: set tokens_file or tls_client_ca,"
                 " or allow_anonymous if that is intended"
@@ -172,7 +181,7 @@ def _check(read: Callable[[], object]) -> None:
         raise ValueError(str(error)) from None
 
 
-S = TypeVar("S", bound=ServiceSettings)
+S = TypeVar("S", bound=ProcessSettings)
 
 
 def load(settings: type[S], arguments: list[str] | None = None) -> S:
@@ -194,7 +203,7 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
         raise SystemExit(2) from None
 
 
-def _describe(settings: type[ServiceSettings], problem: Any) -> str:
+def _describe(settings: type[ProcessSettings], problem: Any) -> str:
     if not problem["loc"]:  # of several settings, named in the message
         prefix = settings.model_config.get("env_prefix", "")
         return f"bad settings ({prefix}...): {problem['msg'].removeprefix('Value error, ')}"

@@ -320,10 +320,12 @@ def _decode_enum(described: Any, enum: type[Enum], default: object) -> Decode:
     return decode
 
 
-def to_plain(value: c.Generation | c.ServiceDescription | c.RequestRecord) -> dict[str, object]:
+def to_plain(
+    value: c.Generation | c.ServiceDescription | c.RequestRecord | c.Event,
+) -> dict[str, object]:
     """JSON types under proto field names; absent fields are left out.
 
-    Unlike protobuf's own JSON, 64-bit integers stay numbers.
+    Unlike protobuf's own JSON, 64-bit integers stay numbers. An event is one field of its name.
     """
     match value:
         case c.Generation():
@@ -332,6 +334,8 @@ def to_plain(value: c.Generation | c.ServiceDescription | c.RequestRecord) -> di
             return _plain(to_message(value, pb.OrchestratorServiceDescribeResponse))
         case c.RequestRecord():
             return _plain(to_message(value, pb.RequestRecord))
+        case _:
+            return _plain(event_to_message(value))
 
 
 def _plain(message: Message) -> dict[str, object]:

@@ -22,7 +22,7 @@ threads.bound_spinning()
 settings.register_profile("specrej", deadline=None)
 settings.load_profile("specrej")
 
-_SERVICES = ("e2e", "faults", "loadtest", "telemetry", "multihost", "deploy")
+_SERVICES = ("e2e", "faults", "loadtest", "telemetry", "multihost", "deploy", "gateway")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -35,8 +35,12 @@ def up(
     generator_port: Annotated[int, typer.Option()] = _DEFAULT.generator,
     reward_port: Annotated[int, typer.Option()] = _DEFAULT.reward,
     redis_port: Annotated[int, typer.Option()] = _DEFAULT.redis,
+    gateway_port: Annotated[
+        int, typer.Option(envvar="SPECREJ_GATEWAY_PORT", help="The port of OpenAI's API.")
+    ] = _DEFAULT.gateway,
     metrics_port: Annotated[
-        int, typer.Option(help="The first of three: orchestrator, generator, reward service.")
+        int,
+        typer.Option(help="The first of four: orchestrator, generator, reward service, gateway."),
     ] = _DEFAULT.metrics_orchestrator,
     orchestrators: Annotated[
         int, typer.Option(min=1, help="Number of orchestrators; all but the first on free ports.")
@@ -48,26 +52,29 @@ def up(
     log_dir: Annotated[Path | None, typer.Option(help="Keep logs in this directory.")] = None,
 ) -> None:
     """Run the whole service on this machine until Ctrl-C."""
-    metrics_ports = range(metrics_port, metrics_port + 3)
+    metrics = range(metrics_port, metrics_port + 4)
+    ports = (port, generator_port, reward_port, redis_port, *metrics[:3], gateway_port, metrics[3])
     stack = Stack(
-        Ports(port, generator_port, reward_port, redis_port, *metrics_ports),
+        Ports(*ports),
         log_dir=log_dir,
         credentials=credentials_from(os.environ),
         orchestrators=orchestrators,
         generators=generators,
         reward_services=reward_services,
+        gateway=True,
     )
     _run(_up(stack))
 
 
 async def _up(stack: Stack) -> None:
-    note("starting valkey, generator, reward service and orchestrator")
+    note("starting valkey, generator, reward service, orchestrator and gateway")
     async with stack:
         note(
             f"orchestrator  {stack.orchestrator_addresses}\n"
             f"generator     {stack.generator_addresses}\n"
             f"reward        {stack.reward_addresses}\n"
             f"redis         {stack.redis_url}\n"
+            f"gateway       {stack.gateway_url}/v1 (OpenAI's API)\n"
             f"metrics       {' '.join(stack.metrics_urls)}\n"
             f"logs          {stack.log_dir}\n"
             "\n"

@@ -1,4 +1,4 @@
-"""The whole service on this machine: Valkey, generators, reward services and orchestrators.
+"""The whole service on this machine: Valkey, generators, reward services, orchestrators, gateway.
 
 Each is a process that listens on 127.0.0.1 and is configured by environment variables, those of
 this process included. Used by `specrej up`, `specrej demo` and end-to-end tests.
@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import socket
+import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local.processes import ProcessError, Processes, Program
 from specrej.channel import open_channel
-from specrej.credentials import Credentials
+from specrej.credentials import Credentials, TLSFiles, tls_files
 from specrej.serving import LIVENESS
 
 HOST = "127.0.0.1"
@@ -47,6 +48,8 @@ class Ports:
     metrics_orchestrator: int = 9464
     metrics_generator: int = 9465
     metrics_reward: int = 9466
+    gateway: int = 8000
+    metrics_gateway: int = 9467
 
     @property
     def metrics_urls(self) -> tuple[str, ...]:
@@ -90,7 +93,8 @@ class Stack:
 
     Without `ports`, and for all replicas but the first, it takes free ones. Without `log_dir`, logs
     go to a temporary directory that is removed at the end. `environment` is added to that of this
-    process. `credentials` are used for the health checks of services with TLS.
+    process. `credentials` are used for the health checks of services with TLS. `gateway`: start the
+    gateway too.
 
     Raises on entering:
         ProcessError: a port is taken, or a process ended or was not ready in time.
@@ -101,6 +105,7 @@ class Stack:
         "generator": "generator_service",
         "reward": "reward_service",
         "orchestrator": "orchestrator",
+        "gateway": "gateway",
     }
 
     def __init__(
@@ -115,6 +120,7 @@ class Stack:
         orchestrators: int = 1,
         generators: int = 1,
         reward_services: int = 1,
+        gateway: bool = False,
     ) -> None:
         self.ports = ports = ports or Ports.free()
         self._generators = _replicas(
@@ -124,7 +130,11 @@ class Stack:
         self._orchestrators = _replicas(
             "orchestrator", ports.orchestrator, ports.metrics_orchestrator, orchestrators
         )
+        self._gateways = [
+            _Replica("gateway", "gateway", ports.gateway, ports.metrics_gateway)
+        ] * gateway
         self.orchestrator_address = self._orchestrators[0].address
+        self.gateway_url = f"http://{HOST}:{ports.gateway}"
         self.generator_address = self._generators[0].address
         self.reward_address = self._rewards[0].address
         self.redis_url = f"redis://{HOST}:{self.ports.redis}/0"
@@ -155,13 +165,13 @@ class Stack:
 
     @property
     def metrics_urls(self) -> tuple[str, ...]:
-        """The Prometheus endpoints of all services, the orchestrators' first."""
-        replicas = (*self._orchestrators, *self._generators, *self._rewards)
+        """The Prometheus endpoints of all services, the gateway's last."""
+        replicas = (*self._orchestrators, *self._generators, *self._rewards, *self._gateways)
         return tuple(_metrics_url(replica.metrics_port) for replica in replicas)
 
     @property
     def processes(self) -> dict[str, int]:
-        """Process ids of "redis", "generator", "generator-2", "reward" and "orchestrator"."""
+        """Process ids of "redis", "generator", "generator-2", "orchestrator" and so on."""
         return self._children.pids
 
     async def __aenter__(self) -> Self:
@@ -174,6 +184,7 @@ class Stack:
                 [
                     self._valkey(scratch),
                     *map(self._replica, (*self._generators, *self._rewards, *self._orchestrators)),
+                    *map(self._gateway, self._gateways),
                 ],
                 self.log_dir,
                 start_timeout_s=self._start_timeout_s,
@@ -216,6 +227,28 @@ class Stack:
                 f"{prefix}_REDIS_URL": self.redis_url,
             }
         return self._service(replica, environment)
+
+    def _gateway(self, replica: _Replica) -> Program:
+        environment = {
+            "SPECREJ_GATEWAY_PORT": str(replica.port),
+            "SPECREJ_GATEWAY_METRICS_PORT": str(replica.metrics_port),
+            "SPECREJ_GATEWAY_ORCHESTRATOR_ADDRESS": self.orchestrator_address,
+        }
+        return Program(
+            name=replica.name,
+            arguments=(sys.executable, "-m", self.modules["gateway"]),
+            is_ready=partial(_is_ready, replica.port, self._tls_of_gateway()),
+            environment={**environment, **self._environment},
+        )
+
+    def _tls_of_gateway(self) -> ssl.SSLContext | None:
+        if not {**os.environ, **self._environment}.get("SPECREJ_GATEWAY_TLS_CERT"):
+            return None
+        files = tls_files(self._credentials) or TLSFiles()
+        context = ssl.create_default_context(cafile=files.ca)
+        if files.cert:
+            context.load_cert_chain(files.cert, files.key)
+        return context
 
     def _service(self, replica: _Replica, environment: Mapping[str, str]) -> Program:
         certificate = f"SPECREJ_{replica.kind.upper()}_TLS_CERT"
@@ -297,12 +330,22 @@ async def _health(address: str, credentials: Credentials, service: str = "") -> 
 
 
 async def _answers_ping(port: int) -> bool:
+    return (await _first_line(port, b"PING\r\n")).startswith(b"+PONG")
+
+
+async def _is_ready(port: int, tls: ssl.SSLContext | None) -> bool:
+    request = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    return b" 200 " in await _first_line(port, request, tls)
+
+
+async def _first_line(port: int, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:
+    """The first line of the reply; empty: nothing listens."""
     try:
-        reader, writer = await asyncio.open_connection(HOST, port)
+        reader, writer = await asyncio.open_connection(HOST, port, ssl=tls)
     except OSError:
-        return False
+        return b""
     try:
-        writer.write(b"PING\r\n")
-        return (await reader.readline()).startswith(b"+PONG")
+        writer.write(request)
+        return await reader.readline()
     finally:
         writer.close()

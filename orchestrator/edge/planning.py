@@ -205,7 +205,8 @@ class Planner:
             return
         of_composite = f"reward {name} of composite {requested}"
         what = of_composite if requested in self._composites else "such reward"
-        raise NotFound(f"no {what}, there are: {', '.join(self._names(served))}")
+        available = ", ".join(self._names(served))
+        raise NotFound(f"no {what}, there are: {available}", metadata={"field": _REWARDS_PATH})
 
     def _names(self, served: Iterable[str]) -> list[str]:
         return list(dict.fromkeys((*served, *self._composites, LIKELIHOOD)))
@@ -257,7 +258,7 @@ def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str
     """
     if request.model not in ("", generator.model, *generator.adapters):
         models = ", ".join((generator.model, *generator.adapters))
-        raise NotFound(f"no such model, there is: {models}")
+        raise NotFound(f"no such model, there is: {models}", metadata={"field": "model"})
     return request.model if request.model in generator.adapters else ""
 
 

@@ -1,7 +1,7 @@
 """Traces, metrics, logs and their names; the only package that imports OpenTelemetry."""
 
 from specrej.telemetry import metrics, names
-from specrej.telemetry.calls import Call, served
+from specrej.telemetry.calls import Call, served, served_http
 from specrej.telemetry.logs import log_formatter, note
 from specrej.telemetry.setup import configured
 from specrej.telemetry.traces import UNTRACED, ClientSpan, Span, SpanKind, annotate, span
@@ -19,5 +19,6 @@ __all__ = [
     "names",
     "note",
     "served",
+    "served_http",
     "span",
 ]

@@ -1,4 +1,4 @@
-"""Telemetry of one incoming call: a span, counts by method and code, a log line."""
+"""Telemetry of one incoming call or HTTP request: a span, counts by code, a log line."""
 
 from __future__ import annotations
 
@@ -43,3 +43,32 @@ def served(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator
                     "total_ms": round(seconds * 1e3, 3),
                 }
                 logs.log_facts(log, "request", {**facts, **ending})
+
+
+@dataclass(slots=True)
+class HTTPCall:
+    """The status that the request ends with."""
+
+    status: int = 200
+
+
+@contextmanager
+def served_http(
+    method: str, route: str, headers: Iterable[tuple[str, str | bytes]]
+) -> Iterator[HTTPCall]:
+    """An HTTP request to `route`, a template, for as long as the context lasts; see `served`."""
+    call, began, labels = HTTPCall(), time.perf_counter(), {names.HTTP_ROUTE: route}
+    metrics.add(names.HTTP_IN_FLIGHT, 1, **labels)
+    with traces.http_span(method, route, headers) as span, logs.noting() as facts:
+        try:
+            yield call
+        finally:
+            seconds = time.perf_counter() - began
+            traces.end_with_status(span, call.status)
+            status = {names.HTTP_STATUS: call.status}
+            metrics.record(names.HTTP_DURATION, seconds, **labels, **status)
+            metrics.add(names.HTTP_IN_FLIGHT, -1, **labels)
+            if facts:
+                total_ms = round(seconds * 1e3, 3)
+                ending: dict[str, logs.Fact] = {"status": call.status, "total_ms": total_ms}
+                logs.log_facts(log, "request", {**facts, "route": route, **ending})

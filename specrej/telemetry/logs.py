@@ -20,7 +20,7 @@ from opentelemetry import trace
 Fact = str | int | float | bool
 
 # The level setting applies to these; libraries log from WARNING on, as some log every call.
-_OURS = ("specrej", "orchestrator", "generator_service", "reward_service", "__main__")
+_OURS = ("specrej", "orchestrator", "generator_service", "reward_service", "gateway", "__main__")
 _MAX_CHAIN = 8  # of chained exceptions
 
 # The facts of the request in this context; None outside of requests.

@@ -74,6 +74,25 @@ LEASES_EXPIRED = Metric(
     "specrej.leases.expired", "counter", "{session}", "streams whose lease ran out"
 )
 
+# Requests of the gateway (labels as the conventions name them).
+HTTP_METHOD, HTTP_ROUTE = "http.request.method", "http.route"
+HTTP_STATUS = "http.response.status_code"
+HTTP_DURATION = Metric(
+    "http.server.request.duration",
+    "histogram",
+    "s",
+    "ended requests, by status",
+    (HTTP_ROUTE, HTTP_STATUS),
+    _CALL_S,
+)  # 499: the client left
+HTTP_IN_FLIGHT = Metric(
+    "http.server.active_requests", "up_down", "{request}", "running requests", (HTTP_ROUTE,)
+)
+HTTP_REFUSED = Metric(
+    "specrej.http.refused", "counter", "{connection}", "connections ended by bounds", ("reason",)
+)  # late: no headers in time, or a reply unread; pipelined; overloaded; permission_denied;
+# invalid_http
+
 # The orchestrator.
 ADMISSIONS = Metric(
     "specrej.admission.results", "counter", "{request}", "requests by result", ("result",)

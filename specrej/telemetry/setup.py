@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.resources import Resource
 
-    from specrej.settings import ServiceSettings
+    from specrej.settings import ProcessSettings
 
 # Time to send pending data when a process ends, and then for cancelled calls to end.
 FLUSH_S = 2.0
@@ -37,6 +38,7 @@ class _Outlets:
 
     ends: list[Callable[[], object]] = field(default_factory=list)
     exporters: list[_Exporter] = field(default_factory=list)
+    exposition: Callable[[], bytes] = bytes
 
     def close(self) -> None:
         """Send pending data within a bound, so that no collector delays the end of a process."""
@@ -58,10 +60,14 @@ def _all_end(threads: list[Thread], bound_s: float) -> bool:
 
 
 @contextmanager
-def configured(service: str, settings: ServiceSettings) -> Iterator[None]:
+def configured(
+    service: str, settings: ProcessSettings, *, scraped: bool = False
+) -> Iterator[Callable[[], bytes]]:
     """Set up telemetry from the settings for the context; once per process.
 
-    Leaving takes at most 2.5 seconds, whether or not pending data can be sent.
+    Yields a function that returns the metrics as text for Prometheus: none without a metrics port,
+    unless `scraped` is set. Leaving takes at most 2.5 seconds, whether or not pending data can be
+    sent.
 
     Raises:
         OSError: the metrics port cannot be bound.
@@ -73,18 +79,18 @@ def configured(service: str, settings: ServiceSettings) -> Iterator[None]:
         error_text=settings.log_error_text,
     )
     outlets = _Outlets()
-    if settings.otlp_endpoint or settings.metrics_port:
-        _open(outlets, service, settings)
+    if settings.otlp_endpoint or settings.metrics_port or scraped:
+        _open(outlets, service, settings, scraped)
     try:
-        yield
+        yield outlets.exposition
     finally:
         outlets.close()
 
 
-def _open(outlets: _Outlets, service: str, settings: ServiceSettings) -> None:
+def _open(outlets: _Outlets, service: str, settings: ProcessSettings, scraped: bool) -> None:
     resource = _resource(service)
     readers: list[MetricReader] = []
-    if settings.metrics_port:
+    if settings.metrics_port or scraped:
         readers.append(_prometheus(outlets, settings))
     if settings.otlp_endpoint:
         _send_spans(outlets, resource, settings.otlp_endpoint)
@@ -126,12 +132,15 @@ def _metrics_sender(outlets: _Outlets, endpoint: str) -> MetricReader:
     return PeriodicExportingMetricReader(exporter)
 
 
-def _prometheus(outlets: _Outlets, settings: ServiceSettings) -> MetricReader:
+def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
+    outlets.exposition = partial(generate_latest, registry)
+    if not settings.metrics_port:
+        return reader
     host = (settings.metrics_host or settings.host).strip("[]")
     try:
         server, _ = start_http_server(settings.metrics_port, host, registry)

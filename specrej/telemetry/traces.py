@@ -79,13 +79,33 @@ def _recorded(
 @contextmanager
 def server_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Span]:
     """The span of one incoming call, child of the caller's span if the metadata names one."""
+    with _serving(method, metadata, _rpc(method)) as current:
+        yield current
+
+
+@contextmanager
+def http_span(
+    method: str, route: str, headers: Iterable[tuple[str, str | bytes]]
+) -> Iterator[Span]:
+    """The same for an HTTP request to `route`, a template."""
+    attributes: dict[str, Attribute] = {names.HTTP_METHOD: method, names.HTTP_ROUTE: route}
+    with _serving(f"{method} {route}", headers, attributes) as current:
+        yield current
+
+
+@contextmanager
+def _serving(
+    name: str,
+    metadata: Iterable[tuple[str, str | bytes]],
+    attributes: Mapping[str, Attribute],
+) -> Iterator[Span]:
     carrier = {key: value for key, value in metadata if isinstance(value, str)}
     with (
         _tracer.start_as_current_span(
-            method,
+            name,
             propagate.extract(carrier),
             SpanKind.SERVER,
-            _rpc(method),
+            attributes,
             record_exception=False,
             set_status_on_exception=False,
         ) as current,
@@ -141,6 +161,13 @@ def end_with_code(current: Span, code: str) -> None:
     current.set_attribute(names.RPC_CODE, code)
     if code in _FAILURES:
         current.set_status(Status(StatusCode.ERROR, code))
+
+
+def end_with_status(current: Span, status: int) -> None:
+    """Record the status of an incoming HTTP request on its span."""
+    current.set_attribute(names.HTTP_STATUS, status)
+    if status >= 500:
+        current.set_status(Status(StatusCode.ERROR, str(status)))
 
 
 def annotate(attributes: Mapping[str, Attribute]) -> None:

@@ -77,6 +77,7 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
         environment = {
             **_ENVIRONMENT,
             **_tokens(directory),
+            "SPECREJ_GATEWAY_ORCHESTRATOR_TLS_CA": str(authority.path),
             "SPECREJ_ORCHESTRATOR_TLS_CERT": str(pair.cert),
             "SPECREJ_ORCHESTRATOR_TLS_KEY": str(pair.key),
             "SPECREJ_ORCHESTRATOR_GENERATOR_ADDRESS": f"{HOST}:{ports.generator},{spare}",
@@ -86,10 +87,11 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             },
         }
         async with (
-            Stack(ports, environment=environment, credentials=credentials) as stack,
+            Stack(ports, environment=environment, credentials=credentials, gateway=True) as stack,
             Client(stack.orchestrator_address, timeout_s=20, **credentials) as client,
         ):
-            urls = stack.ports.metrics_urls
+            urls = (*stack.ports.metrics_urls, stack.metrics_urls[-1])  # the gateway's
+            await _no_http(ports.gateway)
             await _usual(client)
             await _shadows(client, urls)
             await _refused(client)
@@ -115,6 +117,13 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             assert name in busy.values
             under_way.cancel()
             return busy, collector
+
+
+async def _no_http(port: int) -> None:
+    reader, writer = await asyncio.open_connection(HOST, port)
+    writer.write(b"what?\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    writer.close()
 
 
 async def _is_shown(urls: Sequence[str], name: str) -> bool:

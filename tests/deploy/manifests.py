@@ -13,18 +13,21 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from gateway.settings import GatewaySettings
 from generator_service.settings import GeneratorSettings
 from orchestrator.settings import OrchestratorSettings
 from reward_service.settings import RewardSettings
-from specrej.settings import ServiceSettings, load
+from specrej.settings import ProcessSettings, load
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(path.name for path in (DEPLOY / "overlays").iterdir())
 # Variables of `specrej health` and other clients, which are no settings of a service.
 CLIENT = {"SPECREJ_TLS_CA", "SPECREJ_TLS_CERT", "SPECREJ_TLS_KEY"}
-SERVICES = ("orchestrator", "generator", "reward")
-SETTINGS: dict[str, type[ServiceSettings]] = {
+GRPC = ("orchestrator", "generator", "reward")
+SERVICES = (*GRPC, "gateway")
+SETTINGS: dict[str, type[ProcessSettings]] = {
+    "gateway": GatewaySettings,
     "orchestrator": OrchestratorSettings,
     "generator": GeneratorSettings,
     "reward": RewardSettings,
@@ -121,7 +124,7 @@ class Manifests:
 
 def accepted(
     name: str, variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> ServiceSettings:
+) -> ProcessSettings:
     """Return a service's settings of these variables; AssertionError for an unknown variable."""
     known = {f"SPECREJ_{name}_{field}".upper() for field in SETTINGS[name].model_fields}
     assert variables.keys() - CLIENT <= known

@@ -71,8 +71,11 @@ def test_production_requires_credentials() -> None:
     for name in SERVICES:
         values = manifests.settings(name)
         assert "ALLOW_ANONYMOUS" not in values
-        assert values["REFLECTION"] == "false"
         assert values["TLS_CERT"] and values["TLS_KEY"]
+        if name == "gateway":  # without tokens or a certificate of its own
+            assert values["ORCHESTRATOR_TLS_CA"] and "ORCHESTRATOR_TLS_CERT" not in values
+            continue
+        assert values["REFLECTION"] == "false"
         assert values.get("TOKENS_FILE") or values.get("TLS_CLIENT_CA")
     assert manifests.settings("orchestrator")["REDIS_URL"].startswith("rediss://")
     assert "redis" not in manifests.workloads
@@ -112,6 +115,8 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
     redis = "redis" if "redis" in manifests.workloads else "outside"
     expected = {
         ("client", "orchestrator", ("TCP", 50050)),
+        ("client", "gateway", ("TCP", 8000)),
+        ("gateway", "orchestrator", ("TCP", 50050)),
         ("orchestrator", "generator", ("TCP", 50051)),
         ("orchestrator", "reward", ("TCP", 50052)),
         ("orchestrator", redis, ("TCP", 6379)),
@@ -124,7 +129,7 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
             for protocol in ("UDP", "TCP")
         ),
     }
-    numbers = (50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
+    numbers = (8000, 50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
     ports = [(protocol, number) for protocol in ("UDP", "TCP") for number in numbers]
     if WORKER in manifests.workloads:
         expected |= {(WORKER, target, port) for _, target, port in expected if port[1] == 53}
@@ -200,7 +205,8 @@ def test_secrets_are_documented_and_not_included(manifests: Manifests) -> None:
     page = (ROOT / "docs" / "deploy.md").read_text()
     assert {name for name in _secrets(manifests) if f" {name} " not in page} == set()
     assert _secrets(rendered("production")) == {
-        "orchestrator-tls", "generator-tls", "reward-tls", "orchestrator-tokens", "redis"
+        "gateway-tls", "orchestrator-tls", "generator-tls", "reward-tls", "orchestrator-tokens",
+        "redis",
     }  # fmt: skip
     assert _secrets(rendered("cpu-embedded")) == {"redis"}
 

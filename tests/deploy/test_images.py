@@ -73,7 +73,8 @@ def test_copied_files_are_not_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    "extras", [["orchestrator"], ["models"], ["models", "embedded"], ["loadtest", "experiments"]]
+    "extras",
+    [["orchestrator", "gateway"], ["models"], ["models", "embedded"], ["loadtest", "experiments"]],
 )
 def test_packages_are_pinned(extras: list[str]) -> None:
     """Guards against a transitive dependency without a pin."""

@@ -22,6 +22,7 @@ from specrej.v1 import generator_pb2, orchestrator_pb2, reward_pb2
 from tests.deploy.manifests import (
     CLIENT,
     DEPLOY,
+    GRPC,
     MARGIN_S,
     OVERLAYS,
     SERVICES,
@@ -112,8 +113,9 @@ def _selector(item: Object) -> Object:
 
 def test_services_are_headless(manifests: Manifests) -> None:
     """Guards against a single connection, and thus a single backend, for all calls of a client."""
-    for service in manifests.of("Service"):
-        assert service["spec"]["clusterIP"] == "None"
+    for name, service in manifests.named("Service").items():
+        # Clients of the gateway connect for few requests: the cluster balances them.
+        assert service["spec"].get("clusterIP") == ("None" if name != "gateway" else None)
         assert service["spec"]["publishNotReadyAddresses"] is False
     generator, names = manifests.workloads["generator"], manifests.named("Service")
     if generator["kind"] == "LeaderWorkerSet":
@@ -224,13 +226,14 @@ def test_pods_of_a_group_are_nodes_of_one_generator() -> None:
 def test_ports_are_those_of_the_settings(manifests: Manifests, name: str) -> None:
     """Guards against a Service, a probe or a scrape with another port than the container's."""
     ports = {item["name"]: item["containerPort"] for item in manifests.container(name)["ports"]}
+    main = "grpc" if name in GRPC else "http"
     variables = manifests.variables(name)
     prefix = f"SPECREJ_{name.upper()}_"
     assert ports == {
-        "grpc": int(variables[f"{prefix}PORT"]),
+        main: int(variables[f"{prefix}PORT"]),
         "metrics": int(variables[f"{prefix}METRICS_PORT"]),
     }
-    assert ports["grpc"] == SETTINGS[name].model_fields["port"].default
+    assert ports[main] == SETTINGS[name].model_fields["port"].default
     service = manifests.named("Service")[name]["spec"]["ports"]
     assert {item["name"]: item["port"] for item in service} == ports
     assert {item["targetPort"] for item in service} == set(ports)
@@ -238,7 +241,16 @@ def test_ports_are_those_of_the_settings(manifests: Manifests, name: str) -> Non
     assert notes.get("prometheus.io/port", str(ports["metrics"])) == str(ports["metrics"])
 
 
-@pytest.mark.parametrize("name", SERVICES)
+def test_probes_of_the_gateway(manifests: Manifests) -> None:
+    """Guards against a probe of a route that does not exist, or in plaintext to a TLS port."""
+    container, settings = manifests.container("gateway"), manifests.settings("gateway")
+    scheme = {"scheme": "HTTPS"} if "TLS_CERT" in settings else {}
+    for kind in PROBES:
+        path = "/readyz" if kind == "readinessProbe" else "/healthz"
+        assert container[kind]["httpGet"] == {"path": path, "port": "http", **scheme}
+
+
+@pytest.mark.parametrize("name", GRPC)
 def test_probes_use_names_that_exist(manifests: Manifests, name: str) -> None:
     """Guards against a probe that is NOT_FOUND, or one in plaintext to a TLS port."""
     container, variables = manifests.container(name), manifests.variables(name)
@@ -268,7 +280,7 @@ def _target(probe: Object, variables: dict[str, str]) -> tuple[int, str]:
 @pytest.mark.parametrize("name", SERVICES)
 def test_models_have_time_to_load(manifests: Manifests, name: str) -> None:
     probe = manifests.container(name)["startupProbe"]
-    least = 60 if name == "orchestrator" else 1800
+    least = 60 if name in ("orchestrator", "gateway") else 1800
     assert probe["periodSeconds"] * probe["failureThreshold"] >= least
     deadline = manifests.workloads[name]["spec"].get("progressDeadlineSeconds", least)
     assert deadline >= least
@@ -297,7 +309,7 @@ def test_images_have_the_names_that_are_built(overlay: str) -> None:
         for _, container in rendered(overlay).containers()
         if container["name"] != "redis"
     }
-    built = {"orchestrator": name_of("orchestrator")}
+    built = dict.fromkeys(("orchestrator", "gateway"), name_of("orchestrator"))
     built |= {name: name_of(f"{name}{suffix}") for name in ("generator", "reward")}
     assert named == built | ({} if suffix else {"models": name_of("models")})
 

@@ -1,4 +1,4 @@
-"""The real stack: four processes on the embedded models, started once for all end-to-end tests."""
+"""The real stack: five processes on the embedded models, started once for all end-to-end tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.telemetry.observed import Observed, observed
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def service() -> AsyncIterator[Observed]:
-    async with observed({"SPECREJ_GENERATOR_KV_SLOTS": "40000"}, on_toys=False) as running:
+    slots = {"SPECREJ_GENERATOR_KV_SLOTS": "40000"}
+    async with observed(slots, on_toys=False, gateway=True) as running:
         yield running
 
 

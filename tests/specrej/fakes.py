@@ -125,7 +125,7 @@ OPTIONS = Options(
 
 class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Raises `failures` first, one per call. With `hangs`, a call waits for `released` after its
-    first event."""
+    first event; with `holds`, before it."""
 
     def __init__(self) -> None:
         self.requests: list[orchestrator_pb2.GenerateRequest] = []
@@ -134,6 +134,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self.failures: list[Exception] = []
         self.events = EVENTS
         self.hangs = False
+        self.holds = False
         self.received = asyncio.Event()
         self.released = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -181,7 +182,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self.received.set()
         if self.failures:
             raise self.failures.pop(0)
-        if self.hangs:
+        if self.hangs or self.holds:
             try:
                 await self.released.wait()
             except asyncio.CancelledError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from specrej import Client, RewardClient, errors, wire
 from specrej import contracts as c
 from specrej.channel import SERVICE_CONFIG, options
 from specrej.client import Options, build_request
+from specrej.security import Role, new_token
 from specrej.v1 import orchestrator_pb2
+from tests.serving import listening
 from tests.specrej.fakes import (
     EVENTS,
     GENERATION,
@@ -242,3 +245,53 @@ def test_a_reconnect_is_tried_before_the_last_retry() -> None:
     ]
     reconnect_ms = dict(options(retries=True))["grpc.max_reconnect_backoff_ms"]
     assert float(reconnect_ms) / 1e3 * (1 + JITTER) < sum(waits_s) * (1 - JITTER)
+
+
+async def test_a_calls_own_token_replaces_the_clients(
+    orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    """Guards against two tokens in one call, and a gateway's callers that all are one tenant."""
+    lines = [new_token(tenant) for tenant in ("own", "other")]
+    tokens = tmp_path / "tokens"
+    tokens.write_text("\n".join(line for _, line in lines))
+    (own, _), (other, _) = lines
+    async with (
+        listening(orchestrator.service(), tokens_file=str(tokens)) as address,
+        Client(address, token=own) as client,
+    ):
+        await client.generate("why?")
+        await client.generate("why?", token=other)
+        async with aclosing(client.stream("why?", token=other)) as events:
+            assert [event async for event in events]
+        assert orchestrator.tenants == ["own", "other", "other"]
+        assert await client.describe(token=other) == SERVICE
+        assert await client.record("r1", token=other) == RECORD
+        for bad, text in (("unknown", "unknown token"), ("a b", "one bearer token")):
+            with pytest.raises(errors.Unauthenticated, match=text):
+                await client.generate("why?", token=bad)
+    async with Client("example.com:1") as client:
+        with pytest.raises(errors.Unauthenticated, match="plaintext"):
+            await client.generate("why?", token=other)
+
+
+async def test_metadata_of_a_call(orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
+    token, line = new_token("front", [Role.GATEWAY])
+    (tmp_path / "tokens").write_text(line)
+    async with (
+        listening(orchestrator.service(), tokens_file=str(tmp_path / "tokens")) as address,
+        Client(address, token=token) as client,
+    ):
+        await client.generate("why?", metadata=(("specrej-tenant", "a"),))
+    assert "a" in orchestrator.tenants[0]
+
+
+async def test_whether_the_orchestrator_serves(address: str) -> None:
+    async with Client(address) as client:
+        assert await client.is_serving()
+    async with Client("127.0.0.1:1") as client:
+        assert not await client.is_serving(timeout_s=0.5)
+
+
+def test_events_have_a_plain_form() -> None:
+    names = [name for event in EVENTS for name in wire.to_plain(event)]
+    assert names == ["admitted", "round_completed", "round_completed", "finished"]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import ssl
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import pytest
 
@@ -37,6 +40,9 @@ def secured(directory: Path, authority: Authority) -> dict[str, str]:
         settings[f"{prefix}TOKENS_FILE"] = str(directory / f"{name}-tokens")
         inner, mine = entry("orchestrator", "inner"), entry("acme", "mine")
         place(directory / f"{name}-tokens", mine if name == "orchestrator" else f"{inner}\n{mine}")
+    pair, prefix = authority.issue("gateway"), "SPECREJ_GATEWAY_"
+    settings |= {f"{prefix}TLS_CERT": str(pair.cert), f"{prefix}TLS_KEY": str(pair.key)}
+    settings[f"{prefix}ORCHESTRATOR_TLS_CA"] = str(authority.path)
     place(directory / "inner", "inner")
     pair, prefix = authority.issue("inside"), "SPECREJ_ORCHESTRATOR_BACKEND_"
     settings |= {
@@ -57,7 +63,7 @@ async def test_everything_works_with_tls_and_tokens(
     environment = secured(tmp_path, authority)
     pair = authority.issue("me")
     credentials = Credentials(tls_ca=authority.path, tls_cert=pair.cert, tls_key=pair.key)
-    async with Stack(environment=environment, credentials=credentials) as stack:
+    async with Stack(environment=environment, credentials=credentials, gateway=True) as stack:
         await _renew_the_token(stack, authority, tmp_path)
         monkeypatch.setenv("SPECREJ_TLS_CA", str(authority.path))
         monkeypatch.setenv("SPECREJ_TOKEN", "mine")
@@ -66,6 +72,9 @@ async def test_everything_works_with_tls_and_tokens(
         assert (await command(*generate, *at_orchestrator))[0]
         await command("score", "a", "--prompt", "why?", "--address", stack.reward_address)
         await _test_load(stack.orchestrator_address)
+        url = f"https://127.0.0.1:{stack.ports.gateway}/v1/models"
+        assert await asyncio.to_thread(_status, url, "mine", authority) == 200
+        assert await asyncio.to_thread(_status, url, "wrong", authority) == 401
         for token, message in (("wrong", "unknown token"), ("", "a token is needed")):
             monkeypatch.setenv("SPECREJ_TOKEN", token)
             with pytest.raises(errors.Unauthenticated, match=message):
@@ -85,6 +94,18 @@ async def _renew_the_token(stack: Stack, authority: Authority, directory: Path) 
         assert (await client.generate("why not?", n=2, max_tokens=16, seed=3)).best.text
     for name in ("generator", "reward"):
         place(directory / f"{name}-tokens", f"{entry('o', 'renewed')}\n{entry('acme', 'mine')}")
+
+
+def _status(url: str, token: str, authority: Authority) -> int:
+    """The status of a request over HTTPS."""
+    trusted = HTTPSHandler(context=ssl.create_default_context(cafile=authority.path))
+    request = Request(url, headers={"authorization": f"Bearer {token}"})
+    try:
+        with build_opener(ProxyHandler({}), trusted).open(request, timeout=60) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        with error:
+            return error.code
 
 
 async def _test_load(address: str) -> None:

@@ -20,7 +20,7 @@ def names(directory: Path) -> list[str]:
 def test_free_ports_differ() -> None:
     """Guards against two services on one port."""
     first, second = (astuple(Ports.free()) for _ in range(2))
-    assert len({*first, *second}) == 14
+    assert len({*first, *second}) == 18
     # Guards against ports that a connection takes before a service listens there.
     assert max(*first, *second) < 32_768
 
@@ -78,3 +78,12 @@ def test_addresses_follow_the_ports() -> None:
         assert environment[f"SPECREJ_{backend.kind.upper()}_PORT"] == str(backend.port)
         assert backend.address in addresses
     assert len(set(stack.metrics_urls)) == 6
+
+
+def test_the_gateway_calls_the_orchestrator() -> None:
+    stack = Stack(Ports(1, gateway=5, metrics_gateway=6), gateway=True, environment={"X": "9"})
+    environment = stack._gateway(stack._gateways[0]).environment
+    assert environment["SPECREJ_GATEWAY_ORCHESTRATOR_ADDRESS"] == stack.orchestrator_address
+    assert environment["SPECREJ_GATEWAY_PORT"] == "5" and environment["X"] == "9"
+    assert stack.gateway_url.endswith(":5") and stack.metrics_urls[-1].endswith(":6/metrics")
+    assert not Stack()._gateways

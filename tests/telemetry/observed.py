@@ -73,7 +73,7 @@ class Observed:
 
 @asynccontextmanager
 async def observed(
-    environment: Mapping[str, str] | None = None, *, on_toys: bool = True
+    environment: Mapping[str, str] | None = None, *, on_toys: bool = True, gateway: bool = False
 ) -> AsyncIterator[Observed]:
     """A service of real processes that exports to a collector at short intervals."""
     async with collecting() as collector:
@@ -83,12 +83,15 @@ async def observed(
             "SPECREJ_ORCHESTRATOR_LOG_FORMAT": "json",
             "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
             "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
-            **{f"SPECREJ_{name.upper()}_OTLP_ENDPOINT": collector.endpoint for name in SERVICES},
+            **{
+                f"SPECREJ_{name.upper()}_OTLP_ENDPOINT": collector.endpoint
+                for name in (*SERVICES, "gateway")
+            },
             **(_TOYS if on_toys else {}),
             **(environment or {}),
         }
         async with (
-            Stack(environment=variables) as stack,
+            Stack(environment=variables, gateway=gateway) as stack,
             open_channel(stack.orchestrator_address, retries=False) as channel,
         ):
             stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)

@@ -1,0 +1,132 @@
+"""Runs the gateway, `python -m gateway --help`: listens, follows the orchestrator, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from email.utils import formatdate
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from gateway.app import Gateway
+from gateway.connection import Connection
+from gateway.settings import GatewaySettings
+from specrej import telemetry
+from specrej.client import Client
+from specrej.serving import Signals
+from specrej.settings import load
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_IDLE_S = 60  # between two requests of a connection
+_HANDSHAKE_S = 10.0
+_ENDING_S = 3.0  # for the end of cancelled requests
+
+
+class Server:
+    """Serves the gateway; port 0 picks a free one."""
+
+    def __init__(self, settings: GatewaySettings, client: Client, gateway: Gateway) -> None:
+        self._settings = settings
+        self._client = client
+        self._gateway = gateway
+        self._state = ServerState()
+        self._is_draining = False
+        self._listener: asyncio.Server
+        self.port = 0
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        signals = Signals()
+        await self.start()
+        log.info("listening on %s:%d", self._settings.host, self.port)
+        if not self._settings.forwards_tokens:
+            address = self._settings.orchestrator_address
+            log.warning("tokens are not sent in plaintext to %s: set orchestrator_tls_ca", address)
+        following = asyncio.ensure_future(self._follow())
+        try:
+            await signals.first.wait()
+        finally:
+            draining = asyncio.ensure_future(self._drain())
+            second = asyncio.ensure_future(signals.second.wait())
+            await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (draining, second, following):
+                task.cancel()
+            await asyncio.gather(draining, second, following, return_exceptions=True)
+            await self.stop(0)
+
+    async def start(self) -> None:
+        """Listen. Raises OSError: the address cannot be bound."""
+        settings, files = self._settings, self._settings.tls_files
+        config = Config(
+            self._gateway.app(),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_keep_alive=_IDLE_S,
+            h11_max_incomplete_event_size=settings.max_header_bytes,
+        )
+        config.load()
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: Connection(config, self._state, settings),
+            settings.host.strip("[]"),
+            settings.port,
+            ssl=files.server_context() if files else None,
+            ssl_handshake_timeout=_HANDSHAKE_S if files else None,
+        )
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def _follow(self) -> None:
+        """Ready while the orchestrator serves and this process does not drain."""
+        while True:
+            is_serving = await self._client.is_serving()
+            self._gateway.is_ready = is_serving and not self._is_draining
+            self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+            await asyncio.sleep(_POLL_S)
+
+    async def _drain(self) -> None:
+        self._is_draining, self._gateway.is_ready = True, False
+        await asyncio.sleep(self._settings.drain_seconds)
+        await self.stop(self._settings.grace_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse connections, give requests `grace_s` seconds to finish, then end them."""
+        self._listener.close()
+        for connection in tuple(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks and grace_s:
+            await asyncio.wait(self._state.tasks, timeout=grace_s)
+        for connection in tuple(self._state.connections):
+            connection.transport.abort()  # as if the client had left
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=_ENDING_S)
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT."""
+    settings = load(GatewaySettings)
+    try:
+        with telemetry.configured(
+            "gateway", settings, scraped=settings.serves_metrics
+        ) as exposition:
+            asyncio.run(_serve(settings, exposition))
+    except OSError as error:
+        raise SystemExit(f"gateway: {error}") from error
+
+
+async def _serve(settings: GatewaySettings, exposition: Callable[[], bytes]) -> None:
+    address, credentials = settings.orchestrator_address, settings.orchestrator_credentials
+    async with Client(address, timeout_s=settings.deadline_s, **credentials) as client:
+        await Server(settings, client, Gateway(settings, client, exposition)).run()
+
+
+if __name__ == "__main__":
+    main()

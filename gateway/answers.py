@@ -1,0 +1,123 @@
+"""OpenAI's objects: whole answers and the chunks of streamed ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from specrej import wire
+from specrej.contracts import Generation, RankedCandidate, RoundCompleted
+from specrej.errors import InvalidRequest, Violation
+
+JSON = dict[str, Any]
+
+
+class Answer:
+    """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions."""
+
+    def __init__(self, model: str, num_choices: int, *, is_chat: bool, logprobs: bool) -> None:
+        self._model = model
+        self._num_choices = num_choices
+        self._is_chat = is_chat
+        self._logprobs = logprobs
+        self._created = int(time.time())
+
+    def whole(self, generation: Generation) -> JSON:
+        """The body of a request that does not stream.
+
+        Raises:
+            InvalidRequest: fewer candidates are complete than choices were requested.
+        """
+        choices: list[JSON] = []
+        for index, candidate in enumerate(self._chosen(generation)):
+            message = {"role": "assistant", "content": candidate.text, "refusal": None}
+            text = {"message": message} if self._is_chat else {"text": candidate.text}
+            choices.append({"index": index, **text, **self._end(candidate)})
+        body = self._chunk(generation.request_id, choices)
+        return {**body, "object": body["object"].removesuffix(".chunk"), **self._about(generation)}
+
+    def opening(self, request_id: str) -> Iterator[JSON]:
+        """The first chunk of each choice, with its role."""
+        for index in range(self._num_choices if self._is_chat else 0):
+            yield self._delta(request_id, index, {"role": "assistant", "content": ""})
+
+    def round(self, request_id: str, event: RoundCompleted, style: str) -> JSON:
+        """A round: `style` "rounds" is a chunk without choices, "reasoning" a line for readers."""
+        if style == "rounds" or not self._is_chat:
+            return self._chunk(request_id, []) | {"specrej": wire.to_plain(event)}
+        trace = event.trace
+        line = (
+            f"round {trace.number}: token {trace.decision_token}, {trace.num_live} of"
+            f" {trace.num_started} candidates live, best reward {trace.best_score:.3f}\n"
+        )
+        return self._delta(request_id, 0, {"reasoning_content": line})
+
+    def closing(
+        self, request_id: str, generation: Generation, include_usage: bool
+    ) -> Iterator[JSON]:
+        """The text of each choice and its end, and the usage if that is requested."""
+        for index, candidate in enumerate(self._chosen(generation)):
+            end = self._end(candidate)
+            yield self._delta(request_id, index, {"content": candidate.text}, end.pop("logprobs"))
+            last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
+            yield self._chunk(request_id, [{"index": index, **last, **end, "logprobs": None}])
+        if include_usage:
+            yield self._chunk(request_id, []) | self._about(generation)
+
+    def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
+        found = len(generation.candidates)
+        if found < self._num_choices:
+            text = (
+                f"{self._num_choices} choices were requested and {found} candidates completed,"
+                " the others were rejected: lower specrej.alpha, or use best-of-n"
+            )
+            raise InvalidRequest([Violation("n", text)])
+        return generation.candidates[: self._num_choices]
+
+    def _chunk(self, request_id: str, choices: list[JSON]) -> JSON:
+        return {
+            "id": f"chatcmpl-{request_id}" if self._is_chat else f"cmpl-{request_id}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _delta(
+        self, request_id: str, index: int, delta: JSON, logprobs: JSON | None = None
+    ) -> JSON:
+        text = {"delta": delta} if self._is_chat else {"text": delta["content"]}
+        choice = {"index": index, **text, "finish_reason": None, "logprobs": logprobs}
+        return self._chunk(request_id, [choice])
+
+    def _end(self, candidate: RankedCandidate) -> JSON:
+        """A token is named by its id: the core returns no texts of tokens."""
+        end: JSON = {"finish_reason": candidate.finish.value, "logprobs": None}
+        tokens = [f"token_id:{token}" for token in candidate.token_ids]
+        if self._logprobs and self._is_chat:
+            pairs = zip(tokens, candidate.logprobs, strict=True)
+            rest: JSON = {"bytes": None, "top_logprobs": []}
+            content = [{"token": token, "logprob": value, **rest} for token, value in pairs]
+            end["logprobs"] = {"content": content, "refusal": None}
+        elif self._logprobs:
+            end["logprobs"] = {"tokens": tokens, "token_logprobs": list(candidate.logprobs)}
+        return end
+
+    def _about(self, generation: Generation) -> JSON:
+        """The usage of the returned choices, and what OpenAI's objects have no field for."""
+        prompt = generation.usage.prompt_tokens
+        completion = sum(candidate.num_tokens for candidate in self._chosen(generation))
+        plain = wire.to_plain(generation)
+        omitted = ("text", "score", "finish_reason", "candidates", "rounds")
+        rest = {name: value for name, value in plain.items() if name not in omitted}
+        scores = [candidate.score for candidate in self._chosen(generation)]
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+            "system_fingerprint": generation.generator_fingerprint,
+            "specrej": {**rest, "scores": scores},
+        }

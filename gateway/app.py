@@ -1,0 +1,239 @@
+"""The routes: read a request, call the orchestrator, answer as OpenAI does."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.answers import JSON, Answer
+from gateway.connection import Bodies, Disconnected, until_disconnected
+from gateway.errors import HTTPError, response_of
+from gateway.mapping import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
+from gateway.settings import GatewaySettings
+from gateway.streaming import Events, openai_stream, raw_stream
+from specrej import telemetry, wire
+from specrej.client import Client
+from specrej.errors import InternalError, SpecrejError, Unauthenticated
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[HTTPRequest], Awaitable[Response]]
+
+_CLIENT_LEFT = 499  # nginx's number
+_BEARER = {"token": {"type": "http", "scheme": "bearer"}}
+
+
+class Gateway:
+    """The handlers; `client` is that of the orchestrator, `exposition` returns the metrics."""
+
+    def __init__(
+        self, settings: GatewaySettings, client: Client, exposition: Callable[[], bytes] = bytes
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._exposition = exposition
+        self._bodies = Bodies(settings.max_body_bytes, settings.body_s)
+        self.is_ready = False
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        handlers: dict[str, Handler] = {
+            "POST /v1/chat/completions": self.chat,
+            "POST /v1/completions": self.complete,
+            "POST /v1/embeddings": self.embed,
+            "GET /v1/models": self.models,
+            "GET /v1/models/{id:path}": self.model,
+            "POST /v1/specrej/stream": self.stream,
+            "GET /v1/specrej/records/{id}": self.record,
+            "GET /healthz": self.health,
+            "GET /readyz": self.readiness,
+            "GET /openapi.json": self.document,
+        }
+        if self._settings.serves_metrics:
+            handlers["GET /metrics"] = self.metrics
+        self._handlers = handlers
+        routes = [
+            Route(path, Endpoint(handler, path), methods=[method])
+            for (method, path), handler in ((key.split(), handlers[key]) for key in handlers)
+        ]
+        unknown = Route("/{path:path}", Endpoint(self.nowhere, "unknown"))
+        origins = [origin for origin in self._settings.cors_origins.split(",") if origin]
+        cors = Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",))
+        return Starlette(routes=[*routes, unknown], middleware=[cors] if origins else [])
+
+    async def chat(self, request: HTTPRequest) -> Response:
+        """Answer a conversation."""
+        return await self._complete(request, ChatRequest)
+
+    async def complete(self, request: HTTPRequest) -> Response:
+        """Continue a raw text."""
+        return await self._complete(request, CompletionRequest)
+
+    async def stream(self, request: HTTPRequest) -> Response:
+        """Answer a conversation with every event of the core."""
+        return await self._complete(request, ChatRequest, is_raw=True)
+
+    async def _complete(
+        self, http: HTTPRequest, kind: type[Request], *, is_raw: bool = False
+    ) -> Response:
+        token = self._token(http)
+        request = parsed(kind, await self._bodies.read(http))
+        call = call_of(request, self._settings.presets)
+        logprobs = call.options.get("logprobs", False)
+        answer = Answer(
+            request.model, call.num_choices, is_chat=kind is ChatRequest, logprobs=logprobs
+        )
+        try:
+            if is_raw:
+                return raw_stream(await self._events(http, call, token), call)
+            if request.stream:
+                events = await self._events(http, call, token)
+                return openai_stream(events, answer, request, call)
+            generating = self._client.generate(
+                call.prompt, timeout_s=call.timeout_s, token=token, **call.options
+            )
+            generation = await until_disconnected(http.receive, generating)
+            telemetry.note(id=generation.request_id, n=generation.n)
+            headers = {"x-request-id": generation.request_id}
+            return JSONResponse(answer.whole(generation), headers=headers)
+        except SpecrejError as error:
+            return response_of(error, call.name_of)
+
+    async def _events(self, http: HTTPRequest, call: Call, token: str) -> Events:
+        """The events of a call that has begun, or is still silent after `keep_alive_s`.
+
+        Raises:
+            SpecrejError: it failed before its first event.
+            Disconnected: the client left.
+        """
+        stream = self._client.stream(
+            call.prompt, timeout_s=call.timeout_s, token=token, **call.options
+        )
+        events = Events(stream, self._settings.keep_alive_s)
+        try:
+            await until_disconnected(http.receive, events.peek())
+        except BaseException:
+            await events.aclose()
+            raise
+        return events
+
+    def _token(self, http: HTTPRequest) -> str:
+        """The bearer token to forward, or none.
+
+        Raises:
+            Unauthenticated: there is none, and there must be one.
+        """
+        scheme, _, token = http.headers.get("authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else ""
+        if not token and not self._settings.serves_anonymous:
+            raise Unauthenticated("a token is needed: Authorization: Bearer TOKEN")
+        return token if self._settings.forwards_tokens else ""
+
+    async def record(self, http: HTTPRequest) -> Response:
+        """The record of a request, by its id or that of its answer."""
+        request_id = http.path_params["id"].rpartition("-")[2]
+        record = await self._client.record(request_id, token=self._token(http))
+        return JSONResponse(wire.to_plain(record))
+
+    async def models(self, http: HTTPRequest) -> Response:
+        """The model and its adapters, each alone and with every preset."""
+        return JSONResponse({"object": "list", "data": await self._models(http)})
+
+    async def model(self, http: HTTPRequest) -> Response:
+        """One of the models."""
+        for item in await self._models(http):
+            if item["id"] == http.path_params["id"]:
+                return JSONResponse(item)
+        raise HTTPError(404, "no such model: /v1/models lists them", "model_not_found")
+
+    async def _models(self, http: HTTPRequest) -> list[JSON]:
+        described = await self._client.describe(token=self._token(http))
+        names = (described.generator.model, *described.generator.adapters)
+        suffixes = ("", *(f":{preset}" for preset in self._settings.presets))
+        common = {"object": "model", "created": 0, "owned_by": "specrej"}
+        return [{"id": name + suffix, **common} for name in names for suffix in suffixes]
+
+    async def embed(self, http: HTTPRequest) -> Response:
+        """No embeddings: an error that names what scores texts."""
+        text = "there are no embeddings: the reward service's Score and `specrej score` rate texts"
+        raise HTTPError(400, text, "not_supported")
+
+    async def health(self, http: HTTPRequest) -> Response:
+        """Whether the process runs."""
+        return PlainTextResponse("ok\n")
+
+    async def readiness(self, http: HTTPRequest) -> Response:
+        """Whether the orchestrator serves and this process does not end."""
+        return PlainTextResponse("ready\n") if self.is_ready else PlainTextResponse("no\n", 503)
+
+    async def metrics(self, http: HTTPRequest) -> Response:
+        """Metrics for Prometheus."""
+        return Response(self._exposition(), media_type="text/plain; version=0.0.4")
+
+    async def nowhere(self, http: HTTPRequest) -> Response:
+        raise HTTPError(404, "no such route: /openapi.json lists them", "not_found")
+
+    async def document(self, http: HTTPRequest) -> Response:
+        """This document."""
+        kinds: dict[Handler, type[Request]] = {
+            self.chat: ChatRequest,
+            self.stream: ChatRequest,
+            self.complete: CompletionRequest,
+        }
+        paths: dict[str, JSON] = {}
+        schemas: JSON = {}
+        for key, handler in self._handlers.items():
+            method, path = key.lower().split()
+            answers = {
+                "default": {"description": "JSON, or server-sent events; see docs/gateway.md"}
+            }
+            operation: JSON = {"summary": handler.__doc__, "responses": answers}
+            if kind := kinds.get(handler):
+                schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+                schemas |= schema.pop("$defs")
+                operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+            paths[path.replace(":path", "")] = {method: operation}
+        about = {"title": "specrej gateway", "version": version("specrej")}
+        components = {"schemas": schemas, "securitySchemes": _BEARER}
+        document = {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
+        return JSONResponse(document)
+
+
+class Endpoint:
+    """A handler as an ASGI application with telemetry; what it raises becomes a response."""
+
+    def __init__(self, handler: Handler, route: str) -> None:
+        self._handler = handler
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = HTTPRequest(scope, receive)
+        with telemetry.served_http(scope["method"], self._route, http.headers.items()) as call:
+            try:
+                response = await self._respond(http)
+                call.status = response.status_code
+                await response(scope, receive, send)
+            except Disconnected:
+                call.status = _CLIENT_LEFT
+
+    async def _respond(self, http: HTTPRequest) -> Response:
+        try:
+            return await self._handler(http)
+        except Disconnected:
+            raise
+        except SpecrejError as error:
+            return response_of(error)
+        except Exception as error:
+            error_id = uuid.uuid4().hex
+            log.error("bug in %s (error %s)", self._route, error_id, exc_info=error)
+            return response_of(InternalError(f"internal error {error_id}"))

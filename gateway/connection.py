@@ -1,0 +1,176 @@
+"""Connections, bodies and clients that leave: uvicorn's HTTP/1.1 within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from gateway.errors import HTTPError, body_of
+from gateway.settings import GatewaySettings
+from specrej.telemetry import metrics, names
+
+_UNREAD_BYTES = 32768
+
+
+class Connection(H11Protocol):
+    """A connection without pipelining: a request in front of an unfinished answer ends it.
+
+    Its one timer ends it while headers are awaited, and while a reply is not read.
+    """
+
+    def __init__(self, config: Config, state: ServerState, settings: GatewaySettings) -> None:
+        super().__init__(config, state, {})
+        self._settings = settings
+        self.access_log = False  # it has query strings
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(_UNREAD_BYTES)
+        self._end_after(self._settings.header_s)
+        allowed, certificate = self._settings.allowed_names, transport.get_extra_info("peercert")
+        if len(self.connections) > self._settings.max_connections:
+            self._refuse(503, "too many connections", "overloaded")
+        elif allowed and not {name for _, name in certificate["subjectAltName"]} & {*allowed}:
+            self._refuse(403, "the certificate has none of the allowed names", "permission_denied")
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._is_answering and not self.cycle.more_body:
+            self._end("pipelined")
+            return
+        super().data_received(data)
+        if self._is_answering:
+            self._cancel_timer()
+        elif not self._timer:
+            self._end_after(self._settings.header_s)
+
+    @property
+    def _is_answering(self) -> bool:
+        return bool(self.cycle and not self.cycle.response_complete)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_after(self._settings.unread_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_timer()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._end_after(self._settings.unread_s)  # closing waits for the reader of what is left
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, or has too long headers."""
+        self._refuse(400, msg, "invalid_http")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        metrics.add(names.HTTP_REFUSED, 1, reason=code)
+        body = json.dumps(body_of(HTTPError(status, message, code))[1])
+        self.transport.write(
+            f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode()
+        )
+        self.transport.close()
+        self._end_after(self._settings.header_s)
+
+    def _end_after(self, seconds: float) -> None:
+        self._cancel_timer()
+        self._timer = self.loop.call_later(seconds, self._end, "late")
+
+    def _end(self, reason: str) -> None:
+        metrics.add(names.HTTP_REFUSED, 1, reason=reason)
+        self.transport.abort()
+
+    def _cancel_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._timer = None
+
+
+T = TypeVar("T")
+
+# All bodies that are being read have together at most this many times the bytes of one.
+_BODIES = 16
+
+
+class Disconnected(Exception):
+    """The client has closed its connection; nothing can be sent."""
+
+
+async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled when the client leaves; the body was read before.
+
+    Raises:
+        Disconnected: the client left.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Disconnected
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Bodies:
+    """Reads bodies of at most `max_bytes`, each within `seconds`."""
+
+    def __init__(self, max_bytes: int, seconds: float) -> None:
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._num_bytes = 0  # of all that are being read
+
+    async def read(self, request: Request) -> bytes:
+        """The body.
+
+        Raises:
+            HTTPError: it is too long, late or not JSON, or too many are being read.
+            Disconnected: the client left.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # any web page may send other types to this port
+            raise HTTPError(415, "content-type must be application/json", "unsupported_media_type")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for part in request.stream():
+                    body += part
+                    self._num_bytes += len(part)
+                    self._check(len(body))
+        except TimeoutError:
+            raise HTTPError(408, f"no body within {self._seconds:g} s", "timeout") from None
+        except ClientDisconnect:
+            raise Disconnected from None
+        finally:
+            self._num_bytes -= len(body)
+        return bytes(body)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            text = f"the body must have at most {self._max_bytes} bytes"
+            raise HTTPError(413, text, "request_too_large")
+        if self._num_bytes > _BODIES * self._max_bytes:
+            raise HTTPError(503, "too many bodies are being read", "overloaded", retry_after_s=1)

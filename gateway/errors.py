@@ -1,0 +1,69 @@
+"""Errors as OpenAI's clients expect them: a status, a body, and headers that govern retries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from specrej import errors
+
+
+class HTTPError(errors.SpecrejError):
+    """A failure of HTTP or of the gateway itself; it may be repeated after `retry_after_s`."""
+
+    def __init__(
+        self, status: int, message: str, code: str, *, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+# Status, OpenAI's type and code.
+_ANSWERS: dict[type[errors.SpecrejError], tuple[int, str, str]] = {
+    errors.InvalidRequest: (400, "invalid_request_error", "invalid_value"),
+    errors.SlotsExceeded: (400, "invalid_request_error", "slots_exceeded"),
+    errors.Unauthenticated: (401, "authentication_error", "invalid_api_key"),
+    errors.PermissionDenied: (403, "permission_error", "permission_denied"),
+    errors.NotFound: (404, "invalid_request_error", "not_found"),
+    errors.Overloaded: (429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.Unavailable: (503, "service_unavailable_error", "unavailable"),
+    errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
+}
+_BUG = (500, "server_error", "internal_error")
+
+
+def body_of(
+    error: errors.SpecrejError, name_of: Callable[[str], str] = str
+) -> tuple[int, dict[str, Any]]:
+    """The status and OpenAI's body; `name_of` returns the caller's field for a path."""
+    status, kind, code = _ANSWERS.get(type(error), _BUG)
+    message, path = error.message, error.metadata.get("field")
+    if isinstance(error, HTTPError):
+        status, kind, code = error.status, "invalid_request_error", error.code
+    elif isinstance(error, errors.InvalidRequest):
+        named = [f"{name_of(item.field)}: {item.description}" for item in error.violations]
+        message, path = "; ".join(named), error.violations[0].field
+    elif path == "model":
+        code = "model_not_found"
+    param = name_of(path) if path else None
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def response_of(error: errors.SpecrejError, name_of: Callable[[str], str] = str) -> JSONResponse:
+    """The response to a request that failed before its answer began."""
+    status, body = body_of(error, name_of)
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+        headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
+    # The client of the core has tried these again; another layer would repeat a large N.
+    if status in (500, 504) or isinstance(error, errors.Unavailable):
+        headers["x-should-retry"] = "false"
+    if status in (408, 413):  # the rest of the body is not read
+        headers["connection"] = "close"
+    return JSONResponse(body, status, headers)

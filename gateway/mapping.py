@@ -1,0 +1,367 @@
+"""What becomes of OpenAI's requests: a table of fields, types of those that are mapped, and the
+call of specrej's client that a request is.
+
+A new ability of the core is one changed row of `TABLE`, and its type in a request class. Options
+that OpenAI's API has no field for are in `specrej`, which is built from the client's `Options`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+
+from specrej.contracts import (
+    MAX_SEED,
+    Algorithm,
+    CacheControl,
+    Message,
+    Options,
+    Prompt,
+    Sampling,
+    Schedule,
+    Selection,
+    WeightedReward,
+)
+from specrej.errors import InvalidRequest, Violation, raise_if_any
+
+
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """The field sets what the core names `path`; errors about that name the field."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """The field has no effect."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Values other than null and the `harmless` ones, which change nothing, are an error."""
+
+    why: str
+    harmless: tuple[Any, ...] = ()
+
+
+Rule = Maps | Ignored | Refused
+
+_PENALTY = "is not supported: the sampler has no penalties and no bias"
+_TOOLS = "is not supported: tools do not work here"
+_AUDIO = "is not supported: there is only text"
+_THOUGHT = "is not supported: no setting of the models here"
+_HOSTING = "a feature of OpenAI's hosting"
+
+TABLE: Mapping[str, Rule] = {
+    "model": Maps("model"),
+    "messages": Maps("prompt.messages"),
+    "prompt": Maps("prompt.text"),
+    "n": Maps("selection.return_candidates"),
+    "best_of": Maps("selection.n"),
+    "max_tokens": Maps("sampling.max_tokens"),
+    "max_completion_tokens": Maps("sampling.max_tokens"),
+    "temperature": Maps("sampling.temperature"),
+    "top_p": Maps("sampling.top_p"),
+    "stop": Maps("sampling.stop"),
+    "seed": Maps("sampling.seed"),
+    "logprobs": Maps("sampling.logprobs"),
+    "stream": Maps("stream"),
+    "stream_options": Maps("stream"),
+    "specrej": Maps("specrej"),
+    "audio": Refused(_AUDIO),
+    "echo": Refused("is not supported: prompts are not repeated", (False,)),
+    "frequency_penalty": Refused(_PENALTY, (0,)),
+    "function_call": Refused(_TOOLS, ("none", "auto")),
+    "functions": Refused(_TOOLS, ([],)),
+    "logit_bias": Refused(_PENALTY, ({},)),
+    "modalities": Refused(_AUDIO, (["text"],)),
+    "moderation": Refused("is not supported: answers are not moderated"),
+    "presence_penalty": Refused(_PENALTY, (0,)),
+    "reasoning_effort": Refused(_THOUGHT, ("none",)),
+    "response_format": Refused("is not supported: only type text", ({"type": "text"},)),
+    "store": Refused("is not supported: conversations are not stored", (False,)),
+    "suffix": Refused("is not supported: text is only continued", ("",)),
+    "tool_choice": Refused(_TOOLS, ("none", "auto")),
+    "tools": Refused(_TOOLS, ([],)),
+    "top_logprobs": Refused("is not supported: only those of drawn tokens", (0,)),
+    "verbosity": Refused(_THOUGHT, ("medium",)),
+    "web_search_options": Refused("is not supported: there is no search"),
+    "metadata": Ignored("it labels stored conversations"),
+    "parallel_tool_calls": Ignored("there are no tools"),
+    "prediction": Ignored("it changes the speed only"),
+    "prompt_cache_key": Ignored("equal beginnings are shared without it"),
+    "prompt_cache_options": Ignored(_HOSTING),
+    "prompt_cache_retention": Ignored(_HOSTING),
+    "safety_identifier": Ignored(_HOSTING),
+    "service_tier": Ignored(_HOSTING),
+    "user": Ignored("the token identifies the tenant"),
+}
+
+# The same for the fields of a message, and of stream_options.
+MESSAGE_TABLE: Mapping[str, Rule] = {
+    "tool_calls": Refused(_TOOLS, ([],)),
+    "tool_call_id": Refused(_TOOLS),
+    "function_call": Refused(_TOOLS),
+    "audio": Refused(_AUDIO),
+    "name": Ignored("chat templates have no names"),
+    "refusal": Ignored("part of an answer"),
+    "annotations": Ignored("part of an answer"),
+    "reasoning_content": Ignored("part of an answer"),
+}
+STREAM_TABLE: Mapping[str, Rule] = {"include_obfuscation": Ignored("chunks are not padded")}
+
+# Unknown fields are kept, for the tables.
+_JSON = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(BaseModel):
+    model_config = _JSON
+
+    include_usage: bool | None = None
+
+
+def path_of(option: str) -> str:
+    """The path of a client's option in the core's errors: "sampling.top_p"."""
+    for contract, part in ((Sampling, "sampling."), (Selection, "selection.")):
+        if any(item.name == option for item in fields(contract)):
+            return part + option
+    return {"cache": "cache_control"}.get(option, option)
+
+
+def _options_of(part: str = "") -> dict[str, Any]:
+    """Types of the options without a field of OpenAI, all with default None."""
+    own = {rule.path for name, rule in TABLE.items() if isinstance(rule, Maps)} - {"selection.n"}
+    hints = get_type_hints(Options) | {
+        "schedule": Annotated[Schedule, Field(discriminator="kind")],
+        "rewards": dict[str, float] | tuple[WeightedReward, ...],
+    }
+    paths = {name: path_of(name) for name in hints}
+    chosen = [n for n, path in paths.items() if path not in own and path.startswith(part)]
+    return {name: (hints[name] | None, None) for name in chosen}
+
+
+class _Extension(BaseModel):
+    """What OpenAI's API has no field for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    timeout_s: Annotated[float | None, Field(gt=0)] = None
+    events: Literal["rounds", "reasoning"] | None = None
+    allow_special_tokens: bool = False
+
+
+Extension: type[_Extension] = create_model("Extension", __base__=_Extension, **_options_of())
+
+# What a preset may carry. Its source is a setting: texts of JSON become enums and tuples.
+Preset: type[BaseModel] = create_model(
+    "Preset",
+    __config__=ConfigDict(extra="forbid", allow_inf_nan=False),
+    **_options_of("selection."),
+)
+
+
+def _texts(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class Request(BaseModel):
+    """The fields that both endpoints have."""
+
+    model_config = _JSON
+
+    model: Annotated[str, Field(min_length=1)]
+    n: Annotated[int | None, Field(ge=1)] = None
+    best_of: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_texts)] = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    specrej: Extension = Field(default_factory=Extension)
+
+
+def _joined(value: object) -> object:
+    """The text of a message: a string, or the parts of one."""
+    if not isinstance(value, list):
+        return "" if value is None else value
+    texts = [p.get("text") for p in value if isinstance(p, dict) and p.get("type") == "text"]
+    if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a text, or parts of type text: no images, audio or files")
+    return "".join(map(str, texts))
+
+
+def _role(value: object) -> object:
+    if value in ("tool", "function"):
+        raise ValueError(f"{value} {_TOOLS}")
+    return "system" if value == "developer" else value
+
+
+class ChatMessage(BaseModel):
+    model_config = _JSON
+
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_joined)] = ""
+
+
+class ChatRequest(Request):
+    """A conversation."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+
+
+def _one(value: object) -> object:
+    if isinstance(value, list) and not (len(value) == 1 and isinstance(value[0], str)):
+        raise ValueError("must be one text: neither token ids nor several prompts")
+    return value[0] if isinstance(value, list) else value
+
+
+class CompletionRequest(Request):
+    """Raw text, without the model's chat template. `logprobs` 0: those of drawn tokens."""
+
+    prompt: Annotated[str, BeforeValidator(_one), Field(min_length=1)]
+    logprobs: Literal[0] | None = None
+
+
+# Calls
+
+
+R = TypeVar("R", bound=Request)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the client; `sources` has the caller's field for each path that is set."""
+
+    prompt: Prompt
+    options: Options
+    timeout_s: float | None
+    sources: Mapping[str, str]
+
+    @property
+    def num_choices(self) -> int:
+        return self.options.get("return_candidates", 1)
+
+    def name_of(self, path: str) -> str:
+        """The caller's field for a path in the core's errors."""
+        for known in sorted(self.sources, key=len, reverse=True):
+            if path == known or path.startswith((f"{known}.", f"{known}[")):
+                return self.sources[known] + path[len(known) :]
+        part, _, option = path.partition(".")
+        return f"specrej.{option}" if part in ("sampling", "selection") else path
+
+
+def parsed(model: type[R], body: bytes) -> R:
+    """The request in a JSON body.
+
+    Raises:
+        InvalidRequest: every field that is unknown, refused or of a wrong type.
+    """
+    try:
+        request = model.model_validate_json(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        texts = (item["msg"].removeprefix("Value error, ") for item in problems)
+        raise_if_any(map(Violation, (_name(item["loc"]) for item in problems), texts))
+        raise
+    raise_if_any(_violations(request))
+    return request
+
+
+def _name(location: tuple[int | str, ...]) -> str:
+    """The path of a field: that of ("messages", 0, "content") is "messages[0].content"."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.lstrip(".") or "body"
+
+
+def _violations(request: Request) -> Iterator[Violation]:
+    yield from _extra(request, TABLE)
+    if isinstance(request, ChatRequest):
+        for index, message in enumerate(request.messages):
+            yield from _extra(message, MESSAGE_TABLE, f"messages[{index}].")
+        if None not in (request.max_tokens, request.max_completion_tokens):
+            yield Violation("max_tokens", "is max_completion_tokens: set one of them")
+    if request.stream_options:
+        yield from _extra(request.stream_options, STREAM_TABLE, "stream_options.")
+        if not request.stream:
+            yield Violation("stream_options", "needs stream: true")
+    if None not in (request.best_of, request.specrej.model_dump().get("n")):
+        yield Violation("specrej.n", "is best_of: set one of them")
+
+
+def _extra(given: BaseModel, table: Mapping[str, Rule], path: str = "") -> Iterator[Violation]:
+    for name, value in (given.model_extra or {}).items():
+        match table.get(name):
+            case Ignored():
+                pass
+            case Refused(why, harmless):
+                if value is not None and value not in harmless:
+                    yield Violation(path + name, why)
+            case _:
+                yield Violation(path + name, "unknown field")
+
+
+def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
+    """The call for a request.
+
+    Raises:
+        InvalidRequest: fewer candidates than choices.
+    """
+    options: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    model, _, preset = request.model.rpartition(":")
+    has_preset = bool(model) and preset in presets
+    parts = [(presets[preset], f"model: {preset}.")] if has_preset else []
+    for part, prefix in (*parts, (request.specrej, "specrej.")):
+        for name in part.model_fields_set & Options.__annotations__.keys():
+            if (value := getattr(part, name)) is not None:
+                options[name] = value
+                sources[path_of(name)] = prefix + name
+    if request.temperature == 0 and has_preset and sources.get("selection.n") != "specrej.n":
+        options.pop("n", None)  # greedy candidates would all be equal
+    for name in type(request).model_fields:
+        rule, value = TABLE[name], getattr(request, name)
+        if isinstance(rule, Maps) and value is not None:
+            sources[rule.path] = name
+            option = rule.path.rpartition(".")[2]
+            if option in Options.__annotations__:
+                options[option] = value
+    options["model"] = model if has_preset else request.model
+    _fill_in(options)
+    call = Call(_prompt(request), cast(Options, options), request.specrej.timeout_s, sources)
+    if 0 < call.options.get("n", 0) < call.num_choices:
+        text = f"must be at least n, the number of choices ({call.num_choices})"
+        raise InvalidRequest([Violation(call.name_of("selection.n"), text)])
+    return call
+
+
+def _fill_in(options: dict[str, Any]) -> None:
+    """Defaults that differ from the core's; docs/gateway.md has the reasons."""
+    if options.get("temperature") == 0:
+        options.setdefault("n", 1)
+    elif "seed" not in options:
+        options["seed"] = secrets.randbelow(MAX_SEED)
+        options.setdefault("cache", CacheControl.BYPASS)  # no later request has this seed
+    if "logprobs" in options:
+        options["logprobs"] = options["logprobs"] is not False  # 0 asks for them, too
+    if options.get("return_candidates", 1) > 1 and not {"algorithm", "alpha"} & options.keys():
+        options["algorithm"] = Algorithm.BEST_OF_N
+
+
+def _prompt(request: Request) -> Prompt:
+    special = request.specrej.allow_special_tokens
+    if isinstance(request, CompletionRequest):
+        return Prompt(text=request.prompt, allow_special_tokens=special)
+    assert isinstance(request, ChatRequest)
+    turns = tuple(Message(message.role, message.content) for message in request.messages)
+    return Prompt(messages=turns, allow_special_tokens=special)

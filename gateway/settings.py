@@ -1,0 +1,127 @@
+"""The gateway's settings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
+
+from gateway.mapping import Preset
+from specrej.contracts import MAX_INT32, Selection, WeightedReward
+from specrej.credentials import Credentials, check_credentials, is_loopback, may_send_token
+from specrej.limits import MAX_PUBLIC_MESSAGE_BYTES
+from specrej.settings import Port, ProcessSettings, Seconds
+from specrej.validation import check_selection
+
+PresetName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+
+
+class GatewaySettings(ProcessSettings):
+    """The gateway: OpenAI's API over HTTP, on an orchestrator.
+
+    Every setting is a flag (--max-body-bytes 65536) or an environment variable
+    (SPECREJ_GATEWAY_MAX_BODY_BYTES=65536); flags win.
+
+    presets is a JSON object of named selections, such as
+      {"bon-32": {"n": 32, "algorithm": "best-of-n"},
+       "careful": {"n": 64, "alpha": 0.3, "schedule": {"kind": "geometric", "first": 32},
+                   "rewards": {"relevance": 1, "harmless": 0.5}}}
+    A request selects one by the name of its model: MODEL:bon-32.
+
+    Tokens are not checked here: the orchestrator's tokens file decides. Without allow_anonymous,
+    requests without a token end here.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPECREJ_GATEWAY_")
+
+    port: Port = Field(8000, description="port to listen on; 0 picks a free one")
+    orchestrator_address: str = Field(
+        "127.0.0.1:50050", pattern=r"^\S+$", description="the orchestrator, as host:port"
+    )
+    orchestrator_tls: CliImplicitFlag[bool] = Field(
+        False, description="TLS to the orchestrator, by the system's authorities"
+    )
+    orchestrator_tls_ca: str = Field(
+        "", description="PEM file of the authorities of its certificate; means TLS"
+    )
+    orchestrator_tls_cert: str = Field("", description="PEM file of this client's certificate")
+    orchestrator_tls_key: str = Field("", description="PEM file of its key")
+    orchestrator_allow_plaintext_token: CliImplicitFlag[bool] = Field(
+        False,
+        description="forward tokens in plaintext, too, to an orchestrator on another machine; else"
+        " they are dropped there",
+    )
+    presets: dict[PresetName, Preset] = Field(
+        {"bon-32": {"n": 32, "algorithm": "best-of-n"}, "sr-32": {"n": 32}},
+        validate_default=True,
+        description="JSON object of selections by their names",
+    )
+    deadline_s: Seconds = Field(
+        600,
+        description="seconds that a request without timeout_s may take; the orchestrator's"
+        " max_deadline_s shortens longer ones",
+    )
+    keep_alive_s: Seconds = Field(
+        10, description="seconds without a chunk after which a stream has a comment"
+    )
+    header_s: Seconds = Field(10, description="seconds that a request's headers may take")
+    body_s: Seconds = Field(30, description="seconds that a request's body may take")
+    unread_s: Seconds = Field(30, description="seconds that a client may leave a full reply unread")
+    max_body_bytes: int = Field(
+        MAX_PUBLIC_MESSAGE_BYTES, ge=1024, le=2**30, description="most bytes of a request's body"
+    )
+    max_header_bytes: int = Field(
+        16384, ge=1024, le=2**20, description="most bytes of a request's headers"
+    )
+    cors_origins: str = Field(
+        "", description="origins, separated by commas, whose pages may call; empty: none"
+    )
+    metrics_route: CliImplicitFlag[bool] = Field(
+        False, description="serve GET /metrics on this port, too; the default on loopback"
+    )
+
+    @property
+    def orchestrator_credentials(self) -> Credentials:
+        """Credentials of the connection to the orchestrator; a token is that of each request."""
+        return Credentials(
+            tls=self.orchestrator_tls,
+            tls_ca=self.orchestrator_tls_ca,
+            tls_cert=self.orchestrator_tls_cert,
+            tls_key=self.orchestrator_tls_key,
+            allow_plaintext_token=self.orchestrator_allow_plaintext_token,
+        )
+
+    @property
+    def forwards_tokens(self) -> bool:
+        """Whether a token may be sent on the connection to the orchestrator."""
+        return may_send_token(self.orchestrator_address, self.orchestrator_credentials)
+
+    @property
+    def serves_metrics(self) -> bool:
+        """`metrics_route`, or its default."""
+        is_set = "metrics_route" in self.model_fields_set
+        return self.metrics_route if is_set else is_loopback(self.host)
+
+    @field_validator("presets")
+    @classmethod
+    def _presets_are_valid(cls, presets: dict[str, Any]) -> dict[str, Any]:
+        for name, preset in presets.items():
+            given = {key: value for key, value in preset if value is not None}
+            rewards = given.get("rewards", ())
+            if isinstance(rewards, dict):
+                rewards = tuple(
+                    WeightedReward(reward, weight) for reward, weight in rewards.items()
+                )
+            selection = Selection(**{**given, "rewards": rewards})
+            if problems := [*check_selection(selection, MAX_INT32, name)]:
+                raise ValueError("; ".join(f"{v.field} {v.description}" for v in problems))
+        return presets
+
+    @model_validator(mode="after")
+    def _orchestrator_can_be_called(self) -> Self:
+        try:
+            check_credentials(self.orchestrator_address, self.orchestrator_credentials)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"orchestrator_*: {error}") from None
+        return self

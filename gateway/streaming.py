@@ -1,0 +1,148 @@
+"""Server-sent events: the chunks of OpenAI's API, or the core's own events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.answers import Answer
+from gateway.connection import until_disconnected
+from gateway.errors import body_of
+from gateway.mapping import Call, Request
+from specrej import telemetry, wire
+from specrej.contracts import Admitted, Event, Finished, RoundCompleted
+from specrej.errors import SpecrejError
+
+Parts = AsyncGenerator[bytes, None]
+
+_COMMENT = b": keep-alive\n\n"
+
+
+class Events:
+    """The events of a call; a wait for the next one ends after `silence_s`, the call goes on."""
+
+    def __init__(self, events: AsyncGenerator[Event, None], silence_s: float) -> None:
+        self._events = events
+        self._silence_s = silence_s
+        self._next: asyncio.Task[Event] | None = None
+        self.request_id = ""
+
+    async def peek(self) -> Event | None:
+        """The next event, which stays the next one; None: there was none for `silence_s`.
+
+        Raises:
+            SpecrejError: the call failed.
+        """
+        if not self._next:
+            self._next = asyncio.ensure_future(anext(self._events))
+        await asyncio.wait({self._next}, timeout=self._silence_s)
+        if not self._next.done():
+            return None
+        event = self._next.result()
+        if isinstance(event, Admitted):
+            self.request_id = event.request_id
+        elif isinstance(event, Finished):
+            self.request_id = event.generation.request_id
+            telemetry.note(id=self.request_id, n=event.generation.n)
+        return event
+
+    async def all(self) -> AsyncGenerator[Event | None, None]:
+        """Every event to the last; None in place of silence."""
+        event: Event | None = None
+        while not isinstance(event, Finished):
+            if event := await self.peek():
+                self._next = None
+            yield event
+
+    async def aclose(self) -> None:
+        """End the call; its slots are freed."""
+        if self._next:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+        await self._events.aclose()
+
+
+class EventStream(Response):
+    """Sends `parts` until the last, or until the client disconnects; then ends the call.
+
+    A failure of the call is a last part with OpenAI's body, under `error_name`.
+    """
+
+    def __init__(self, events: Events, parts: Parts, call: Call, error_name: str = "") -> None:
+        # Proxies such as nginx must not collect events.
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        if events.request_id:
+            headers["x-request-id"] = events.request_id
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events, self._parts, self._call = events, parts, call
+        self._error_name = error_name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnected(receive, self._send(send))
+        finally:
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        body = {"type": "http.response.body", "more_body": True}
+        async with aclosing(self._parts):
+            try:
+                async for part in self._parts:
+                    await send({**body, "body": part})
+            except SpecrejError as error:
+                _, failure = body_of(error, self._call.name_of)
+                await send({**body, "body": _part(failure, self._error_name)})
+        await send({**body, "more_body": False})
+
+
+def openai_stream(events: Events, answer: Answer, request: Request, call: Call) -> EventStream:
+    """Chunks as OpenAI's clients read them."""
+    # A call without an event in time has no id yet, and all chunks must have the same.
+    request_id, style = events.request_id or uuid.uuid4().hex, request.specrej.events
+    include_usage = bool(request.stream_options and request.stream_options.include_usage)
+
+    async def parts() -> Parts:
+        for chunk in answer.opening(request_id):
+            yield _part(chunk)
+        async for event in events.all():
+            # Further events of the core, such as a delta of text, are cases of this match.
+            match event:
+                case None:
+                    yield _COMMENT
+                case RoundCompleted() if style:
+                    yield _part(answer.round(request_id, event, style))
+                case Finished(generation):
+                    for chunk in answer.closing(request_id, generation, include_usage):
+                        yield _part(chunk)
+        yield b"data: [DONE]\n\n"
+
+    return EventStream(events, parts(), call)
+
+
+def raw_stream(events: Events, call: Call) -> EventStream:
+    """Every event of the core under its name; a failure is the event `error`."""
+
+    async def parts() -> Parts:
+        async for event in events.all():
+            if event is None:
+                yield _COMMENT
+            else:
+                ((name, value),) = wire.to_plain(event).items()
+                yield _part(value, name)
+
+    return EventStream(events, parts(), call, "error")
+
+
+def _part(value: Any, name: str = "") -> bytes:
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()

@@ -1,0 +1,79 @@
+"""The gateway on the embedded models: the printed examples run, and a request is one trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+
+from specrej.telemetry import names
+from tests.collector import SERVER
+from tests.serving import until
+from tests.telemetry.observed import GENERATE, Observed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+ROOT = Path(__file__).parents[2]
+URL = "http://127.0.0.1:8000"
+EXAMPLES = [
+    pytest.param(language, code, id=f"{page.name}-{number}")
+    for page in (ROOT / "README.md", ROOT / "docs" / "gateway.md")
+    for number, (language, code) in enumerate(
+        re.findall(r"^```(python|sh)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
+    if URL in code
+]
+
+
+async def test_there_are_examples() -> None:
+    """Guards against a pattern that matches none."""
+    assert len(EXAMPLES) == 5
+
+
+@pytest.mark.parametrize(("language", "code"), EXAMPLES)
+async def test_printed_examples_run(service: Observed, language: str, code: str) -> None:
+    program = (sys.executable, "-c") if language == "python" else ("bash", "-euc")
+    process = await asyncio.create_subprocess_exec(
+        *(*program, code.replace(URL, service.stack.gateway_url)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await asyncio.wait_for(process.communicate(), 240)
+    assert process.returncode == 0, errors.decode()
+    assert output.strip() and b'"error"' not in output, output.decode()
+    if "/chat/completions" in code:
+        assert json.loads(output)["specrej"]["n"] == 16
+    elif "/specrej/stream" in code:
+        assert output.count(b"event: round_completed") >= 1
+        assert output.count(b"event: finished") == 1
+
+
+async def test_a_request_is_one_trace(service: Observed) -> None:
+    """Guards against a trace that ends, or begins anew, at the gateway."""
+    url = f"{service.stack.gateway_url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        answer = await client.chat.completions.create(
+            model="SmolLM2-135M-Instruct",
+            messages=[{"role": "user", "content": "Say hi."}],
+            max_tokens=8,
+            extra_body={"specrej": {"n": 2}},
+            extra_headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"},
+        )
+    collector, route = service.collector, "POST /v1/chat/completions"
+
+    def traced(name: str) -> list[bytes]:
+        return [seen.span.trace_id for seen in collector.named(name, kind=SERVER)]
+
+    mine = bytes.fromhex("a" * 32)
+    await until(lambda: mine in traced(route) and mine in traced(GENERATE))
+    (span,) = (s for s in collector.named(route, kind=SERVER) if s.span.trace_id == mine)
+    assert span.service == "gateway"
+    assert span.attributes[names.HTTP_STATUS] == 200
+    log = (service.stack.log_dir / "gateway.log").read_text()
+    assert answer.id.partition("-")[2] in log
+    assert "Say hi" not in log

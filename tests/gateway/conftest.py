@@ -1,0 +1,30 @@
+"""All services as processes on toys with the gateway, and the official clients of its users."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from deploy.local.stack import Stack
+
+TOYS = {
+    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
+    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+    "SPECREJ_GATEWAY_KEEP_ALIVE_S": "0.2",
+}
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stack() -> AsyncIterator[Stack]:
+    async with Stack(environment=TOYS, gateway=True) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
+    """Without retries, which would hide errors."""
+    url = f"{stack.gateway_url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client

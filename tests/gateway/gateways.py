@@ -1,0 +1,95 @@
+"""Gateways in this process, and requests to them by plain sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gateway.__main__ import Server
+from gateway.app import Gateway
+from gateway.settings import GatewaySettings
+from specrej.client import Client
+
+BODY: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "why?"}]}
+
+
+@asynccontextmanager
+async def gateway_at(address: str, **settings: Any) -> AsyncIterator[Server]:
+    """A gateway on a free port of an orchestrator at `address`."""
+    chosen = GatewaySettings(port=0, orchestrator_address=address, **settings)
+    async with Client(address, **chosen.orchestrator_credentials) as client:
+        server = Server(chosen, client, Gateway(chosen, client))
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.stop(0)
+
+
+def request(path: str, body: Mapping[str, Any], **headers: str) -> bytes:
+    """A POST of JSON."""
+    data = json.dumps(body).encode()
+    named = {"host": "x", "content-type": "application/json", "content-length": str(len(data))}
+    lines = [f"POST {path} HTTP/1.1", *(f"{k}: {v}" for k, v in {**named, **headers}.items())]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+class Connection:
+    """A connection that ends in one of two ways."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def open(cls, port: int, data: bytes = b"") -> Connection:
+        connection = cls(*await asyncio.open_connection("127.0.0.1", port))
+        connection.writer.write(data)
+        await connection.writer.drain()
+        return connection
+
+    async def read_until(self, text: bytes, bound_s: float = 20) -> bytes:
+        """Everything up to `text`."""
+        async with asyncio.timeout(bound_s):
+            return await self.reader.readuntil(text)
+
+    async def read_all(self, bound_s: float = 20) -> bytes:
+        """Everything until the server closes the connection."""
+        async with asyncio.timeout(bound_s):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:
+                return b""
+            finally:
+                self.leave()
+
+    async def response(self) -> tuple[int, dict[str, str], Any]:
+        """Status, headers and JSON of one response with a length."""
+        head = (await self.read_until(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        is_json = "json" in headers["content-type"]
+        return int(head[0].split()[1]), headers, json.loads(body) if is_json else body
+
+    def leave(self) -> None:
+        self.writer.close()
+
+    def reset(self) -> None:
+        """Leave with a reset instead of an end."""
+        sock: socket.socket = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+async def post(port: int, path: str, body: Mapping[str, Any], **headers: str) -> Any:
+    """Status, headers and JSON of the answer to one request."""
+    connection = await Connection.open(port, request(path, body, **headers))
+    try:
+        return await connection.response()
+    finally:
+        connection.leave()

@@ -1,0 +1,332 @@
+"""What a client may hold by being slow, silent, large or many; TLS; the process's life."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from gateway import connection
+from gateway.__main__ import Server
+from specrej.contracts import Finished
+from tests.certificates import Authority
+from tests.endpoints import scrape
+from tests.gateway.gateways import BODY, Connection, gateway_at, post, request
+from tests.serving import listening, until
+from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
+
+CHAT = "/v1/chat/completions"
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+STREAM = {**BODY, "stream": True}
+MAX_BYTES_OF_STREAMS = 60 * 2**20
+
+
+@pytest.fixture
+def orchestrator() -> FakeOrchestrator:
+    return FakeOrchestrator()
+
+
+@pytest.fixture
+async def address(orchestrator: FakeOrchestrator) -> AsyncIterator[str]:
+    async with listening(orchestrator.service()) as bound:
+        yield bound
+
+
+def connections(server: Server) -> int:
+    return len(server._state.connections)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/mod", MODELS])
+async def test_headers_have_a_time(address: str, sent: bytes) -> None:
+    """Guards against connections that are held by a header that never ends."""
+    async with gateway_at(address, header_s=0.2) as server:
+        connection = await Connection.open(server.port, sent)
+        assert await connection.read_all() == b""
+        await until(lambda: connections(server) == 0)
+
+
+async def test_headers_of_a_second_request_have_a_time(address: str) -> None:
+    async with gateway_at(address, header_s=0.2) as server:
+        connection = await Connection.open(server.port, MODELS + b"\r\n")
+        assert (await connection.response())[0] == 200
+        connection.writer.write(b"GET /v1")
+        assert await connection.read_all() == b""
+
+
+async def test_headers_have_a_size(address: str) -> None:
+    async with gateway_at(address, max_header_bytes=2048) as server:
+        connection = await Connection.open(server.port, MODELS + b"x: " + b"y" * 4096)
+        status, headers, body = await connection.response()
+        assert (status, body["error"]["code"]) == (400, "invalid_http")
+        assert headers["connection"] == "close"
+        assert await connection.read_all() == b""
+
+
+async def test_bodies_have_a_time_and_a_size(
+    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_at(address, body_s=0.2, max_body_bytes=2048) as server:
+        late = await Connection.open(server.port, request(CHAT, BODY)[:-1])
+        assert (await late.response())[0] == 408
+        assert await late.read_all() == b""
+        long = await Connection.open(server.port, request(CHAT, {**BODY, "user": "x" * 4096}))
+        assert (await long.response())[0] == 413
+        assert await long.read_all() == b""
+        monkeypatch.setattr(connection, "_BODIES", 0)
+        status, headers, _ = await post(server.port, CHAT, BODY)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "x-should-retry" not in headers
+        monkeypatch.undo()
+        assert (await post(server.port, CHAT, BODY))[0] == 200
+        assert server._gateway._bodies._num_bytes == 0
+    assert len(orchestrator.requests) == 1
+
+
+async def test_other_types_of_bodies_are_refused(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against pages of other origins, whose forms need no permission for plain text."""
+    async with gateway_at(address) as server:
+        data = request(CHAT, BODY).replace(b"application/json", b"text/plain")
+        connection = await Connection.open(server.port, data)
+        status, headers, _ = await connection.response()
+        connection.leave()
+        assert status == 415
+        assert not [name for name in headers if name.startswith("access-control")]
+    assert not orchestrator.requests
+
+
+async def test_other_origins_only_if_they_are_set(address: str) -> None:
+    origin = "https://chat.example"
+    async with gateway_at(address, cors_origins=f"{origin},https://b.example") as server:
+        _, headers, _ = await post(server.port, CHAT, BODY, origin=origin)
+        assert headers["access-control-allow-origin"] == origin
+        _, headers, _ = await post(server.port, CHAT, BODY, origin="https://other.example")
+        assert "access-control-allow-origin" not in headers
+
+
+async def test_a_pipelined_request_ends_its_connection(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against requests that go on after their client left: uvicorn stops to read."""
+    orchestrator.hangs = True
+    async with gateway_at(address) as server:
+        connection = await Connection.open(server.port, request(CHAT, BODY))
+        await orchestrator.received.wait()
+        connection.writer.write(request(CHAT, BODY))
+        await asyncio.wait_for(orchestrator.cancelled.wait(), 20)
+        assert await connection.read_all() == b""
+
+
+async def test_connections_have_a_number(address: str) -> None:
+    async with gateway_at(address, max_connections=2) as server:
+        held = [await Connection.open(server.port) for _ in range(2)]
+        await until(lambda: connections(server) == 2)
+        refused = await Connection.open(server.port)
+        status, headers, body = await refused.response()
+        assert (status, body["error"]["code"]) == (503, "overloaded")
+        assert headers["retry-after"] == "1"
+        assert await refused.read_all() == b""
+        held[0].leave()
+        await until(lambda: connections(server) == 1)
+        assert (await post(server.port, CHAT, BODY))[0] == 200
+        held[1].leave()
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM])
+async def test_an_unread_reply_has_a_time(
+    address: str, orchestrator: FakeOrchestrator, body: dict[str, Any]
+) -> None:
+    """Guards against a client that holds a connection and its reply by not reading."""
+    large = replace(GENERATION.candidates[0], text="x" * 20_000_000)
+    whole = replace(GENERATION, candidates=(large,))
+    orchestrator.events = (EVENTS[0], Finished(whole))
+    if "stream" not in body:
+        body = {**body, "stream": True, "specrej": {"events": "rounds"}}
+    async with gateway_at(address, unread_s=0.3) as server:
+        connection = await Connection.open(server.port, request(CHAT, body))
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: connections(server) == 1)
+        await until(lambda: connections(server) == 0)
+        connection.leave()
+
+
+# TLS
+
+
+def context(authority: Authority, **pair: Any) -> ssl.SSLContext:
+    made = ssl.create_default_context(cafile=authority.path)
+    if pair:
+        made.load_cert_chain(pair["cert"], pair["key"])
+    return made
+
+
+async def get_models(port: int, tls: ssl.SSLContext) -> int:
+    reader, writer = await asyncio.open_connection("localhost", port, ssl=tls)
+    connection = Connection(reader, writer)
+    try:
+        writer.write(MODELS + b"\r\n")
+        return (await connection.response())[0]
+    finally:
+        writer.transport.abort()
+
+
+async def test_tls_with_certificates_that_change(address: str, tmp_path: Path) -> None:
+    first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
+    pair = first.issue()
+    async with gateway_at(address, tls_cert=str(pair.cert), tls_key=str(pair.key)) as server:
+        assert await get_models(server.port, context(first)) == 200
+        second.issue()
+        assert await get_models(server.port, context(second)) == 200
+        with pytest.raises(ssl.SSLError):
+            await get_models(server.port, context(first))
+        plain = await Connection.open(server.port, MODELS + b"\r\n")
+        assert await plain.read_all() == b""
+
+
+async def test_mutual_tls_with_names(address: str, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    pair, good = authority.issue(), authority.issue("good", "front.example")
+    settings = {
+        "tls_cert": str(pair.cert),
+        "tls_key": str(pair.key),
+        "tls_client_ca": str(authority.path),
+        "allowed_clients": "front.example",
+    }
+    async with gateway_at(address, **settings) as server:
+        tls = context(authority, cert=good.cert, key=good.key)
+        assert await get_models(server.port, tls) == 200
+        nameless = context(authority, cert=pair.cert, key=pair.key)
+        assert await get_models(server.port, nameless) == 403
+        foreign = other.issue("foreign", "front.example")
+        for refused in (context(authority), context(authority, cert=foreign.cert, key=foreign.key)):
+            with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
+                await get_models(server.port, refused)
+
+
+# The process
+
+
+@asynccontextmanager
+async def process(address: str, **settings: str) -> AsyncIterator[tuple[Process, int]]:
+    """A gateway's process that is ready, and its port."""
+    names = {f"SPECREJ_GATEWAY_{name.upper()}": value for name, value in settings.items()}
+    environment = {**os.environ, "SPECREJ_GATEWAY_ORCHESTRATOR_ADDRESS": address, **names}
+    environment["SPECREJ_GATEWAY_PORT"] = "0"
+    started = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway"), stderr=PIPE, env=environment
+    )
+    assert started.stderr
+    try:
+        async with asyncio.timeout(60):
+            while b"listening on" not in (line := await started.stderr.readline()):
+                assert line, "it ended"
+        port = int(line.rpartition(b":")[2])
+
+        async def is_ready() -> bool:
+            connection = await Connection.open(port, b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
+            status, _, _ = await connection.response()
+            connection.leave()
+            return status == 200
+
+        await until(is_ready)
+        yield started, port
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+async def test_idle_streams_are_small(address: str, orchestrator: FakeOrchestrator) -> None:
+    """200 of them take at most 60 MiB, and nothing after they left."""
+    orchestrator.hangs = True
+    async with process(address) as (running, port):
+        first = await Connection.open(port, request(CHAT, STREAM))
+        await first.read_until(b'"assistant"')
+        before = psutil.Process(running.pid).memory_info().rss
+        streams = [await Connection.open(port, request(CHAT, STREAM)) for _ in range(200)]
+        for stream in streams:
+            await stream.read_until(b'"assistant"')
+        grown = psutil.Process(running.pid).memory_info().rss - before
+        assert 0 < grown <= MAX_BYTES_OF_STREAMS
+        for stream in (first, *streams):
+            stream.leave()
+
+        async def all_left() -> bool:
+            values = await scrape([f"http://127.0.0.1:{port}/metrics"])
+            return values.sum("http_server_active_requests", http_route=CHAT) == 0
+
+        await until(all_left)
+
+
+async def test_sigterm_lets_requests_finish(address: str, orchestrator: FakeOrchestrator) -> None:
+    """Guards against answers that are lost in a rollout, and a process that ends by a signal."""
+    orchestrator.hangs = True
+    async with process(address) as (running, port):
+        stream = await Connection.open(port, request(CHAT, STREAM))
+        await orchestrator.received.wait()
+        running.send_signal(signal.SIGTERM)
+
+        async def refuses() -> bool:
+            try:
+                (await Connection.open(port)).leave()
+            except ConnectionError:
+                return True
+            return False
+
+        await until(refuses)
+        orchestrator.released.set()
+        assert b"[DONE]" in await stream.read_all()
+        assert await asyncio.wait_for(running.wait(), 20) == 0
+
+
+async def test_a_second_signal_ends_it_at_once(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    orchestrator.hangs = True
+    async with process(address) as (running, port):
+        stream = await Connection.open(port, request(CHAT, STREAM))
+        await orchestrator.received.wait()
+        running.send_signal(signal.SIGTERM)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(running.wait(), 0.3)
+        running.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(running.wait(), 20) == 0
+        assert b"[DONE]" not in await stream.read_all()
+        await asyncio.wait_for(orchestrator.cancelled.wait(), 20)
+
+
+async def test_it_is_ready_only_with_an_orchestrator() -> None:
+    async with gateway_at("127.0.0.1:1") as server:
+        connection = await Connection.open(server.port, b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await connection.response())[0] == 503
+        connection.leave()
+        status, headers, _ = await post(server.port, CHAT, BODY)
+        assert (status, headers["x-should-retry"]) == (503, "false")
+
+
+async def test_a_taken_port_and_a_bad_setting_stop_the_process(address: str) -> None:
+    async with gateway_at(address) as server:
+        for variables, text in (
+            ({"PORT": str(server.port)}, b"gateway: "),
+            ({"ORCHESTRATOR_TLS_CA": "/missing"}, b"orchestrator_*"),
+            ({"KEEP_ALIVE_S": "0"}, b"bad setting keep_alive_s"),
+        ):
+            names = {f"SPECREJ_GATEWAY_{name}": value for name, value in variables.items()}
+            ended = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "gateway"), stderr=PIPE, env={**os.environ, **names}
+            )
+            _, errors = await asyncio.wait_for(ended.communicate(), 60)
+            assert ended.returncode
+            assert text in errors

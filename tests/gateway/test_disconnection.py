@@ -1,0 +1,120 @@
+"""Clients that leave: in every phase the request ends at once, and its slots are free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deploy.local.stack import Stack
+from tests.endpoints import scrape
+from tests.gateway.gateways import BODY, Connection, request
+from tests.serving import describe_generator, describe_service, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CHAT, RAW, TEXT = "/v1/chat/completions", "/v1/specrej/stream", "/v1/completions"
+LONG = {"max_tokens": 1500, "specrej": {"n": 4, "ignore_eos": True, "events": "rounds"}}
+WHOLE, STREAM = {**BODY, **LONG}, {**BODY, **LONG, "stream": True}
+RAW_TEXT: dict[str, Any] = {"model": "toy", "prompt": "Once", **LONG, "stream": True}
+
+Leave = Callable[[Connection], None]
+
+
+async def owned(stack: Stack) -> tuple[int, int, int]:
+    """Slots and sessions of the generator, requests of the orchestrator."""
+    generator = await describe_generator(stack.generator_address)
+    service = await describe_service(stack.orchestrator_address)
+    return generator.slots.owned, generator.sessions, service.running + service.queued
+
+
+async def all_free(stack: Stack) -> bool:
+    return await owned(stack) == (0, 0, 0)
+
+
+async def num_answers(stack: Stack) -> int:
+    return (await describe_service(stack.orchestrator_address)).num_answers
+
+
+async def num_calls(stack: Stack) -> float:
+    """Calls of Generate that the orchestrator has received."""
+    values = await scrape(stack.metrics_urls[:1])
+    method = "specrej.v1.OrchestratorService/Generate"
+    return values.sum("specrej_rpc_server_started_total", rpc_method=method)
+
+
+async def until_running(stack: Stack) -> None:
+    async def has_slots() -> bool:
+        return (await owned(stack))[0] > 0
+
+    await until(has_slots)
+
+
+@pytest.mark.parametrize("leave", [Connection.leave, Connection.reset], ids=["end", "reset"])
+@pytest.mark.parametrize(
+    ("path", "body", "after"),
+    [
+        (CHAT, WHOLE, b""),
+        (CHAT, STREAM, b""),
+        (CHAT, STREAM, b"\r\n\r\n"),
+        (CHAT, STREAM, b'"assistant"'),
+        (CHAT, STREAM, b'"decision_token":16'),
+        (CHAT, STREAM, b'"decision_token":64'),
+        (TEXT, RAW_TEXT, b'"decision_token":16'),
+        (RAW, WHOLE, b"event: admitted"),
+        (RAW, WHOLE, b": keep-alive"),
+        (RAW, WHOLE, b'"decision_token":32'),
+    ],
+)
+async def test_slots_are_free_after_a_client_left(
+    stack: Stack, path: str, body: dict[str, Any], after: bytes, leave: Leave
+) -> None:
+    before = await num_answers(stack)
+    connection = await Connection.open(stack.ports.gateway, request(path, body))
+    if after:
+        await connection.read_until(after)
+    await until_running(stack)
+    leave(connection)
+    await until(lambda: all_free(stack))
+    assert await num_answers(stack) == before  # it did not run to its end
+
+
+async def test_a_client_that_leaves_while_its_request_waits(stack: Stack) -> None:
+    """Guards against requests that run for clients that left while they were in line."""
+    data = request(CHAT, WHOLE)
+    connections = [await Connection.open(stack.ports.gateway, data) for _ in range(12)]
+
+    async def some_wait() -> bool:
+        return (await describe_service(stack.orchestrator_address)).queued > 0
+
+    await until(some_wait)
+    for connection in reversed(connections):
+        connection.leave()
+    await until(lambda: all_free(stack))
+
+
+async def test_a_body_that_ends_early_begins_nothing(stack: Stack) -> None:
+    async def num_left() -> float:
+        values = await scrape([f"{stack.gateway_url}/metrics"])
+        name = "http_server_request_duration_seconds_count"
+        return values.sum(name, http_response_status_code="499")
+
+    calls, before = await num_calls(stack), await num_left()
+    connection = await Connection.open(stack.ports.gateway, request(CHAT, WHOLE)[:-5])
+    connection.leave()
+
+    async def is_seen() -> bool:
+        return await num_left() == before + 1
+
+    await until(is_seen)
+    assert await num_calls(stack) == calls
+
+
+async def test_a_client_that_sends_no_more_has_left(stack: Stack) -> None:
+    """A half-closed connection is closed: its client looks like one that left."""
+    connection = await Connection.open(stack.ports.gateway, request(CHAT, WHOLE))
+    await until_running(stack)
+    connection.writer.write_eof()
+    await until(lambda: all_free(stack))
+    connection.leave()

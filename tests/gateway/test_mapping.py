@@ -1,0 +1,215 @@
+"""The table of fields: complete for the official client's request types, and as documented."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.completion_create_params import (
+    CompletionCreateParamsNonStreaming,
+    CompletionCreateParamsStreaming,
+)
+
+from gateway.mapping import (
+    TABLE,
+    ChatRequest,
+    CompletionRequest,
+    Extension,
+    Ignored,
+    Maps,
+    Refused,
+    Request,
+    call_of,
+    parsed,
+    path_of,
+)
+from gateway.settings import GatewaySettings
+from specrej import contracts as c
+from specrej.errors import InvalidRequest
+
+CHAT = {
+    name
+    for kind in (
+        chat_params.CompletionCreateParamsNonStreaming,
+        chat_params.CompletionCreateParamsStreaming,
+    )
+    for name in get_type_hints(kind)
+}
+COMPLETION = {
+    name
+    for kind in (CompletionCreateParamsNonStreaming, CompletionCreateParamsStreaming)
+    for name in get_type_hints(kind)
+}
+PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+KINDS = {Maps: "mapped", Ignored: "ignored", Refused: "refused"}
+OURS = {"specrej", "best_of"}  # accepted beyond the types of both endpoints
+PRESETS = GatewaySettings().presets
+
+
+def chat(**fields: Any) -> Any:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    return parsed(ChatRequest, json.dumps(body).encode())
+
+
+def violations(**fields: Any) -> dict[str, str]:
+    with pytest.raises(InvalidRequest) as refused:
+        call_of(chat(**fields), PRESETS)
+    return {violation.field: violation.description for violation in refused.value.violations}
+
+
+def test_every_field_of_the_official_types_has_a_rule() -> None:
+    """Guards against a field that a new client sends and that is silently without effect."""
+    assert len(CHAT) > 30 and len(COMPLETION) > 15
+    assert (CHAT | COMPLETION) - TABLE.keys() == set()
+    assert TABLE.keys() - CHAT - COMPLETION == OURS - COMPLETION
+
+
+@pytest.mark.parametrize(("kind", "names"), [(ChatRequest, CHAT), (CompletionRequest, COMPLETION)])
+def test_mapped_fields_have_a_type(kind: type[Request], names: set[str]) -> None:
+    """Guards against a row `Maps` whose field is accepted and dropped."""
+    mapped = {name for name in names if isinstance(TABLE[name], Maps)}
+    assert set(kind.model_fields) == mapped | OURS
+
+
+def test_the_documented_table_is_the_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (mapped|ignored|refused) \|", PAGE, re.MULTILINE)
+    assert dict(rows) == {name: KINDS[type(rule)] for name, rule in TABLE.items()}
+    counts = Counter(kind for _, kind in rows)
+    stated = re.search(r"(\d+) mapped, (\d+) ignored, (\d+) refused", PAGE)
+    assert stated
+    assert [int(n) for n in stated.groups()] == [counts[kind] for kind in KINDS.values()]
+
+
+@pytest.mark.parametrize("name", [n for n, rule in TABLE.items() if isinstance(rule, Refused)])
+def test_refused_fields_are_refused_unless_they_change_nothing(name: str) -> None:
+    rule = TABLE[name]
+    assert isinstance(rule, Refused)
+    for harmless in (None, *rule.harmless):
+        call_of(chat(**{name: harmless}), PRESETS)
+    assert violations(**{name: {"some": "thing"}}) == {name: rule.why}
+
+
+def test_ignored_fields_change_nothing() -> None:
+    fields = {name: "x" for name, rule in TABLE.items() if isinstance(rule, Ignored)}
+    assert call_of(chat(**fields, seed=1), PRESETS) == call_of(chat(seed=1), PRESETS)
+
+
+def test_all_bad_fields_are_reported_at_once() -> None:
+    found = violations(tools=[{}], logit_bias={"1": 2}, unknown=1, response_format={"type": "x"})
+    assert found.keys() == {"tools", "logit_bias", "unknown", "response_format"}
+    assert violations(n="2", temperature="hot").keys() == {"n", "temperature"}
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "colour": 1}, "messages[0].colour"),
+    ],
+)
+def test_messages_are_text_only(message: dict[str, Any], field: str) -> None:
+    assert field in violations(messages=[message])
+
+
+def test_every_option_of_the_client_can_be_set() -> None:
+    """Guards against an option of the core without a name here; new ones appear in `specrej`."""
+    own = {rule.path for rule in TABLE.values() if isinstance(rule, Maps)}
+    for option in c.Options.__annotations__:
+        assert option in Extension.model_fields or path_of(option) in own, option
+
+
+def test_options_arrive_as_the_clients() -> None:
+    call = call_of(
+        chat(
+            model="m:sr-32", n=2, temperature=0.5, top_p=0.9, stop="\n", seed=7, max_tokens=9,
+            logprobs=True,
+            specrej={
+                "alpha": 0.25, "top_k": 5, "min_tokens": 2, "ignore_eos": True,
+                "schedule": {"kind": "tokens", "tokens": [4, 8]}, "cache": "refresh",
+                "rewards": [{"name": "a", "weight": 2, "normalization": {"kind": "batch"}}],
+                "allow_degraded": True, "timeout_s": 5,
+            },
+        ),
+        PRESETS,
+    )  # fmt: skip
+    assert call.options == c.Options(
+        model="m", n=32, return_candidates=2, temperature=0.5, top_p=0.9, stop=["\n"], seed=7,
+        max_tokens=9, logprobs=True, alpha=0.25, top_k=5, min_tokens=2, ignore_eos=True,
+        schedule=c.TokensSchedule((4, 8)), cache=c.CacheControl.REFRESH, allow_degraded=True,
+        rewards=(c.WeightedReward("a", 2.0, c.Normalization("batch")),),
+    )  # fmt: skip
+    assert call.timeout_s == 5
+    assert call.name_of("selection.n") == "model: sr-32.n"
+    assert call.name_of("selection.rewards[0].weight") == "specrej.rewards[0].weight"
+    assert call.name_of("sampling.min_tokens") == "specrej.min_tokens"
+
+
+def test_several_choices_run_to_their_end_unless_told_otherwise() -> None:
+    assert call_of(chat(n=2), {}).options["algorithm"] is c.Algorithm.BEST_OF_N
+    assert "algorithm" not in call_of(chat(n=1), {}).options
+    assert "algorithm" not in call_of(chat(n=2, specrej={"alpha": 0.1}), {}).options
+
+
+def test_contradictions_are_errors() -> None:
+    assert "best_of" in violations(n=3, best_of=2)
+    assert "specrej.n" in violations(n=3, specrej={"n": 2})
+    assert "specrej.n" in violations(best_of=4, specrej={"n": 4})
+    assert "max_tokens" in violations(max_tokens=1, max_completion_tokens=1)
+    assert "stream_options" in violations(stream_options={"include_usage": True})
+    assert "specrej.nothing" in violations(specrej={"nothing": 1})
+    assert any(name.startswith("specrej.schedule") for name in violations(
+        specrej={"schedule": {"kind": "memory", "first": 4, "second": 8}}
+    ))  # fmt: skip
+
+
+def test_answers_without_a_seed_are_not_stored() -> None:
+    """Guards against a cache full of answers that no later request can find."""
+    options = call_of(chat(), {}).options
+    assert options["cache"] is c.CacheControl.BYPASS
+    assert options["seed"] != call_of(chat(), {}).options["seed"]
+    assert "cache" not in call_of(chat(seed=1), {}).options
+    greedy = call_of(chat(temperature=0), {}).options
+    assert greedy["n"] == 1 and "seed" not in greedy and "cache" not in greedy
+
+
+def test_bodies_that_are_no_requests() -> None:
+    for body in (b"", b"[]", b"{", b"\xff", b"[" * 10**5, b'{"model": NaN}'):
+        with pytest.raises(InvalidRequest):
+            parsed(ChatRequest, body)
+
+
+@pytest.mark.parametrize(
+    ("presets", "problem"),
+    [
+        ('{"a": {"n": -1}}', "a.n must be"),
+        ('{"a": {"alpha": 1}}', "a.alpha must be"),
+        ('{"a": {"max_tokens": 1}}', "Extra inputs"),
+        ('{"a b": {"n": 1}}', "pattern"),
+        ('{"a": {"algorithm": "best"}}', "best-of-n"),
+    ],
+)
+def test_a_bad_preset_stops_the_process(
+    presets: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", presets)
+    with pytest.raises(ValueError, match=problem):
+        GatewaySettings()
+
+
+def test_presets_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = {"kind": "geometric", "first": 32}
+    preset = {"n": 64, "alpha": 0.3, "schedule": schedule, "rewards": {"relevance": 1}}
+    monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", json.dumps({"careful": preset}))
+    options = call_of(chat(model="a:b:careful", seed=1), GatewaySettings().presets).options
+    assert options == c.Options(
+        n=64, alpha=0.3, schedule=c.GeometricSchedule(32), rewards={"relevance": 1.0},
+        seed=1, model="a:b",
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""The official client for Node, under its own test runner, against all services on toys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deploy.local.stack import Stack
+from tests.serving import describe_generator, until
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_name("node")
+INSTALLED = ROOT / ".tools" / "node"  # make node-client
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_official_client_for_node(stack: Stack) -> None:
+    node = shutil.which("node")
+    if not node or not (INSTALLED / "node_modules").exists():
+        pytest.skip("no client for Node: make node-client installs it")
+    test = INSTALLED / "openai.test.js"
+    shutil.copy(SOURCE / test.name, test)  # beside its packages, where Node looks for them
+    process = await asyncio.create_subprocess_exec(
+        *(node, "--test", str(test)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "GATEWAY_URL": stack.gateway_url},
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, output.decode()
+
+    async def is_free() -> bool:
+        return (await describe_generator(stack.generator_address)).slots.owned == 0
+
+    await until(is_free)
+
+
+def test_the_client_for_node_is_pinned() -> None:
+    """Guards against another version in CI than in the lock."""
+    (version,) = json.loads((SOURCE / "package.json").read_text())["dependencies"].values()
+    lock = json.loads((SOURCE / "package-lock.json").read_text())
+    package = lock["packages"]["node_modules/openai"]
+    assert package["version"] == version
+    assert package["integrity"].startswith("sha512-")

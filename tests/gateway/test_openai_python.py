@@ -1,0 +1,298 @@
+"""The official Python client against all services as processes, on toys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+from openai import AsyncOpenAI, OpenAI
+from pydantic import SecretStr
+
+from deploy.local.stack import Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+MODEL = "toy"
+ASK: list[Any] = [{"role": "user", "content": "Name three uses of a brick."}]
+
+
+def extra(**fields: Any) -> dict[str, Any]:
+    return {"specrej": {"n": 4, **fields}}
+
+
+async def test_a_chat_is_answered(client: AsyncOpenAI) -> None:
+    turns: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=turns, max_completion_tokens=24, extra_body=extra()
+    )
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    assert answer.model == MODEL
+    assert answer.usage and 0 < answer.usage.completion_tokens <= 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.model_extra
+    about = answer.model_extra["specrej"]
+    assert about["n"] == 4
+    assert answer.id == f"chatcmpl-{about['request_id']}"
+    assert answer._request_id == about["request_id"]
+
+
+async def test_a_chat_streams(client: AsyncOpenAI) -> None:
+    """Guards the order: role, text, end, usage; a stream has the same answer as no stream."""
+    fields: Any = {"model": MODEL, "messages": ASK, "seed": 5, "max_tokens": 24}
+    whole = await client.chat.completions.create(**fields, extra_body=extra())
+    stream = await client.chat.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}, extra_body=extra()
+    )
+    chunks = [chunk async for chunk in stream]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize("style", ["rounds", "reasoning"])
+async def test_rounds_stream_on_request(client: AsyncOpenAI, style: str) -> None:
+    """Guards against an extension that the client's own chunks cannot hold."""
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        max_tokens=40,
+        stream=True,
+        extra_body=extra(events=style, ignore_eos=True),
+    )
+    chunks = [chunk async for chunk in stream]
+    if style == "rounds":
+        events = [c.model_extra["specrej"] for c in chunks if c.model_extra and not c.choices]
+        rounds = [event["round_completed"]["round"]["decision_token"] for event in events]
+    else:
+        lines = [(c.choices[0].delta.model_extra or {}).get("reasoning_content") for c in chunks]
+        rounds = [int(line.split("token ")[1].split(",")[0]) for line in lines if line]
+    assert rounds == [16, 32, 40]
+    assert any(choice.delta.content for chunk in chunks for choice in chunk.choices)
+
+
+async def test_raw_text_is_continued(client: AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt=["Once"], best_of=4, n=2, logprobs=0, max_tokens=8
+    )
+    assert answer.object == "text_completion"
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert choice.text
+        assert choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
+    stream = await client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=8, stream=True, seed=1, extra_body=extra()
+    )
+    texts = [choice.text async for chunk in stream for choice in chunk.choices]
+    whole = await client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=8, seed=1, extra_body=extra()
+    )
+    assert "".join(texts) == whole.choices[0].text
+
+
+async def test_log_probabilities_of_drawn_tokens(client: AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=ASK, logprobs=True, max_tokens=8, extra_body=extra()
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs and logprobs.content and answer.usage
+    assert len(logprobs.content) == answer.usage.completion_tokens
+    assert all(
+        item.token.startswith("token_id:") and item.logprob <= 0 for item in logprobs.content
+    )
+
+
+async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> None:
+    """Guards against fewer choices than n because rejection ended the others."""
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=ASK, n=3, max_tokens=40, extra_body={"specrej": {"n": 8}}
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.model_extra and answer.model_extra["specrej"]["n"] == 8
+    scores = answer.model_extra["specrej"]["scores"]
+    assert scores == sorted(scores, reverse=True)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=ASK,
+            n=3,
+            max_tokens=40,
+            extra_body=extra(alpha=0.9, ignore_eos=True),
+        )
+    assert refused.value.param == "n"
+    assert "specrej.alpha" in refused.value.message
+
+
+async def test_an_absent_seed_is_random_and_a_seed_repeats(client: AsyncOpenAI) -> None:
+    async def text(**fields: Any) -> object:
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=ASK, max_tokens=16, extra_body=extra(ignore_eos=True), **fields
+        )
+        return answer.choices[0].message.content
+
+    assert await text() != await text()
+    assert await text(seed=3) == await text(seed=3)
+    assert await text(seed=3) != await text(seed=4)
+
+
+async def test_greedy_answers_need_no_candidates(client: AsyncOpenAI) -> None:
+    """Guards against an error for temperature 0, which many programs send, also with a preset."""
+    for model in (MODEL, f"{MODEL}:sr-32"):
+        answer = await client.chat.completions.create(
+            model=model, messages=ASK, temperature=0, max_tokens=8
+        )
+        assert answer.model_extra and answer.model_extra["specrej"]["n"] == 1
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            model=MODEL, messages=ASK, temperature=0, extra_body={"specrej": {"n": 2}}
+        )
+    assert refused.value.param == "temperature"
+
+
+async def test_presets_are_models(client: AsyncOpenAI) -> None:
+    models = [model.id async for model in client.models.list()]
+    assert models == [MODEL, f"{MODEL}:bon-32", f"{MODEL}:sr-32"]
+    assert (await client.models.retrieve(f"{MODEL}:bon-32")).id == f"{MODEL}:bon-32"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("gpt-4o")
+    answer = await client.chat.completions.create(
+        model=f"{MODEL}:bon-32", messages=ASK, max_tokens=20, extra_body={"specrej": {"n": 3}}
+    )
+    assert answer.model == f"{MODEL}:bon-32"
+    assert answer.model_extra and answer.model_extra["specrej"]["n"] == 3
+    for unknown in ("gpt-4o", f"{MODEL}:none", "nothing:bon-32"):
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.chat.completions.create(model=unknown, messages=ASK)
+        assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+
+
+async def test_embeddings_are_refused_with_a_pointer(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="specrej score"):
+        await client.embeddings.create(model=MODEL, input="x")
+
+
+async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) -> None:
+    """Guards against errors about fields that the caller does not have."""
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": 1.99999, "top_p": 0}, "top_p"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "x"}]}, "messages[1].role"),
+        ({"extra_body": extra(alpha=1)}, "specrej.alpha"),
+        ({"extra_body": {"best_of": 10**6}}, "best_of"),
+        (
+            {"extra_body": extra(schedule={"kind": "tokens", "tokens": [2, 1]})},
+            "specrej.schedule.tokens.decision_tokens",
+        ),
+    ]
+    for fields, param in cases:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**{"model": MODEL, "messages": ASK, **fields})
+        assert refused.value.param == param
+        assert refused.value.type == "invalid_request_error"
+        assert param in refused.value.message
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(
+            model=MODEL, messages=ASK, extra_body=extra(rewards={"none": 1})
+        )
+    assert missing.value.param == "specrej.rewards"
+
+
+async def test_a_failure_in_mid_stream_is_an_exception(client: AsyncOpenAI) -> None:
+    """Guards against a stream that ends as if it were complete."""
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        max_tokens=400,
+        stream=True,
+        extra_body=extra(timeout_s=0.5, ignore_eos=True),
+    )
+    with pytest.raises(openai.APIError) as failed:
+        _ = [chunk async for chunk in stream]
+    assert isinstance(failed.value.body, dict)
+    assert failed.value.body["code"] == "deadline_exceeded"
+
+
+async def test_a_late_answer_is_not_repeated(stack: Stack) -> None:
+    """Guards against clients that repeat a large N after its deadline."""
+    url = f"{stack.gateway_url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=2) as client:
+        with pytest.raises(openai.InternalServerError) as late:
+            await client.chat.completions.create(
+                model=MODEL,
+                messages=ASK,
+                max_tokens=400,
+                extra_body=extra(timeout_s=0.2, ignore_eos=True),
+            )
+    assert late.value.status_code == 504
+    assert late.value.response.headers["x-should-retry"] == "false"
+    assert late.value.response.request.headers["x-stainless-retry-count"] == "0"
+
+
+async def test_the_synchronous_client(stack: Stack) -> None:
+    def ask() -> tuple[str, str]:
+        with OpenAI(base_url=f"{stack.gateway_url}/v1", api_key="none", max_retries=0) as client:
+            fields: Any = {"model": MODEL, "messages": ASK, "seed": 2, "max_tokens": 12}
+            whole = client.chat.completions.create(**fields)
+            stream = client.chat.completions.create(**fields, stream=True)
+            parts = [chunk.choices[0].delta.content or "" for chunk in stream]
+            return whole.choices[0].message.content or "", "".join(parts)
+
+    whole, streamed = await asyncio.to_thread(ask)
+    assert whole == streamed != ""
+
+
+async def test_langchain(stack: Stack) -> None:
+    chat = ChatOpenAI(
+        model=f"{MODEL}:sr-32",
+        base_url=f"{stack.gateway_url}/v1",
+        api_key=SecretStr("none"),
+        max_completion_tokens=16,
+        max_retries=0,
+    )
+    answer = await chat.ainvoke("Name three uses of a brick.")
+    assert answer.text
+    assert answer.response_metadata["finish_reason"] in ("stop", "length")
+    streamed = [part.text async for part in chat.astream("Name three uses of a brick.")]
+    assert "".join(streamed)
+
+
+async def test_records_by_the_answers_id(client: AsyncOpenAI, stack: Stack) -> None:
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=ASK, max_tokens=20, extra_body=extra()
+    )
+    record = await client.get(f"/specrej/records/{answer.id}", cast_to=object)
+    assert isinstance(record, dict)
+    assert record["outcome"] == "OK"
+    assert f"chatcmpl-{record['request_id']}" == answer.id
+    with pytest.raises(openai.NotFoundError):
+        await client.get("/specrej/records/none", cast_to=object)
+
+
+async def test_every_event_streams_under_its_name(client: AsyncOpenAI) -> None:
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 20, **extra(ignore_eos=True)}
+    http = client._client
+    async with http.stream("POST", f"{client.base_url}specrej/stream", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = (await response.aread()).decode()
+    events = [part.split("\n") for part in text.split("\n\n") if part and part[0] != ":"]
+    names = [name.removeprefix("event: ") for name, _ in events]
+    assert names == ["admitted", "round_completed", "round_completed", "finished"]
+    values = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    assert values[0]["request_id"] == values[-1]["request_id"] == response.headers["x-request-id"]
