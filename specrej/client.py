@@ -168,17 +168,21 @@ class Client(_Connection):
         timeout_s: float | None = None,
         token: str = "",
         metadata: Metadata = (),
+        progress: bool = False,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Event, None]:
         """`generate` with an event at admission and after every round; `Finished` is the last.
 
+        With `progress` also within rounds: `Progress`, and `TextDelta` once the winner is certain.
         Leaving the loop early cancels the call and frees its slots, at once under
         `contextlib.aclosing`.
 
         Raises:
             SpecrejError: one of its kinds.
         """
-        request = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
+        request = orchestrator_pb2.GenerateStreamRequest(
+            request=build_request(prompt, **options), progress=progress
+        )
         finished = False
         with _calling(f"{_ORCHESTRATOR}/GenerateStream") as span:
             call = self._stub.GenerateStream(

@@ -127,6 +127,10 @@ def event_from_message(message: pb.GenerateStreamResponse) -> c.Event:
             return from_message(message.admitted, c.Admitted)
         case "round_completed":
             return from_message(message.round_completed, c.RoundCompleted)
+        case "progress":
+            return from_message(message.progress, c.Progress)
+        case "text_delta":
+            return from_message(message.text_delta, c.TextDelta)
         case "finished":
             return c.Finished(generation_from_message(message.finished))
         case _:

@@ -152,8 +152,10 @@ class Orchestrator:
         share: Share,
         violations: Sequence[Violation] = (),
         time_left_s: float | None = None,
+        progress: bool = False,
     ) -> None:
-        """Answer one request: `emit` receives each event as it happens, `Finished` last.
+        """Answer one request: `emit` receives each event as it happens, `Finished` last; with
+        `progress` also those within rounds.
 
         No reader can delay the run: `emit` returns at once. `share` is the tenant's; `violations`
         are those of the message's conversion; `time_left_s`: to the deadline.
@@ -176,14 +178,20 @@ class Orchestrator:
             arrived=plan.arrived,
             time_left_s=time_left_s,
         ) as record:
-            async with aclosing(self._answer(plan, record)) as events:
+            within = emit if progress else None
+            async with aclosing(self._answer(plan, record, on_progress=within)) as events:
                 async for event in events:
                     record.add(event)
                     instruments.note_event(event, with_texts=self._log_texts)
                     emit(_signed(event, request_id, plan.reward_order))
 
     async def _answer(
-        self, plan: Plan, record: OpenRecord | None = None, *, is_refresh: bool = False
+        self,
+        plan: Plan,
+        record: OpenRecord | None = None,
+        *,
+        is_refresh: bool = False,
+        on_progress: Callable[[Event], None] | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Events of a plan: the answer of the cache or of an equal request, or those of a run."""
         async with AsyncExitStack() as stack:
@@ -212,6 +220,7 @@ class Orchestrator:
                 plan.left_s(),
                 on_round=on_round,
                 overlaps=plan.overlaps,
+                on_progress=on_progress,
             )
             async with aclosing(events):
                 try:

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from orchestrator.background import ended, packed
 from orchestrator.edge.service import Orchestrator
 from specrej import wire
-from specrej.contracts import Event, Finished, RequestRecord
+from specrej.contracts import Event, Finished, Progress, RequestRecord
 from specrej.errors import Cancelled, Violation
 from specrej.security import current_caller
 from specrej.serving import Context, Service, time_left_s
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1 import orchestrator_pb2_grpc
+
+# Events that may wait for a reader before progress is left out.
+_FEW_EVENTS = 16
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -38,16 +41,21 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
         last: deque[Event] = deque(maxlen=1)
-        await self._run(request, last.append)
+        await self._run(request, last.append, progress=False)
         return await packed(_answer_reply, last[0])
 
     # A coroutine, although the stubs declare an async generator; specrej/serving.py has the reason.
     async def GenerateStream(  # type: ignore[override] # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> None:
-        # At most an event per round, and two: the run never waits for its reader.
+        # At most an event per round and token, and two: the run never waits for its reader.
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        run = asyncio.create_task(self._run(request.request, events.put_nowait))
+
+        def emit(event: Event) -> None:
+            if not (isinstance(event, Progress) and events.qsize() > _FEW_EVENTS):
+                events.put_nowait(event)
+
+        run = asyncio.create_task(self._run(request.request, emit, progress=request.progress))
         run.add_done_callback(lambda _: events.put_nowait(None))
         try:
             is_first = True
@@ -79,7 +87,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         record = self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
         return await packed(_record_reply, record)
 
-    async def _run(self, message: pb.GenerateRequest, emit: Callable[[Event], None]) -> None:
+    async def _run(
+        self, message: pb.GenerateRequest, emit: Callable[[Event], None], *, progress: bool
+    ) -> None:
         violations: list[Violation] = []
         request = wire.request_from_message(
             message, self._orchestrator.default_schedule, violations
@@ -92,6 +102,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             share=caller.share,
             violations=violations,
             time_left_s=time_left_s(),
+            progress=progress,
         )
 
 

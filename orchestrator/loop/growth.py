@@ -6,6 +6,7 @@ Draws are keyed, so a survivor that has grown ahead has the tokens that it would
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import TypeVar
@@ -39,9 +40,16 @@ class Growth:
         self._failure: OutOfTime | SpecrejError | None = None  # of a stride ahead
         self._score_s = 0.0  # of the last scores awaited
 
-    async def extend(self, position: int, until: int, rows: int) -> Round:
+    async def extend(
+        self,
+        position: int,
+        until: int,
+        rows: int,
+        most_tokens: int = sys.maxsize,
+        on_stride: Callable[[Round], None] = lambda whole: None,
+    ) -> Round:
         """Grow `rows` candidates from `position` to `until` tokens, in strides short enough to
-        notice a near deadline.
+        notice a near deadline, and of `most_tokens`; `on_stride` receives the round so far.
 
         Raises:
             OutOfTime: the deadline passed during a stride.
@@ -51,13 +59,14 @@ class Growth:
         whole, self._ahead = self._ahead, None
         if whole:
             position, rows = whole.num_tokens, rows - _num_ended(whole)
-            if not rows:
-                return replace(whole, ended_by=RoundEnd.ALL_FINISHED)
+            if not rows:  # rejected ones may have grown further
+                longest = max(candidate.num_tokens for candidate in whole.candidates)
+                return replace(whole, ended_by=RoundEnd.ALL_FINISHED, num_tokens=longest)
         while True:
-            part = await self._stride(
-                position, position + self._deadline.stride_tokens(position, until, rows), rows
-            )
+            stride = min(most_tokens, self._deadline.stride_tokens(position, until, rows))
+            part = await self._stride(position, position + stride, rows)
             whole = part if whole is None else _joined(whole, part)
+            on_stride(whole)
             position, rows = part.num_tokens, rows - _num_ended(part)
             if part.ended_by is not RoundEnd.DECISION_TOKEN or position >= until or not rows:
                 return whole

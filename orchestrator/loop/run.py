@@ -26,6 +26,7 @@ from orchestrator.loop import rejection, schedule
 from orchestrator.loop.branching import forks_of
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.growth import Growth, OutOfTime
+from orchestrator.loop.progress import OnProgress, ProgressReporter
 from orchestrator.loop.run_state import RunState
 from orchestrator.loop.scoring import RawScores, RequestScorer
 from specrej import telemetry
@@ -70,6 +71,7 @@ async def run(
     on_round: OnRound | None = None,
     *,
     overlaps: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, without a request id; the last one is `Finished`.
 
@@ -77,7 +79,8 @@ async def run(
     prompt prefixes only between runs with equal `cache_salt`. With `time_left_s` seconds to the
     deadline, cuts become deeper or earlier if a complete answer would otherwise be late. `clock`
     returns seconds. If it `overlaps`, live candidates grow on while scores are under way, as long
-    as no other session holds slots of their generator. Close the iterator with
+    as no other session holds slots of their generator. `on_progress` receives the events within
+    rounds, which are not among those of the iterator. Close the iterator with
     `contextlib.aclosing`: it owns the open sessions.
 
     Raises:
@@ -99,7 +102,9 @@ async def run(
         )
         state.open_ms, state.reduced = (clock() - began) * 1e3, session.reduced
         growth = Growth(session, deadline, clock)
-        current = _Run(request, session, scorer, state, growth, deadline, clock, on_round, overlaps)
+        progress = on_progress and ProgressReporter(on_progress, request.sampling.stop)
+        options = (clock, on_round, overlaps, progress)
+        current = _Run(request, session, scorer, state, growth, deadline, *options)
         with current.degradable():
             yield Admitted(session.n, session.prompt_tokens)
             while state.live and not deadline.is_over:
@@ -150,6 +155,7 @@ class _Run:
     clock: Callable[[], float]
     on_round: OnRound | None
     overlaps: bool
+    progress: ProgressReporter | None
 
     @contextmanager
     def degradable(self) -> Iterator[None]:
@@ -190,8 +196,14 @@ class _Run:
     async def _extend(self) -> Round:
         """Grow to the next decision token."""
         position = self.state.num_tokens
-        until = _decision_token(self.request, position)
-        return await self.growth.extend(position, until, len(self.state.live))
+        until, rows = _decision_token(self.request, position), len(self.state.live)
+        if not self.progress:
+            return await self.growth.extend(position, until, rows)
+        # Forks of the last candidate, too, could win.
+        is_certain = rows == 1 and not self.state.ended() and not self.request.selection.branching
+        most_tokens = self.progress.stride_tokens(is_certain=is_certain)
+        report = partial(self.progress.report, is_certain=is_certain)
+        return await self.growth.extend(position, until, rows, most_tokens, report)
 
     async def _score(self, ended: Round) -> None:
         """Score what is live and what has just ended; live candidates only while there is time.

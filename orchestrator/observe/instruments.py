@@ -19,6 +19,7 @@ from specrej.contracts import (
     Finished,
     Generation,
     GenerationRequest,
+    RoundCompleted,
     RoundTrace,
     Selection,
 )
@@ -135,8 +136,8 @@ def note_event(event: Event, *, with_texts: bool) -> None:
                 telemetry.note(**{name: round(getattr(timings, name), 3) for name in _PHASES})
             if with_texts:
                 telemetry.note(answer=generation.best.text)
-        case _:
-            telemetry.note(rounds=event.trace.number)
+        case RoundCompleted(trace):
+            telemetry.note(rounds=trace.number)
 
 
 def count_round(trace: RoundTrace) -> None:

@@ -165,6 +165,27 @@ class RoundCompleted:
     best_text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Event, on request: within a round, live candidates have grown to `num_tokens`."""
+
+    num_tokens: int
+    num_live: int
+    session_slots: int
+    capacity_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Event, on request: the next part of the answer's text, which is certain to be `id`'s.
+
+    The first one has all of its text so far. There is none while several candidates can win.
+    """
+
+    id: int
+    text: str
+
+
 class AnswerSource(Enum):
     """Where an answer came from."""
 
@@ -181,7 +202,7 @@ class Finished:
     source: AnswerSource = AnswerSource.RUN
 
 
-Event = Admitted | RoundCompleted | Finished
+Event = Admitted | RoundCompleted | Progress | TextDelta | Finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -1029,6 +1029,9 @@ class GenerateStreamRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    progress: _builtins.bool
+    """Whether events within rounds are sent, too: Progress and TextDelta; default false."""
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """The same request as Generate's."""
@@ -1037,10 +1040,11 @@ class GenerateStreamRequest(_message.Message):
         self,
         *,
         request: Global___GenerateRequest | None = ...,
+        progress: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1055,6 +1059,8 @@ class GenerateStreamResponse(_message.Message):
     ADMITTED_FIELD_NUMBER: _builtins.int
     ROUND_COMPLETED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    TEXT_DELTA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted:
         """The session is open."""
@@ -1067,22 +1073,94 @@ class GenerateStreamResponse(_message.Message):
     def finished(self) -> Global___GenerateResponse:
         """The answer; the last event."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """Candidates have grown; sent on request, and left out if the client reads slowly."""
+
+    @_builtins.property
+    def text_delta(self) -> Global___TextDelta:
+        """The next part of the answer's text; sent on request, once one candidate is certain to win. An
+        answer of the cache, or of an equal request, has none.
+        """
+
     def __init__(
         self,
         *,
         admitted: Global___Admitted | None = ...,
         round_completed: Global___RoundCompleted | None = ...,
         finished: Global___GenerateResponse | None = ...,
+        progress: Global___Progress | None = ...,
+        text_delta: Global___TextDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "round_completed", b"round_completed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "progress", b"progress", "round_completed", b"round_completed", "text_delta", b"text_delta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "round_completed", b"round_completed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "progress", b"progress", "round_completed", b"round_completed", "text_delta", b"text_delta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "round_completed", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "round_completed", "finished", "progress", "text_delta"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateStreamResponse: _TypeAlias = GenerateStreamResponse  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """Within a round, live candidates have grown."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LIVE_FIELD_NUMBER: _builtins.int
+    SESSION_SLOTS_FIELD_NUMBER: _builtins.int
+    CAPACITY_SLOTS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """New tokens of every live candidate."""
+    num_live: _builtins.int
+    """Live candidates."""
+    session_slots: _builtins.int
+    """Slots that hold this session's tokens."""
+    capacity_slots: _builtins.int
+    """All slots of the generator."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_live: _builtins.int = ...,
+        session_slots: _builtins.int = ...,
+        capacity_slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_slots", b"capacity_slots", "num_live", b"num_live", "num_tokens", b"num_tokens", "session_slots", b"session_slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class TextDelta(_message.Message):
+    """A part of the answer's text. All parts together are its text; the first one has all so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    candidate_id: _builtins.int
+    """The candidate that is certain to be the answer."""
+    text: _builtins.str
+    """The part."""
+    def __init__(
+        self,
+        *,
+        candidate_id: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextDelta: _TypeAlias = TextDelta  # noqa: Y015
 
 @_typing.final
 class Admitted(_message.Message):

@@ -29,6 +29,7 @@ from reward_service.worker import Worker
 from specrej.channel import open_channel
 from specrej.contracts import (
     NO_FORKS,
+    Admitted,
     Candidate,
     Event,
     Finished,
@@ -369,8 +370,10 @@ def timeless(event: Event) -> Event:
             return replace(event, trace=replace(trace, extend_ms=0, score_ms=0, prune_ms=0))
         case Finished(generation):
             return Finished(timeless_answer(generation))
-        case _:
+        case Admitted():
             return replace(event, request_id="")
+        case _:
+            return event
 
 
 def timeless_answer(generation: Generation) -> Generation:

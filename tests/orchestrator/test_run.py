@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import growth
+from orchestrator.loop.progress import ProgressReporter
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED
 from orchestrator.loop.schedule import first_round_tokens
@@ -33,6 +34,7 @@ from specrej.contracts import (
     GeometricSchedule,
     MemorySchedule,
     Normalization,
+    Progress,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -40,6 +42,8 @@ from specrej.contracts import (
     Scores,
     Selection,
     SessionSpec,
+    SlotGauge,
+    TextDelta,
     TokensSchedule,
     WeightedReward,
 )
@@ -54,6 +58,7 @@ from tests.orchestrator.runs import (
     request,
 )
 
+STOP = FinishReason.STOP
 REWARDS = st.builds(
     WeightedReward,
     st.sampled_from("aeo"),
@@ -317,6 +322,55 @@ async def test_a_generator_that_fails_ahead_fails_the_next_round(
     generation = await answer(early, ToyGenerator(end_every=10), scorer, overlaps=True)
     assert generation.degradations == (Degradation.GENERATOR,)
     assert {c.id for c in generation.candidates} <= set(scorer.seen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS, st.integers(2, 80))
+async def test_progress_changes_nothing_and_text_is_the_answers(
+    any_request: GenerationRequest, end_every: int
+) -> None:
+    """Guards against text of a candidate that does not win, or that the answer does not have."""
+    scorers = [LetterScorer(reward.name) for reward in any_request.selection.rewards]
+    plain = await answer(any_request, ToyGenerator(end_every=end_every), scorers or FixedScorer())
+    within: list[Progress | TextDelta] = []
+    generation = await answer(
+        any_request,
+        ToyGenerator(end_every=end_every),
+        scorers or FixedScorer(),
+        on_progress=within.append,
+    )
+    assert generation.candidates == plain.candidates
+    assert generation.usage == plain.usage
+    deltas = [event for event in within if isinstance(event, TextDelta)]
+    positions = [event.num_tokens for event in within if isinstance(event, Progress)]
+    assert positions == sorted(positions)
+    if deltas:
+        assert {delta.id for delta in deltas} == {generation.best.id}
+        assert "".join(delta.text for delta in deltas) == generation.best.text
+
+
+async def test_the_last_stretch_streams_token_by_token() -> None:
+    """From the moment one candidate is left and none has ended; before that nothing is certain."""
+    within: list[Progress | TextDelta] = []
+    long = request(8, 64, schedule=GeometricSchedule(4))
+    endless = ToyGenerator(end_every=10**9)
+    generation = await answer(long, endless, FixedScorer(), on_progress=within.append)
+    last_cut = next(t.decision_token for t in generation.rounds if t.num_live == 1)
+    deltas = [event.text for event in within if isinstance(event, TextDelta)]
+    assert len(deltas) == 64 - last_cut
+    assert len(deltas[0].split()) == last_cut + 1
+    assert {len(delta.split()) for delta in deltas[1:]} == {1}
+
+
+async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
+    """Guards against sent text that a stop text then takes back."""
+    sent: list[Progress | TextDelta] = []
+    reporter = ProgressReporter(sent.append, ["END", "\n\n"])
+    for text, finish in (("a", None), ("a b EN", None), ("a b ENd", None), ("a b ENd.", STOP)):
+        candidate = Candidate(0, text, 1, 0.0, finish)
+        grown = Round((candidate,), RoundEnd.DECISION_TOKEN, 1, SlotGauge(1, 1, 1))
+        reporter.report(grown, is_certain=True)
+    assert [event.text for event in sent if isinstance(event, TextDelta)] == ["a b ", "E", "Nd."]
 
 
 async def test_by_reward_alone_a_truncated_answer_can_win() -> None:

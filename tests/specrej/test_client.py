@@ -294,4 +294,5 @@ async def test_whether_the_orchestrator_serves(address: str) -> None:
 
 def test_events_have_a_plain_form() -> None:
     names = [name for event in EVENTS for name in wire.to_plain(event)]
-    assert names == ["admitted", "round_completed", "round_completed", "finished"]
+    rounds = ["round_completed"] * 2
+    assert names == ["admitted", "progress", *rounds, "text_delta", "finished"]
