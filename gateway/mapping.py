@@ -295,7 +295,7 @@ def _violations(request: Request) -> Iterator[Violation]:
         yield from _extra(request.stream_options, STREAM_TABLE, "stream_options.")
         if not request.stream:
             yield Violation("stream_options", "needs stream: true")
-    if None not in (request.best_of, request.specrej.model_dump().get("n")):
+    if None not in (request.best_of, getattr(request.specrej, "n", None)):
         yield Violation("specrej.n", "is best_of: set one of them")
 
 
