@@ -22,6 +22,7 @@ class Answer:
         self._is_chat = is_chat
         self._logprobs = logprobs
         self._created = int(time.time())
+        self._sent = ""  # of the only choice
 
     def whole(self, generation: Generation) -> JSON:
         """The body of a request that does not stream.
@@ -53,13 +54,22 @@ class Answer:
         )
         return self._delta(request_id, 0, {"reasoning_content": line})
 
+    def delta(self, request_id: str, text: str) -> Iterator[JSON]:
+        """The next part of the text, if there is one choice; log-probabilities come at its end."""
+        if self._num_choices == 1 and not self._logprobs:
+            self._sent += text
+            yield self._delta(request_id, 0, {"content": text})
+
     def closing(
         self, request_id: str, generation: Generation, include_usage: bool
     ) -> Iterator[JSON]:
-        """The text of each choice and its end, and the usage if that is requested."""
+        """What was not sent of the text of each choice, its end, and the usage if requested."""
         for index, candidate in enumerate(self._chosen(generation)):
             end = self._end(candidate)
-            yield self._delta(request_id, index, {"content": candidate.text}, end.pop("logprobs"))
+            rest = candidate.text.removeprefix(self._sent)
+            logprobs = end.pop("logprobs")
+            if rest or logprobs or not self._sent:
+                yield self._delta(request_id, index, {"content": rest}, logprobs)
             last: JSON = {"delta": {}} if self._is_chat else {"text": ""}
             yield self._chunk(request_id, [{"index": index, **last, **end, "logprobs": None}])
         if include_usage:

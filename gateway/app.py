@@ -117,7 +117,7 @@ class Gateway:
             Disconnected: the client left.
         """
         stream = self._client.stream(
-            call.prompt, timeout_s=call.timeout_s, token=token, **call.options
+            call.prompt, timeout_s=call.timeout_s, token=token, text_deltas=True, **call.options
         )
         events = Events(stream, self._settings.keep_alive_s)
         try:

@@ -17,7 +17,7 @@ from gateway.connection import until_disconnected
 from gateway.errors import body_of
 from gateway.mapping import Call, Request
 from specrej import telemetry, wire
-from specrej.contracts import Admitted, Event, Finished, RoundCompleted
+from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta
 from specrej.errors import SpecrejError
 
 Parts = AsyncGenerator[bytes, None]
@@ -115,10 +115,12 @@ def openai_stream(events: Events, answer: Answer, request: Request, call: Call) 
         for chunk in answer.opening(request_id):
             yield _part(chunk)
         async for event in events.all():
-            # Further events of the core, such as a delta of text, are cases of this match.
             match event:
                 case None:
                     yield _COMMENT
+                case TextDelta(_, text):
+                    for chunk in answer.delta(request_id, text):
+                        yield _part(chunk)
                 case RoundCompleted() if style:
                     yield _part(answer.round(request_id, event, style))
                 case Finished(generation):

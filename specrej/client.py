@@ -169,11 +169,13 @@ class Client(_Connection):
         token: str = "",
         metadata: Metadata = (),
         progress: bool = False,
+        text_deltas: bool = False,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Event, None]:
         """`generate` with an event at admission and after every round; `Finished` is the last.
 
-        With `progress` also within rounds: `Progress`, and `TextDelta` once the winner is certain.
+        With `progress` there are `Progress` events within rounds; with `text_deltas` the answer's
+        text comes in `TextDelta` events once one candidate is certain to win.
         Leaving the loop early cancels the call and frees its slots, at once under
         `contextlib.aclosing`.
 
@@ -181,7 +183,7 @@ class Client(_Connection):
             SpecrejError: one of its kinds.
         """
         request = orchestrator_pb2.GenerateStreamRequest(
-            request=build_request(prompt, **options), progress=progress
+            request=build_request(prompt, **options), progress=progress, text_deltas=text_deltas
         )
         finished = False
         with _calling(f"{_ORCHESTRATOR}/GenerateStream") as span:

@@ -25,7 +25,7 @@ from orchestrator.cache import (
 )
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Plan, Planner, Rewards
-from orchestrator.loop import Composite, run
+from orchestrator.loop import Composite, WithinRounds, run
 from orchestrator.observe import OpenRecord, RequestRecords, Shadows, instruments
 from specrej import telemetry
 from specrej.contracts import (
@@ -152,10 +152,10 @@ class Orchestrator:
         share: Share,
         violations: Sequence[Violation] = (),
         time_left_s: float | None = None,
-        progress: bool = False,
+        within: WithinRounds | None = None,
     ) -> None:
-        """Answer one request: `emit` receives each event as it happens, `Finished` last; with
-        `progress` also those within rounds.
+        """Answer one request: `emit` receives each event as it happens, `Finished` last; `within`
+        those within rounds.
 
         No reader can delay the run: `emit` returns at once. `share` is the tenant's; `violations`
         are those of the message's conversion; `time_left_s`: to the deadline.
@@ -178,8 +178,7 @@ class Orchestrator:
             arrived=plan.arrived,
             time_left_s=time_left_s,
         ) as record:
-            within = emit if progress else None
-            async with aclosing(self._answer(plan, record, on_progress=within)) as events:
+            async with aclosing(self._answer(plan, record, within=within)) as events:
                 async for event in events:
                     record.add(event)
                     instruments.note_event(event, with_texts=self._log_texts)
@@ -191,7 +190,7 @@ class Orchestrator:
         record: OpenRecord | None = None,
         *,
         is_refresh: bool = False,
-        on_progress: Callable[[Event], None] | None = None,
+        within: WithinRounds | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Events of a plan: the answer of the cache or of an equal request, or those of a run."""
         async with AsyncExitStack() as stack:
@@ -220,7 +219,7 @@ class Orchestrator:
                 plan.left_s(),
                 on_round=on_round,
                 overlaps=plan.overlaps,
-                on_progress=on_progress,
+                within=within,
             )
             async with aclosing(events):
                 try:

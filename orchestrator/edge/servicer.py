@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from orchestrator.background import ended, packed
 from orchestrator.edge.service import Orchestrator
+from orchestrator.loop import WithinRounds
 from specrej import wire
 from specrej.contracts import Event, Finished, Progress, RequestRecord
 from specrej.errors import Cancelled, Violation
@@ -41,7 +42,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
         last: deque[Event] = deque(maxlen=1)
-        await self._run(request, last.append, progress=False)
+        await self._run(request, last.append)
         return await packed(_answer_reply, last[0])
 
     # A coroutine, although the stubs declare an async generator; specrej/serving.py has the reason.
@@ -55,7 +56,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             if not (isinstance(event, Progress) and events.qsize() > _FEW_EVENTS):
                 events.put_nowait(event)
 
-        run = asyncio.create_task(self._run(request.request, emit, progress=request.progress))
+        within = WithinRounds(emit, request.progress, request.text_deltas)
+        run = asyncio.create_task(self._run(request.request, emit, within))
         run.add_done_callback(lambda _: events.put_nowait(None))
         try:
             is_first = True
@@ -88,7 +90,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         return await packed(_record_reply, record)
 
     async def _run(
-        self, message: pb.GenerateRequest, emit: Callable[[Event], None], *, progress: bool
+        self,
+        message: pb.GenerateRequest,
+        emit: Callable[[Event], None],
+        within: WithinRounds | None = None,
     ) -> None:
         violations: list[Violation] = []
         request = wire.request_from_message(
@@ -102,7 +107,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             share=caller.share,
             violations=violations,
             time_left_s=time_left_s(),
-            progress=progress,
+            within=within if within and (within.progress or within.text_deltas) else None,
         )
 
 

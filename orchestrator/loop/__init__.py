@@ -8,6 +8,7 @@ from orchestrator.loop.composition import (
     check_expansion,
     expanded,
 )
+from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.rejection import num_kept, rank
 from orchestrator.loop.run import first_round_tokens, run
 from orchestrator.loop.schedule import most_rounds
@@ -19,6 +20,7 @@ __all__ = [
     "LikelihoodScorer",
     "RequestScorer",
     "Verdict",
+    "WithinRounds",
     "check_composites",
     "check_expansion",
     "expanded",

@@ -1,4 +1,4 @@
-"""Events within a round, for callers that want them: how far candidates are, and certain text.
+"""Events within a round, on request: how far candidates have grown, and text that is certain.
 
 The winner is certain while one candidate is live and none has ended: its text can be sent as it
 grows.
@@ -6,39 +6,54 @@ grows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from specrej.contracts import Progress, Round, TextDelta
-
-OnProgress = Callable[[Progress | TextDelta], None]
+from specrej.contracts import Candidate, Progress, Round, TextDelta
 
 # Tokens of a stride: what a caller sees at once.
 _STRIDE_TOKENS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class WithinRounds:
+    """Which events within rounds are requested, and their receiver: `emit` returns at once."""
+
+    emit: Callable[[Progress | TextDelta], None]
+    progress: bool = True
+    text_deltas: bool = True
+
+
 class ProgressReporter:
     """Reports one request's strides."""
 
-    def __init__(self, on_progress: OnProgress, stop: Sequence[str]) -> None:
+    def __init__(self, within: WithinRounds, stop: Sequence[str]) -> None:
         """`stop` texts are not part of an answer: what may be the beginning of one is held back."""
-        self._on_progress = on_progress
+        self._within = within
         self._num_held = max(map(len, stop), default=1) - 1
         self._sent = ""
 
     def stride_tokens(self, *, is_certain: bool) -> int:
         """The most tokens of the next stride."""
-        return 1 if is_certain else _STRIDE_TOKENS
+        if is_certain and self._within.text_deltas:
+            return 1
+        return _STRIDE_TOKENS if self._within.progress else sys.maxsize
 
     def report(self, grown: Round, *, is_certain: bool) -> None:
         """Report what has grown in a round so far."""
-        live = [candidate for candidate in grown.candidates if candidate.finish is None]
         slots = grown.slots
-        self._on_progress(Progress(grown.num_tokens, len(live), slots.session, slots.capacity))
-        if is_certain and len(grown.candidates) == 1:
-            (winner,) = grown.candidates
-            end = len(winner.text) - (0 if winner.finish else self._num_held)
-            text = winner.text[: max(0, end)]
-            # The end of a text may change while a character is incomplete.
-            if text.startswith(self._sent) and text != self._sent:
-                self._on_progress(TextDelta(winner.id, text[len(self._sent) :]))
-                self._sent = text
+        if self._within.progress:
+            num_live = sum(candidate.finish is None for candidate in grown.candidates)
+            progress = Progress(grown.num_tokens, num_live, slots.session, slots.capacity)
+            self._within.emit(progress)
+        if is_certain and self._within.text_deltas and len(grown.candidates) == 1:
+            self._send(grown.candidates[0])
+
+    def _send(self, winner: Candidate) -> None:
+        end = len(winner.text) - (0 if winner.finish else self._num_held)
+        text = winner.text[: max(0, end)]
+        # The end of a text may change while a character is incomplete.
+        if text.startswith(self._sent) and text != self._sent:
+            self._within.emit(TextDelta(winner.id, text[len(self._sent) :]))
+            self._sent = text

@@ -26,7 +26,7 @@ from orchestrator.loop import rejection, schedule
 from orchestrator.loop.branching import forks_of
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.growth import Growth, OutOfTime
-from orchestrator.loop.progress import OnProgress, ProgressReporter
+from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run_state import RunState
 from orchestrator.loop.scoring import RawScores, RequestScorer
 from specrej import telemetry
@@ -71,7 +71,7 @@ async def run(
     on_round: OnRound | None = None,
     *,
     overlaps: bool = False,
-    on_progress: OnProgress | None = None,
+    within: WithinRounds | None = None,
 ) -> AsyncGenerator[Event, None]:
     """Events of one valid request, without a request id; the last one is `Finished`.
 
@@ -79,8 +79,8 @@ async def run(
     prompt prefixes only between runs with equal `cache_salt`. With `time_left_s` seconds to the
     deadline, cuts become deeper or earlier if a complete answer would otherwise be late. `clock`
     returns seconds. If it `overlaps`, live candidates grow on while scores are under way, as long
-    as no other session holds slots of their generator. `on_progress` receives the events within
-    rounds, which are not among those of the iterator. Close the iterator with
+    as no other session holds slots of their generator. `within` receives the events within rounds,
+    which are not among those of the iterator. Close the iterator with
     `contextlib.aclosing`: it owns the open sessions.
 
     Raises:
@@ -102,7 +102,7 @@ async def run(
         )
         state.open_ms, state.reduced = (clock() - began) * 1e3, session.reduced
         growth = Growth(session, deadline, clock)
-        progress = on_progress and ProgressReporter(on_progress, request.sampling.stop)
+        progress = ProgressReporter(within, request.sampling.stop) if within else None
         options = (clock, on_round, overlaps, progress)
         current = _Run(request, session, scorer, state, growth, deadline, *options)
         with current.degradable():

@@ -1030,8 +1030,11 @@ class GenerateStreamRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    TEXT_DELTAS_FIELD_NUMBER: _builtins.int
     progress: _builtins.bool
-    """Whether events within rounds are sent, too: Progress and TextDelta; default false."""
+    """Whether Progress events are sent within rounds; default false."""
+    text_deltas: _builtins.bool
+    """Whether the answer's text is sent in TextDelta events once it is certain; default false."""
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """The same request as Generate's."""
@@ -1041,10 +1044,11 @@ class GenerateStreamRequest(_message.Message):
         *,
         request: Global___GenerateRequest | None = ...,
         progress: _builtins.bool = ...,
+        text_deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "request", b"request", "text_deltas", b"text_deltas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

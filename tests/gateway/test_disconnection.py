@@ -63,7 +63,7 @@ async def until_running(stack: Stack) -> None:
         (CHAT, STREAM, b'"decision_token":64'),
         (TEXT, RAW_TEXT, b'"decision_token":16'),
         (RAW, WHOLE, b"event: admitted"),
-        (RAW, WHOLE, b": keep-alive"),
+        (RAW, WHOLE, b"event: text_delta"),
         (RAW, WHOLE, b'"decision_token":32'),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import growth
-from orchestrator.loop.progress import ProgressReporter
+from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED
 from orchestrator.loop.schedule import first_round_tokens
@@ -337,7 +337,7 @@ async def test_progress_changes_nothing_and_text_is_the_answers(
         any_request,
         ToyGenerator(end_every=end_every),
         scorers or FixedScorer(),
-        on_progress=within.append,
+        within=WithinRounds(within.append),
     )
     assert generation.candidates == plain.candidates
     assert generation.usage == plain.usage
@@ -354,7 +354,7 @@ async def test_the_last_stretch_streams_token_by_token() -> None:
     within: list[Progress | TextDelta] = []
     long = request(8, 64, schedule=GeometricSchedule(4))
     endless = ToyGenerator(end_every=10**9)
-    generation = await answer(long, endless, FixedScorer(), on_progress=within.append)
+    generation = await answer(long, endless, FixedScorer(), within=WithinRounds(within.append))
     last_cut = next(t.decision_token for t in generation.rounds if t.num_live == 1)
     deltas = [event.text for event in within if isinstance(event, TextDelta)]
     assert len(deltas) == 64 - last_cut
@@ -365,7 +365,7 @@ async def test_the_last_stretch_streams_token_by_token() -> None:
 async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
     """Guards against sent text that a stop text then takes back."""
     sent: list[Progress | TextDelta] = []
-    reporter = ProgressReporter(sent.append, ["END", "\n\n"])
+    reporter = ProgressReporter(WithinRounds(sent.append), ["END", "\n\n"])
     for text, finish in (("a", None), ("a b EN", None), ("a b ENd", None), ("a b ENd.", STOP)):
         candidate = Candidate(0, text, 1, 0.0, finish)
         grown = Round((candidate,), RoundEnd.DECISION_TOKEN, 1, SlotGauge(1, 1, 1))
