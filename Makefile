@@ -18,6 +18,8 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 VLLM := .vllm/.installed
 LLAMACPP := .peers/llamacpp/.installed
+ITS_HUB := .peers/its_hub/.installed
+OPTILLM := .peers/optillm/.installed
 # Creates environments of peers; a benchmark reports those that could not be created.
 PEERS = $(MAKE) --no-print-directory --keep-going
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
@@ -38,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -146,6 +148,10 @@ bench-peers: $(READY) models ## own engine, transformers, vLLM, llama.cpp: make 
 	@$(PEERS) $(VLLM) $(LLAMACPP) || true
 	@$(BIN)/python -m benchmarks.peers --cases "$$CASES" $(ARGS)
 
+bench-answer: $(READY) models ## reward against seconds and tokens, ours and peers: ARGS="--prompts 8 --n 16,64"
+	@$(PEERS) $(VLLM) $(ITS_HUB) $(OPTILLM) >&2 || true
+	@$(BIN)/python -m benchmarks.answer $(ARGS)
+
 bench-vllm: $(READY) $(VLLM) models ## session verbs on vLLM against its own calls, and the own engine
 	@$(BIN)/python -m benchmarks.vllm_verbs $(ARGS)
 
@@ -231,6 +237,19 @@ $(LLAMACPP):
 	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
 	@echo "compiling llama.cpp into $(@D) (once; about 15 minutes)"
 	@$(PIP) install llama-cpp-python==0.3.36
+	@touch $@
+
+$(ITS_HUB):
+	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
+	@$(PIP) install 'its_hub[lm]==1.2.0'
+	@touch $@
+
+# Without its dependencies, which pull a torch of their own: the modules that its Best-of-N imports.
+$(OPTILLM):
+	@test -x $(@D)/bin/python || { echo "creating $(@D)" && $(PYTHON) -m venv $(@D); }
+	@$(PIP) install --no-deps optillm==0.4.0
+	@$(PIP) install openai==3.54.0 flask==3.1.3 cerebras_cloud_sdk==1.91.0 networkx==3.6.1 \
+		z3-solver==4.15.4.0 sympy==1.14.0 aiohttp==3.14.5 PyYAML==6.0.3 math-verify==0.9.0 numpy==2.4.6
 	@touch $@
 
 $(READY): $(INSTALLED) pyproject.toml

@@ -1,6 +1,6 @@
 """The engines under comparison: environment, options and worker file of each.
 
-Peers have environments of their own, which the Makefile creates: .vllm and .peers/llamacpp.
+Peers have environments of their own, which the Makefile creates: .vllm and those in .peers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks.workers.process import WorkerProcess
 from generator_service import embedded
 
-VLLM, LLAMACPP = Path(".vllm"), Path(".peers/llamacpp")
+VLLM, PEERS = Path(".vllm"), Path(".peers")
+LLAMACPP = PEERS / "llamacpp"
 _BUILD = Path("build/peers").absolute()
 _VLLM_ENVIRONMENT = {
     # One process: with two, the idle one polls while other engines are measured.
@@ -128,6 +129,27 @@ def vllm_pooling(model: Path, context_tokens: int) -> EngineSpec:
         VLLM,
         _VLLM_ENVIRONMENT,
     )
+
+
+def answering_engines(model: Path, port: int, context_tokens: int) -> list[EngineSpec]:
+    """Those that answer prompts. The first is vLLM's server at `port`, which two others call."""
+    served = {"model": str(model), "port": port, "context_tokens": context_tokens}
+    client = {"url": f"http://127.0.0.1:{port}/v1"}
+    direct = {"NO_PROXY": "127.0.0.1"}
+    environment = {**_VLLM_ENVIRONMENT, **direct}
+    own_rating = "vLLM's server, own ratings choose"
+    return [
+        EngineSpec("vllm", "server, n = N", served, VLLM, environment, worker="vllm_server"),
+        EngineSpec("its_hub", "vLLM's server", client, PEERS / "its_hub", direct),
+        EngineSpec("optillm", own_rating, client, PEERS / "optillm", direct),
+        # As in our services: idle threads of the default spin, 30 times as long on a busy machine.
+        EngineSpec(
+            "transformers",
+            "generate()",
+            {"model": str(model)},
+            environment={"GOMP_SPINCOUNT": "1000"},
+        ),
+    ]
 
 
 def _packed_weights() -> Path:

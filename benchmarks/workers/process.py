@@ -78,10 +78,22 @@ class WorkerProcess:
         Raises:
             WorkerError: the request failed, or the process ended.
         """
-        with suppress(BrokenPipeError):  # _reply raises with the reason
-            self._connection.send(dict(request))
-        seconds: float = self._reply()["seconds"]
+        seconds: float = self.exchange(request)["seconds"]
         return seconds
+
+    def exchange(
+        self, message: Mapping[str, Any], timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The reply to a message, as in serve.py.
+
+        Raises:
+            WorkerError: the request failed or took longer than `timeout_s`, or the process ended.
+        """
+        with suppress(BrokenPipeError):  # _reply raises with the reason
+            self._connection.send(dict(message))
+        if not self._connection.poll(timeout_s):
+            raise WorkerError(f"no answer within {timeout_s:.0f} s")
+        return self._reply()
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None

@@ -90,3 +90,37 @@ def test_busy_worker_is_stopped(start: Start) -> None:
     process.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+ANSWERING = """
+class Worker:
+    versions = {}
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def answer(self, score, turns, n):
+        import time
+        time.sleep(self.seconds)
+        texts = ["a" * (number + 1) for number in range(n)]
+        return max(zip(score(texts), texts))[1], n
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_worker_requests_scores_before_it_answers(seconds: int, tmp_path: Path) -> None:
+    worker = tmp_path / "answering_worker.py"
+    worker.write_text(ANSWERING)
+    process = WorkerProcess(
+        Path(sys.executable), worker, {"seconds": seconds}, {}, tmp_path / "log"
+    )
+    try:
+        process.ready()
+        if seconds:
+            with pytest.raises(WorkerError, match=r"^no answer within 0 s$"):
+                process.exchange({"turns": [], "n": 2}, timeout_s=0.1)
+            return
+        assert process.exchange({"turns": [], "n": 2}, timeout_s=60) == {"score": ["a", "aa"]}
+        assert process.exchange({"scores": [2.0, 1.0]}) == {"text": "a", "tokens": 2}
+    finally:
+        process.stop()

@@ -1,0 +1,295 @@
+"""Reward against seconds and tokens, one curve per system over N: `make bench-answer`.
+
+All systems answer each prompt in turn, at every N, while the others are idle: same model, turns,
+sampling, and seeds where a system takes them. One reward chooses answers, complete or not. The
+services score prefixes with it while they generate; the same reward service scores the candidates
+of peers, within their seconds. optillm chooses by ratings of its own. A second judge, which no
+system optimises, scores the answers afterwards. A peer that cannot be installed or started, fails,
+or takes more than --limit seconds for an answer is reported as not available.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.answer_picture import write_picture
+from benchmarks.answer_points import HEADINGS, Answer, Case, points, table_rows
+from benchmarks.harness import MODEL, SETTLE_S, log, parse_arguments, report
+from benchmarks.workers.engines import EngineSpec, answering_engines
+from benchmarks.workers.process import WorkerError, WorkerProcess
+from deploy.local.machine import describe_machine
+from deploy.local.stack import Ports, Stack
+from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
+from specrej import Client, Message, Prompt, SpecrejError
+from specrej.client import Options, RewardClient
+from specrej.contracts import Algorithm, CacheControl
+from specrej.limits import MAX_BATCH
+
+# Systems of this project: the options of their requests.
+OURS: Mapping[str, Options] = {
+    "specrej": Options(),
+    "specrej-best-of-n": Options(algorithm=Algorithm.BEST_OF_N),
+}
+PEERS = ("vllm", "its_hub", "optillm", "transformers")
+# Peers that take minutes for an answer; they answer one prompt in --sparse.
+SLOW = ("optillm", "transformers")
+# Of the embedded model's chat template, which adds it to a conversation without one. Sent to all
+# systems, since optillm always sends a system turn.
+SYSTEM_TURN = Message(
+    "system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+)
+# optillm's ratings add a candidate, 256 tokens and some text to the longest prompt.
+_CONTEXT_TOKENS = 2048
+_TIMEOUT_S = 3600.0
+
+# The answer to a prompt with n candidates of at most so many tokens, and all generated tokens.
+# Raises WorkerError: there is none; the text has the reason.
+System = Callable[[Item, int, int], Awaitable[tuple[str, int]]]
+# Reward and second judge of an answer.
+Judge = Callable[[Prompt, str], Awaitable[tuple[float, float]]]
+
+
+class Peer:
+    """A worker process, started before its first answer and again after a failure."""
+
+    def __init__(self, spec: EngineSpec, server: Peer | None, limit_s: float) -> None:
+        """`server`: the peer whose server this one calls."""
+        self.spec = spec
+        self.versions: dict[str, str] = {}
+        self._server = server
+        self._limit_s = limit_s
+        self._worker: WorkerProcess | None = None
+        self._missing = ""  # the reason
+
+    async def answer(
+        self, rewards: RewardClient, reward: str, item: Item, n: int, max_tokens: int
+    ) -> tuple[str, int]:
+        """See `System`; `reward` chooses."""
+        exchange = partial((await self._ready()).exchange, timeout_s=self._limit_s)
+        turns = [asdict(turn) for turn in item.prompt.turns]
+        request = {"turns": turns, "n": n, "max_tokens": max_tokens, "seed": item.number}
+        try:
+            reply = await asyncio.to_thread(exchange, request)
+            while texts := reply.get("score"):
+                scores = await rewards.score(item.prompt, texts, reward=reward)
+                reply = await asyncio.to_thread(exchange, {"scores": [*scores.values]})
+        except WorkerError:
+            self.stop()
+            raise
+        return reply["text"], reply["tokens"]
+
+    def stop(self) -> None:
+        """Kill the process, if there is one."""
+        if self._worker:
+            self._worker.stop()
+            self._worker = None
+
+    async def _ready(self) -> WorkerProcess:
+        if self._server:
+            await self._server._ready()
+        if self._missing:
+            raise WorkerError(self._missing)
+        if self._worker is None:
+            log(f"starting {self.spec.name}")
+            try:
+                self._worker = self.spec.start(len(os.sched_getaffinity(0)))
+                self.versions = await asyncio.to_thread(self._worker.ready)
+            except WorkerError as error:
+                self.stop()
+                self._missing = f"{self.spec.name} does not start: {error}"
+                raise WorkerError(self._missing) from error
+        return self._worker
+
+
+@dataclass(slots=True)
+class Bench:
+    """Answers of all systems at all N, and the reasons of those that are not available."""
+
+    systems: Mapping[str, System]
+    ns: Sequence[int]
+    judge: Judge
+    every: Mapping[str, int] = field(default_factory=dict)  # answers one prompt in so many
+    settle_s: float = SETTLE_S
+    answers: list[Answer] = field(default_factory=list)
+    unavailable: dict[Case, str] = field(default_factory=dict)
+
+    async def answer(self, item: Item, max_tokens: int) -> None:
+        """Add an answer of every system whose turn it is, at every N that is available."""
+        for name, system in self.systems.items():
+            for n in self.ns:
+                if (name, n) in self.unavailable or item.number % self.every.get(name, 1):
+                    continue
+                await asyncio.sleep(self.settle_s)
+                started = time.perf_counter()
+                try:
+                    text, tokens = await system(item, n, max_tokens)
+                except WorkerError as error:
+                    self.unavailable[name, n] = str(error)
+                    log(f"{item.id}: {name} n={n} is not available: {error}")
+                    continue
+                seconds = time.perf_counter() - started
+                judges = await self.judge(item.prompt, text)
+                log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {judges[0]:.3f}")
+                self.answers.append(Answer(name, n, item.id, seconds, tokens, *judges, text))
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = parse_arguments(
+        __doc__,
+        prompts=(100, "most prompts: those of experiments, then those of --more"),
+        n=("4,16,64", "candidates, comma-separated"),
+        max_tokens=(128, "most new tokens per candidate"),
+        systems=(",".join((*OURS, *PEERS)), "systems, comma-separated"),
+        reward=("relevance", "the reward that chooses; the next one served is the second judge"),
+        limit=(120.0, "most seconds for an answer of a peer"),
+        sparse=(8, f"{' and '.join(SLOW)} answer one prompt in so many"),
+        more=(Path("../shared/data/alpaca_farm_60.json"), "more prompts, if the file exists"),
+        out=(Path("build/answer"), "files to write, without .json and .svg"),
+    )
+    try:
+        items = read_items([DEFAULT_PROMPTS, arguments.more], arguments.prompts)
+        bench = asyncio.run(_run(arguments, items))
+    except ValueError as error:
+        sys.exit(f"bench-answer: {error}")
+    measured = points(bench.answers, bench.unavailable)
+    title = f"{len(items)} prompts, {arguments.max_tokens} new tokens, reward {arguments.reward}"
+    write_picture(arguments.out.with_suffix(".svg"), measured, title)
+    remarks = {spec.name: spec.settings for spec in answering_engines(MODEL, 0, _CONTEXT_TOKENS)}
+    rows = table_rows(measured, remarks, bench.unavailable)
+    report(f"{title}: means per answer", HEADINGS, rows, _result(arguments, len(items), bench))
+
+
+def read_items(files: Sequence[Path], most: int) -> list[Item]:
+    """The first prompts of the files that exist, with a system turn and numbers of their own.
+
+    Raises:
+        ValueError: a file is not valid.
+    """
+    items = [item for path in files if path.exists() for item in read_prompts(path)][:most]
+    numbered = []
+    for number, item in enumerate(items):
+        turns = item.prompt.turns
+        system = () if turns[0].role == "system" else (SYSTEM_TURN,)
+        numbered.append(replace(item, number=number, prompt=Prompt(messages=(*system, *turns))))
+    return numbered
+
+
+def parse_numbers(text: str) -> list[int]:
+    """Ascending values of --n.
+
+    Raises:
+        ValueError: a part is no number in range.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() and 1 <= int(part) <= MAX_BATCH for part in parts):
+        raise ValueError(f'--n {text}: must be such as "16,64", each 1 .. {MAX_BATCH}')
+    return sorted({int(part) for part in parts})
+
+
+async def _ours(
+    client: Client, options: Options, item: Item, n: int, max_tokens: int
+) -> tuple[str, int]:
+    """An answer of this project's services, see `System`."""
+    request: Options = {**options, "n": n, "max_tokens": max_tokens, "seed": item.number}
+    try:
+        generation = await client.generate(item.prompt, **request)
+    except SpecrejError as error:
+        raise WorkerError(f"{type(error).__name__}: {error}") from error
+    return generation.best.text, generation.usage.generated_tokens
+
+
+async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
+    """Start the services, let all systems answer all prompts, store answers after each prompt."""
+    names, ns = arguments.systems.split(","), parse_numbers(arguments.n)
+    slots = max(ns) * arguments.max_tokens + 8 * _CONTEXT_TOKENS
+    environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(slots)}
+    async with (
+        Stack(environment=environment) as stack,
+        Client(stack.orchestrator_address, timeout_s=_TIMEOUT_S) as client,
+        RewardClient(stack.reward_address, timeout_s=_TIMEOUT_S) as rewards,
+        AsyncExitStack() as exits,
+    ):
+        peers = _peers(arguments.limit)
+        for peer in peers.values():
+            exits.callback(peer.stop)
+        judges = [reward.name for reward in await rewards.describe()]
+        judges.sort(key=lambda name: name != arguments.reward)  # stable: it is the first
+        systems = _systems(client, rewards, arguments.reward, peers)
+        for given, known in ((names, [*systems]), ([arguments.reward], judges)):
+            if unknown := [name for name in given if name not in known]:
+                raise ValueError(f"{unknown[0]}: must be one of {', '.join(known)}")
+
+        async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
+            both = [await rewards.score(prompt, [text], reward=name) for name in judges[:2]]
+            return both[0].values[0], both[1].values[0]
+
+        chosen = {name: systems[name] for name in names}
+        warm_up = Bench(chosen, ns[:1], judge)
+        await warm_up.answer(items[0], max_tokens=8)
+        every = dict.fromkeys(SLOW, arguments.sparse)
+        bench = Bench(chosen, ns, judge, every, unavailable=warm_up.unavailable)
+        for number, item in enumerate(items, start=1):
+            await bench.answer(item, arguments.max_tokens)
+            _store(arguments, number, bench, peers)
+    return bench
+
+
+def _peers(limit_s: float) -> dict[str, Peer]:
+    """All peers by name; none is started yet."""
+    server, *others = answering_engines(MODEL, Ports.free().orchestrator, _CONTEXT_TOKENS)
+    peers = {server.name: Peer(server, None, limit_s)}
+    for spec in others:
+        called = peers[server.name] if "url" in spec.options else None
+        peers[spec.name] = Peer(spec, called, limit_s)
+    return peers
+
+
+def _systems(
+    client: Client, rewards: RewardClient, reward: str, peers: Mapping[str, Peer]
+) -> dict[str, System]:
+    """All systems by name. Peers choose by the reward alone, and so do ours."""
+    fixed = Options(rewards={reward: 1.0}, prefer_complete=False, cache=CacheControl.BYPASS)
+    return {
+        **{name: partial(_ours, client, {**own, **fixed}) for name, own in OURS.items()},
+        **{name: partial(peer.answer, rewards, reward) for name, peer in peers.items()},
+    }
+
+
+def _result(arguments: argparse.Namespace, num_prompts: int, bench: Bench) -> dict[str, Any]:
+    """The content of the JSON line."""
+    measured = points(bench.answers, bench.unavailable)
+    size = {"prompts": num_prompts, "max_tokens": arguments.max_tokens}
+    return {**size, "points": [asdict(point) for point in measured]}
+
+
+def _store(
+    arguments: argparse.Namespace, num_prompts: int, bench: Bench, peers: Mapping[str, Peer]
+) -> None:
+    """Write the result so far, with all answers."""
+    result = {
+        **_result(arguments, num_prompts, bench),
+        **describe_machine(),
+        "reward": arguments.reward,
+        "unavailable": {f"{name} n={n}": why for (name, n), why in bench.unavailable.items()},
+        "versions": {name: peer.versions for name, peer in peers.items()},
+        "answers": [asdict(answer) for answer in bench.answers],
+    }
+    path = arguments.out.with_suffix(".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

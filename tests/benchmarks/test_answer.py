@@ -1,0 +1,163 @@
+"""The comparison of answers: points, table, picture, unavailable systems, and a run on toys."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import answer
+from benchmarks.answer_picture import write_picture
+from benchmarks.answer_points import HEADINGS, Answer, Point, points, table_rows
+from benchmarks.workers.engines import EngineSpec, answering_engines
+from benchmarks.workers.process import WorkerError
+from experiments.prompts import Item
+from specrej import Prompt
+
+ITEM = Item("one", 0, Prompt.from_user("One?"))
+ANSWER = Answer("vllm", 4, "one", 2.0, 100, 0.5, -1.0, "three short words")
+
+
+def _answers(rewards: list[float]) -> list[Answer]:
+    return [
+        replace(ANSWER, prompt_id=str(i), reward=reward, tokens=100 + i)
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def test_point_is_the_mean_over_prompts_with_its_interval() -> None:
+    (point,) = points(_answers([0.1, 0.2, 0.3, 0.4, 0.5]))
+    assert (point.prompts, point.seconds, point.tokens, point.words) == (5, 2.0, 102.0, 3.0)
+    assert (point.reward, point.second_judge) == (0.3, -1.0)
+    assert point.reward_low is not None
+    assert point.reward_high is not None
+    assert 0.1 <= point.reward_low < 0.3 < point.reward_high <= 0.5
+
+
+def test_interval_of_few_prompts_is_null_in_valid_json() -> None:
+    """NaN is no JSON."""
+    (point,) = points(_answers([0.1, 0.2, 0.3]))
+    line = json.dumps(asdict(point), allow_nan=False)
+    assert json.loads(line)["reward_low"] is None
+
+
+def test_case_that_failed_later_is_a_row_and_no_point() -> None:
+    """A mean over the prompts before the failure would be compared with one over all."""
+    answers = [*_answers([0.1, 0.2]), replace(ANSWER, n=8)]
+    unavailable = {("vllm", 4): "out of memory", ("optillm", 4): "optillm does not start: none"}
+    measured = points(answers, unavailable)
+    assert [(point.system, point.n) for point in measured] == [("vllm", 8)]
+    rows = list(table_rows(measured, {"vllm": "server"}, unavailable))
+    assert {len(row) for row in rows} == {len(HEADINGS)}
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("vllm", 8, "server"),
+        ("vllm", 4, "not available: out of memory"),
+        ("optillm", 4, "not available: optillm does not start: none"),
+    ]
+
+
+def test_picture_is_drawn_from_recorded_points(tmp_path: Path) -> None:
+    line: dict[str, Any] = json.loads(json.dumps(asdict(points(_answers([0.1, 0.5, 0.3, 0.2]))[0])))
+    recorded = Point(**line)
+    without_interval = replace(recorded, n=8, reward_low=None, reward_high=None)
+    path = tmp_path / "new" / "answer.svg"
+    write_picture(path, [recorded, without_interval, replace(recorded, system="specrej")], "title")
+    assert path.read_text().count('<g id="line2d_') > 0
+    write_picture(path, [], "nothing is available")
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "4,,8", "1e9", "99999"])
+def test_invalid_numbers_of_candidates_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--n .*each 1 \.\. "):
+        answer.parse_numbers(text)
+    assert answer.parse_numbers("64,16,64") == [16, 64]
+
+
+def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.json"
+    own = {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
+    }
+    path.write_text(json.dumps(["Why?", own]))
+    items = answer.read_items([path, tmp_path / "absent.json"], 10)
+    assert [item.number for item in items] == [0, 1]
+    systems = [item.prompt.turns[0] for item in items]
+    assert systems[0] == answer.SYSTEM_TURN
+    assert (systems[1].role, systems[1].content) == ("system", "Be brief.")
+
+
+async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
+    asked: list[tuple[str, int, str]] = []
+
+    async def works(item: Item, n: int, max_tokens: int) -> tuple[str, int]:
+        asked.append(("works", n, item.id))
+        return "text", n * max_tokens
+
+    async def fails(item: Item, n: int, max_tokens: int) -> tuple[str, int]:
+        asked.append(("fails", n, item.id))
+        if n == 4:
+            raise WorkerError("no answer within 1 s")
+        return "text", 1
+
+    async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
+        return 0.5, 0.1
+
+    systems: dict[str, answer.System] = {"fails": fails, "works": works, "slow": works}
+    bench = answer.Bench(systems, [2, 4], judge, {"slow": 2}, settle_s=0.0)
+    for number, name in enumerate(("first", "second")):
+        await bench.answer(replace(ITEM, id=name, number=number), max_tokens=8)
+    assert bench.unavailable == {("fails", 4): "no answer within 1 s"}
+    first = [("fails", 2), ("fails", 4), ("works", 2), ("works", 4), ("works", 2), ("works", 4)]
+    assert asked[:6] == [(*case, "first") for case in first]
+    # The second prompt: without the failed case, and without the system that answers one in two.
+    assert asked[6:] == [("fails", 2, "second"), ("works", 2, "second"), ("works", 4, "second")]
+    assert [a.tokens for a in bench.answers if (a.system, a.n) == ("works", 4)] == [32, 32]
+
+
+async def test_peer_without_its_server_has_the_servers_reason(tmp_path: Path) -> None:
+    """A missing server is started once, not once per N."""
+    server = answer.Peer(EngineSpec("vllm", "", {}, home=tmp_path / "none"), None, 1.0)
+    client = answer.Peer(EngineSpec("its_hub", "", {}), server, 1.0)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=r"^vllm does not start: .*bin/python does not exist"):
+            await client.answer(None, "", ITEM, 1, 1)  # type: ignore[arg-type]
+
+
+def test_all_peers_have_an_engine() -> None:
+    specs = answering_engines(Path("model"), 1, 1)
+    assert tuple(spec.name for spec in specs) == answer.PEERS
+    assert [spec.name for spec in specs if "url" in spec.options] == ["its_hub", "optillm"]
+
+
+@pytest.mark.e2e
+def test_run_on_toys_ends_with_the_json_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The services of this project, and a peer whose environment does not exist."""
+    monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", "toy")
+    toys = [{"name": name, "kind": "toy"} for name in ("toy", "second")]
+    monkeypatch.setenv("SPECREJ_REWARD_REWARDS", json.dumps(toys))
+    monkeypatch.setattr("benchmarks.workers.engines.PEERS", tmp_path)
+    monkeypatch.setattr("benchmarks.workers.engines.VLLM", tmp_path)
+    systems = "specrej,specrej-best-of-n,its_hub"
+    out = tmp_path / "answer"
+    given = (
+        f"bench --prompts 1 --n 2,4 --max-tokens 32 --reward toy --systems {systems} --out {out}"
+    )
+    monkeypatch.setattr("sys.argv", given.split())
+    answer.main()
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert (result["prompts"], result["max_tokens"]) == (1, 32)
+    cases = [(point["system"], point["n"]) for point in result["points"]]
+    assert cases == [(name, n) for name in ("specrej", "specrej-best-of-n") for n in (2, 4)]
+    fewer, full = (result["points"][number] for number in (1, 3))
+    assert 0 < fewer["tokens"] <= full["tokens"]
+    assert fewer["reward"] == fewer["second_judge"] > 0  # two judges of one kind
+    assert "not available: vllm does not" in " ".join(printed.replace("│", " ").split())
+    stored = json.loads(out.with_suffix(".json").read_text())
+    assert len(stored["answers"]) == 4
+    assert out.with_suffix(".svg").exists()
