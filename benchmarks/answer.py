@@ -33,13 +33,14 @@ from deploy.local.stack import Ports, Stack
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from specrej import Client, Message, Prompt, SpecrejError
 from specrej.client import Options, RewardClient
-from specrej.contracts import Algorithm, CacheControl
+from specrej.contracts import Algorithm, Branching, CacheControl
 from specrej.limits import MAX_BATCH
 
-# Systems of this project: the options of their requests.
-OURS: Mapping[str, Options] = {
-    "specrej": Options(),
-    "specrej-best-of-n": Options(algorithm=Algorithm.BEST_OF_N),
+# Systems of this project: the options of their requests, from N.
+OURS: Mapping[str, Callable[[int], Options]] = {
+    "specrej": lambda n: Options(),
+    "specrej-branching": lambda n: Options(branching=Branching(max(2, n // 2), max(1, n // 8))),
+    "specrej-best-of-n": lambda n: Options(algorithm=Algorithm.BEST_OF_N),
 }
 PEERS = ("vllm", "its_hub", "optillm", "transformers")
 # Peers that take minutes for an answer; they answer one prompt in --sparse.
@@ -177,7 +178,7 @@ def read_items(files: Sequence[Path], most: int) -> list[Item]:
     Raises:
         ValueError: a file is not valid.
     """
-    items = [item for path in files if path.exists() for item in read_prompts(path)][:most]
+    items = read_prompts([path for path in files if path.exists()], most)
     numbered = []
     for number, item in enumerate(items):
         turns = item.prompt.turns
@@ -199,10 +200,17 @@ def parse_numbers(text: str) -> list[int]:
 
 
 async def _ours(
-    client: Client, options: Options, item: Item, n: int, max_tokens: int
+    client: Client,
+    options: Callable[[int], Options],
+    fixed: Options,
+    item: Item,
+    n: int,
+    max_tokens: int,
 ) -> tuple[str, int]:
     """An answer of this project's services, see `System`."""
-    request: Options = {**options, "n": n, "max_tokens": max_tokens, "seed": item.number}
+    request: Options = {
+        **options(n), **fixed, "n": n, "max_tokens": max_tokens, "seed": item.number
+    }  # fmt: skip
     try:
         generation = await client.generate(item.prompt, **request)
     except SpecrejError as error:
@@ -262,7 +270,7 @@ def _systems(
     """All systems by name. Peers choose by the reward alone, and so do ours."""
     fixed = Options(rewards={reward: 1.0}, prefer_complete=False, cache=CacheControl.BYPASS)
     return {
-        **{name: partial(_ours, client, {**own, **fixed}) for name, own in OURS.items()},
+        **{name: partial(_ours, client, own, fixed) for name, own in OURS.items()},
         **{name: partial(peer.answer, rewards, reward) for name, peer in peers.items()},
     }
 
