@@ -36,9 +36,10 @@ from specrej.client import Options, RewardClient
 from specrej.contracts import Algorithm, Branching, CacheControl
 from specrej.limits import MAX_BATCH
 
-# Systems of this project: the options of their requests, from N.
+# Systems of this project: the options of their requests, by N.
 OURS: Mapping[str, Callable[[int], Options]] = {
     "specrej": lambda n: Options(),
+    # An eighth of N goes on at a decision token, with forks up to half of N.
     "specrej-branching": lambda n: Options(branching=Branching(max(2, n // 2), max(1, n // 8))),
     "specrej-best-of-n": lambda n: Options(algorithm=Algorithm.BEST_OF_N),
 }
@@ -173,18 +174,17 @@ def main() -> None:
 
 
 def read_items(files: Sequence[Path], most: int) -> list[Item]:
-    """The first prompts of the files that exist, with a system turn and numbers of their own.
+    """The first prompts of the files that exist, each with a system turn.
 
     Raises:
         ValueError: a file is not valid.
     """
-    items = read_prompts([path for path in files if path.exists()], most)
-    numbered = []
-    for number, item in enumerate(items):
+    items = []
+    for item in read_prompts([path for path in files if path.exists()], most):
         turns = item.prompt.turns
         system = () if turns[0].role == "system" else (SYSTEM_TURN,)
-        numbered.append(replace(item, number=number, prompt=Prompt(messages=(*system, *turns))))
-    return numbered
+        items.append(replace(item, prompt=Prompt(messages=(*system, *turns))))
+    return items
 
 
 def parse_numbers(text: str) -> list[int]:
@@ -200,17 +200,18 @@ def parse_numbers(text: str) -> list[int]:
 
 
 async def _ours(
-    client: Client,
-    options: Callable[[int], Options],
-    fixed: Options,
-    item: Item,
-    n: int,
-    max_tokens: int,
+    client: Client, own: Callable[[int], Options], reward: str, item: Item, n: int, max_tokens: int
 ) -> tuple[str, int]:
-    """An answer of this project's services, see `System`."""
+    """An answer of this project's services, see `System`. Peers choose by the reward alone."""
     request: Options = {
-        **options(n), **fixed, "n": n, "max_tokens": max_tokens, "seed": item.number
-    }  # fmt: skip
+        **own(n),
+        "rewards": {reward: 1.0},
+        "prefer_complete": False,
+        "n": n,
+        "max_tokens": max_tokens,
+        "seed": item.number,
+        "cache": CacheControl.BYPASS,
+    }
     try:
         generation = await client.generate(item.prompt, **request)
     except SpecrejError as error:
@@ -267,10 +268,9 @@ def _peers(limit_s: float) -> dict[str, Peer]:
 def _systems(
     client: Client, rewards: RewardClient, reward: str, peers: Mapping[str, Peer]
 ) -> dict[str, System]:
-    """All systems by name. Peers choose by the reward alone, and so do ours."""
-    fixed = Options(rewards={reward: 1.0}, prefer_complete=False, cache=CacheControl.BYPASS)
+    """All systems by name."""
     return {
-        **{name: partial(_ours, client, own, fixed) for name, own in OURS.items()},
+        **{name: partial(_ours, client, own, reward) for name, own in OURS.items()},
         **{name: partial(peer.answer, rewards, reward) for name, peer in peers.items()},
     }
 

@@ -142,7 +142,7 @@ def test_run_on_toys_ends_with_the_json_line(
     monkeypatch.setenv("SPECREJ_REWARD_REWARDS", json.dumps(toys))
     monkeypatch.setattr("benchmarks.workers.engines.PEERS", tmp_path)
     monkeypatch.setattr("benchmarks.workers.engines.VLLM", tmp_path)
-    systems = "specrej,specrej-best-of-n,its_hub"
+    systems = ",".join((*answer.OURS, "its_hub"))
     out = tmp_path / "answer"
     given = (
         f"bench --prompts 1 --n 2,4 --max-tokens 32 --reward toy --systems {systems} --out {out}"
@@ -153,11 +153,11 @@ def test_run_on_toys_ends_with_the_json_line(
     result = json.loads(printed.splitlines()[-1])
     assert (result["prompts"], result["max_tokens"]) == (1, 32)
     cases = [(point["system"], point["n"]) for point in result["points"]]
-    assert cases == [(name, n) for name in ("specrej", "specrej-best-of-n") for n in (2, 4)]
-    fewer, full = (result["points"][number] for number in (1, 3))
+    assert cases == [(name, n) for name in answer.OURS for n in (2, 4)]
+    fewer, full = (result["points"][number] for number in (1, 5))
     assert 0 < fewer["tokens"] <= full["tokens"]
     assert fewer["reward"] == fewer["second_judge"] > 0  # two judges of one kind
     assert "not available: vllm does not" in " ".join(printed.replace("│", " ").split())
     stored = json.loads(out.with_suffix(".json").read_text())
-    assert len(stored["answers"]) == 4
+    assert len(stored["answers"]) == 6
     assert out.with_suffix(".svg").exists()
