@@ -146,8 +146,7 @@ class Engine:
         session.until = min(until_tokens, session.command.sampling.max_tokens)
         self.queue.widen(session, len(session.rows))
         self.prompts.make_room()
-        growing = growing or Future()
-        session.growing = growing
+        session.growing = growing = growing or Future()
         if not session.is_reading:
             self._end_round_if_over(session)
         return growing
@@ -171,8 +170,7 @@ class Engine:
             session.keep(kept, made)
             session.suffix.shrink(self.ledger.share_of(session_id))
         except Exception as error:
-            self._fail(session, error, "the generator cannot hold the session")
-            raise InternalError("the generator cannot hold the session") from error
+            raise self._fail(session, error, "the generator cannot hold the session") from error
         refused = tuple(sorted(forks.keys() - made.keys()))
         return Pruned(freed, self.gauge(session_id), refused)
 
@@ -330,7 +328,7 @@ class Engine:
 
     def _fail(
         self, session: Session, cause: Exception, reason: str = "the generator's step failed"
-    ) -> None:
+    ) -> InternalError:
         log.error("%s", reason, exc_info=cause)
         failure = InternalError(reason)
         failure.__cause__ = cause
@@ -341,6 +339,7 @@ class Engine:
             refuse(session.opened, failure)
             if growing:
                 refuse(growing, failure)
+        return failure
 
     def _idle(self, session_id: int) -> Session:
         session = self.sessions.get(session_id)
@@ -352,7 +351,7 @@ class Engine:
 
 
 def _computed(
-    model: Model, batch: Batch, fail: Callable[[Session, Exception], None]
+    model: Model, batch: Batch, fail: Callable[[Session, Exception], object]
 ) -> Iterator[tuple[Session, Segment, Tensor]]:
     """Logits of each session, to be used before the next ones are taken.
 

@@ -251,6 +251,7 @@ class _Run:
         if branching and not is_full:
             survivors = state.ranking(state.live)
             width = self.deadline.width(state.num_tokens, branching.width, len(survivors))
+            width = min(width, len(survivors) + state.forks_left)
             forks = forks_of(survivors, width, state.next_id)
             state.next_id += len(forks)
             metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))

@@ -34,6 +34,8 @@ from specrej.errors import DeadlineExceeded, InternalError, Unavailable
 # Candidates in the rounds of one answer, about 100 bytes each. A round beyond that is traced
 # without its candidates.
 MAX_TRACED = 16_384
+# Forks of one answer: each stays in memory, and those that finish with their texts.
+MAX_FORKS = 16_384
 
 
 @dataclass(slots=True)
@@ -139,6 +141,11 @@ class RunState:
         return {number for number, verdict in self.verdicts.items() if verdict.vetoed}
 
     @property
+    def forks_left(self) -> int:
+        """How many more forks there may be."""
+        return self.n + MAX_FORKS - self.next_id
+
+    @property
     def has_answer(self) -> bool:
         """Whether there is a complete answer that no reward vetoes."""
         vetoed = self.vetoed
@@ -171,7 +178,11 @@ class RunState:
         self.live = set()
 
     def keep(self, kept: frozenset[int]) -> None:
-        """Remove all others from the ranking."""
+        """Remove all others from the ranking, and the texts of live ones among them."""
+        for number in self.live - kept:
+            self.latest[number] = replace(self.latest[number], text="", new_token_ids=())
+            self.token_ids.pop(number, None)
+            self.logprobs.pop(number, None)
         self.ranked &= kept
         self.live &= kept
 
@@ -274,7 +285,7 @@ class RunState:
         return Generation(
             candidates=chosen,
             rounds=tuple(self.rounds),
-            usage=self._usage(chosen[0].num_tokens),
+            usage=_usage(self, chosen[0].num_tokens),
             timings=Timings(
                 total_ms=total_ms,
                 open_ms=self.open_ms,
@@ -316,24 +327,25 @@ class RunState:
             vetoed=self.verdicts[number].vetoed,
         )
 
-    def _usage(self, answer_tokens: int) -> Usage:
-        candidates = self.latest.values()
-        ended = [c.num_tokens for c in candidates if c.finish is not None]
-        mean_ended = sum(ended) / len(ended)
-        estimate = sum(
-            c.num_tokens if c.finish else max(c.num_tokens, mean_ended)
-            for c in candidates
-            if c.id not in self.forks
-        )
-        inherited = sum(num_tokens for _, num_tokens in self.forks.values())
-        discarded = sum(trace.discarded_tokens for trace in self.rounds)
-        generated = sum(c.num_tokens for c in candidates) - inherited + discarded
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=generated + self.repeated_tokens,
-            answer_tokens=answer_tokens,
-            discarded_tokens=discarded,
-            reward_tokens=self.reward_tokens,
-            freed_slots=sum(trace.freed_slots for trace in self.rounds),
-            best_of_n_tokens_estimate=round(estimate),
-        )
+
+def _usage(state: RunState, answer_tokens: int) -> Usage:
+    candidates = state.latest.values()
+    ended = [c.num_tokens for c in candidates if c.finish is not None]
+    mean_ended = sum(ended) / len(ended)
+    estimate = sum(
+        c.num_tokens if c.finish else max(c.num_tokens, mean_ended)
+        for c in candidates
+        if c.id not in state.forks
+    )
+    inherited = sum(num_tokens for _, num_tokens in state.forks.values())
+    discarded = sum(trace.discarded_tokens for trace in state.rounds)
+    generated = sum(c.num_tokens for c in candidates) - inherited + discarded
+    return Usage(
+        prompt_tokens=state.prompt_tokens,
+        generated_tokens=generated + state.repeated_tokens,
+        answer_tokens=answer_tokens,
+        discarded_tokens=discarded,
+        reward_tokens=state.reward_tokens,
+        freed_slots=sum(trace.freed_slots for trace in state.rounds),
+        best_of_n_tokens_estimate=round(estimate),
+    )

@@ -502,7 +502,8 @@ Global___Selection: _TypeAlias = Selection  # noqa: Y015
 @_typing.final
 class Branching(_message.Message):
     """At each decision token the best live candidates go on, and forks of them, in turn from the best
-    one, fill up their number. `alpha` is not used. A round that full slots end makes no forks.
+    one, fill up their number. `alpha` is not used. A round that full slots end makes no forks, and a
+    request makes at most 16384.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

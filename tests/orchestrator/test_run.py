@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
-from orchestrator.loop import growth
+from orchestrator.loop import growth, run_state
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run import run
-from orchestrator.loop.run_state import MAX_TRACED
+from orchestrator.loop.run_state import MAX_TRACED, RunState
 from orchestrator.loop.schedule import first_round_tokens
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
@@ -371,6 +371,26 @@ async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
         grown = Round((candidate,), RoundEnd.DECISION_TOKEN, 1, SlotGauge(1, 1, 1))
         reporter.report(grown, is_certain=True)
     assert [event.text for event in sent if isinstance(event, TextDelta)] == ["a b ", "E", "Nd."]
+
+
+async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a million candidates of one request, and against texts of rejected ones."""
+    monkeypatch.setattr(run_state, "MAX_FORKS", 100)
+    every_token = TokensSchedule(tuple(range(1, 60)))
+    many = request(8, 60, schedule=every_token, branching=Branching(16, 1))
+    states: list[RunState] = []
+    keep = RunState.keep
+
+    def noted(state: RunState, kept: frozenset[int]) -> None:
+        states.append(state)
+        keep(state, kept)
+
+    monkeypatch.setattr(RunState, "keep", noted)
+    generation = await answer(many, ToyGenerator(end_every=10**9), FixedScorer())
+    assert sum(len(trace.forks) for trace in generation.rounds) == 100
+    assert generation.rounds[-1].num_started == 1
+    texts = [n for n, candidate in states[0].latest.items() if candidate.text]
+    assert texts == [candidate.id for candidate in generation.candidates]
 
 
 async def test_by_reward_alone_a_truncated_answer_can_win() -> None:
