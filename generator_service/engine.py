@@ -171,8 +171,7 @@ class Engine:
             session.suffix.shrink(self.ledger.share_of(session_id))
         except Exception as error:
             raise self._fail(session, error, "the generator cannot hold the session") from error
-        refused = tuple(sorted(forks.keys() - made.keys()))
-        return Pruned(freed, self.gauge(session_id), refused)
+        return Pruned(freed, self.gauge(session_id), tuple(sorted(forks.keys() - made.keys())))
 
     def close(self, session_id: int) -> int:
         """Free all that a session holds, waiting or running; slots freed, 0 if it is gone."""

@@ -20,7 +20,7 @@ from deploy.local.processes import Processes, Program
 from deploy.local.stack import HOST, Ports, Stack
 from specrej.channel import open_channel
 from specrej.client import Client, Options
-from specrej.contracts import Algorithm
+from specrej.contracts import Algorithm, Branching
 from specrej.credentials import Credentials
 from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
 from specrej.security import new_token
@@ -134,6 +134,7 @@ async def _usual(client: Client) -> None:
     for _ in range(2):  # the second comes from the cache
         await client.generate("usual", n=8, max_tokens=48)
     await client.generate("usual", n=4, max_tokens=48, algorithm=Algorithm.BEST_OF_N)
+    await client.generate("usual", n=4, max_tokens=48, branching=Branching(4, 1))
     equal = (client.generate("at the same time", n=8, max_tokens=48) for _ in range(2))
     await asyncio.gather(*equal)
 

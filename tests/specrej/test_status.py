@@ -31,8 +31,9 @@ def example(kind: type[errors.SpecrejError]) -> errors.SpecrejError:
 
 
 def kinds(of: type[errors.SpecrejError] = errors.SpecrejError) -> list[type[errors.SpecrejError]]:
-    """All exceptions but two base classes."""
-    below = [kind for child in of.__subclasses__() for kind in kinds(child)]
+    """All exceptions of the tree but two base classes; a service may have its own."""
+    children = [child for child in of.__subclasses__() if child.__module__ == errors.__name__]
+    below = [kind for child in children for kind in kinds(child)]
     return below if of in (errors.SpecrejError, errors.RetryableError) else [of, *below]
 
 
