@@ -26,7 +26,7 @@ from deploy.images.sizes import Image, file_of, image_of
 from deploy.local.machine import describe_machine
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("orchestrator", "generator", "reward", "models")
+TARGETS = ("orchestrator", "generator", "reward", "models", "generator-vllm")
 # Of an image; written by install.py.
 SBOM = "opt/venv/sbom.cdx.json"
 # Environment variables of pip settings; PIP_FIND_LINKS stands for find-links.

@@ -42,7 +42,7 @@ class Subject:
     """A generator under test. A toy has no model: no stop texts, no context, no greedy draws.
 
     A fleet has no slots of its own: its sessions and refusals carry the slots of their members.
-    `is_split`: sessions of more than three candidates are in parts. `steps`: those of vLLM.
+    `is_split`: large sessions are in parts. `steps`: those of vLLM.
     `members`: the generators of a fleet.
     """
 
@@ -170,7 +170,7 @@ SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     "split": fleet(toy_of_few, 4, is_split=True),
     "vllm": vllm,
     # Sessions of at most six candidates are placed, others are split.
-    "fleet-vllm": fleet(partial(vllm, max_candidates=6, kv_slots=CAPACITY // 2), 2),
+    "fleet-vllm": fleet(partial(vllm, max_candidates=6, kv_slots=CAPACITY // 2), 2, is_split=True),
 }
 REMOTE = {f"remote-{name}": name for name in ("toy", "own", "vllm")}
 

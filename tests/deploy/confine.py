@@ -31,6 +31,8 @@ def main(specification: Path) -> None:
         _mount(source, root / place, "", _BIND | _REMOUNT | flags)
     _mount("", root, "", _BIND | _REMOUNT | READ_ONLY)
     _mount("proc", root / "proc", "proc", _NO_SUID | _NO_DEV)
+    _mount("/sys", root / "sys", "", _BIND | _RECURSIVE)
+    _mount("", root / "sys", "", _BIND | _REMOUNT | READ_ONLY)
     for place in container["in_memory"]:
         _mount("tmpfs", root / place, "tmpfs", _NO_SUID | _NO_DEV, "mode=1777,size=1g")
     _make_devices(root / "dev")

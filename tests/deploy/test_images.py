@@ -26,7 +26,7 @@ from tests.deploy.manifests import DEPLOY, MARGIN_S, ROOT, SERVICES, accepted
 
 DOCKERFILE = DEPLOY / "images" / "Dockerfile"
 TEXT = DOCKERFILE.read_text()
-TARGETS = ("orchestrator", "generator", "reward", "generator-cuda", "reward-cuda", "models")
+TARGETS = (*build.TARGETS, "generator-cuda", "reward-cuda")
 LOCKS = sorted(ROOT.glob("requirements*"))
 COMPOSE = DEPLOY / "compose.yaml"
 COMPOSED = yaml.safe_load(COMPOSE.read_text())
@@ -217,7 +217,7 @@ def test_default_index_has_the_cpu_build_of_torch(
     variables: dict[str, str], index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against the CUDA build, which the lock refuses, and a default index beside others."""
-    (default,) = re.findall(r"^ARG TORCH_INDEX_URL=(\S+)$", TEXT, re.MULTILINE)
+    (default,) = set(re.findall(r"^ARG TORCH_INDEX_URL=(\S+)$", TEXT, re.MULTILINE))
     _set_environment(monkeypatch, variables)
     settings = build.pip_settings()
     assert settings.get("TORCH_INDEX_URL", default) == index

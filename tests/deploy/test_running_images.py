@@ -23,6 +23,8 @@ from tests.deploy.containers import Container, ContainerSpec, container, missing
 REASON = missing("models", "generator", "reward", "orchestrator")
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
+_NO_VLLM = missing("generator-vllm")
+
 # Half a gigabyte to read, and kernels to compile, on a busy machine.
 _READY_S = 600.0
 SERVICES = ("generator", "reward", "orchestrator")
@@ -48,22 +50,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(models: Path, ports: Ports) -> Iterator[Running]:
     with ExitStack() as undo:
-        started = {
-            name: undo.enter_context(container(_spec(name, models, ports))) for name in SERVICES
-        }
-        for name, service in started.items():
-            _until_healthy(service, f"127.0.0.1:{getattr(ports, name)}")
-        yield started
+        yield _start(undo, models, ports)
 
 
-def _spec(name: str, models: Path, ports: Ports) -> ContainerSpec:
+def _start(undo: ExitStack, models: Path, ports: Ports, generator: str = "generator") -> Running:
+    """All services, healthy, with this image of the generator."""
+    targets = {name: generator if name == "generator" else name for name in SERVICES}
+    started = {
+        name: undo.enter_context(container(_spec(name, models, ports, target)))
+        for name, target in targets.items()
+    }
+    for name, service in started.items():
+        _until_healthy(service, f"127.0.0.1:{getattr(ports, name)}")
+    return started
+
+
+def _spec(name: str, models: Path, ports: Ports, target: str) -> ContainerSpec:
     settings = {"PORT": str(getattr(ports, name))}
+    if target == "generator-vllm":
+        settings |= {"KV_SLOTS": "4096", "MAX_CANDIDATES": "16"}
     if name == "orchestrator":
         settings["GENERATOR_ADDRESS"] = f"127.0.0.1:{ports.generator}"
         settings["REWARD_ADDRESS"] = f"127.0.0.1:{ports.reward}"
     environment = {f"SPECREJ_{name}_{key}".upper(): value for key, value in settings.items()}
     mounts = {} if name == "orchestrator" else {"/models": models}
-    return ContainerSpec(name, environment=environment, mounts=mounts)
+    return ContainerSpec(target, environment=environment, mounts=mounts)
 
 
 def _until_healthy(service: Container, address: str) -> None:
@@ -78,12 +89,22 @@ def _until_healthy(service: Container, address: str) -> None:
 def test_a_request_is_answered(running: Running, ports: Ports) -> None:
     """Guards against an image that lacks a package, a file or a directory to write to."""
 
-    async def ask() -> None:
-        async with Client(f"127.0.0.1:{ports.orchestrator}", timeout_s=300) as client:
-            answer = await client.generate("Why is the sky blue?", n=4, max_tokens=24, seed=1)
-        assert answer.best.text and not answer.degraded
+    asyncio.run(_ask(ports))
 
-    asyncio.run(ask())
+
+async def _ask(ports: Ports) -> None:
+    async with Client(f"127.0.0.1:{ports.orchestrator}", timeout_s=300) as client:
+        answer = await client.generate("Why is the sky blue?", n=4, max_tokens=24, seed=1)
+    assert answer.best.text and not answer.degraded
+
+
+@pytest.mark.skipif(bool(_NO_VLLM), reason=_NO_VLLM)
+def test_a_request_is_answered_by_vllm(models: Path) -> None:
+    """Guards against a package that only the image lacks, and against a need for a compiler."""
+    ports = Ports.free()
+    with ExitStack() as undo:
+        _start(undo, models, ports, "generator-vllm")
+        asyncio.run(_ask(ports))
 
 
 @pytest.mark.parametrize("name", SERVICES)
