@@ -175,9 +175,9 @@ async def test_a_cut_changes_no_survivor(subject: Subject) -> None:
 async def test_a_fork_continues_its_parent(subject: Subject) -> None:
     """It has its parent's tokens, then those that a candidate of its id draws; survivors have the
     tokens of a run without forks. The parent of one is rejected."""
+    before = (await subject.generator.describe()).slots  # of a fleet up to a poll old
     expected = await tokens_in_one_round(subject.generator, 4, ENDLESS)
     parents = {4: 0, 6: 2, 9: 1}
-    before = (await subject.generator.describe()).slots
     async with subject.generator.open(SessionSpec(PROMPT, 4, ENDLESS, 8)) as session:
         tokens = add({}, await session.extend(8))
         pruned = await session.prune([0, 2], parents)
