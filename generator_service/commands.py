@@ -37,6 +37,7 @@ class OpenCommand:
     first_candidate_id: int = 0
     started: Sequence[StartedCandidate] = ()
     adapter: str = ""
+    bad_words: Sequence[Sequence[int]] = ()  # of the sampling, as tokens
 
     @property
     def num_given(self) -> int:
@@ -58,6 +59,10 @@ class OpenCommand:
             ]
         return [GrowingCandidate(i, made and made()) for i in range(first, first + n)]
 
+    def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that are not drawn before min_tokens."""
+        return eos_ids.union(self.sampling.stop_token_ids)
+
     def finish_of(
         self, candidate: GrowingCandidate, eos_ids: frozenset[int]
     ) -> FinishReason | None:
@@ -67,7 +72,8 @@ class OpenCommand:
         stops = candidate.completes_stop and candidate.completes_stop(newest)
         if stops and num_tokens >= sampling.min_tokens:
             return FinishReason.STOP
-        if not sampling.ignore_eos and newest in eos_ids:
+        is_eos = newest in eos_ids and not sampling.ignore_eos
+        if is_eos or newest in sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= sampling.max_tokens else None
 

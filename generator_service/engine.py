@@ -269,9 +269,11 @@ class Engine:
             for candidate in session.rows:
                 candidate.take_given()
             return
-        forbidden = eos_ids if step < sampling.min_tokens else ()
+        forbidden = session.command.ends(eos_ids) if step < sampling.min_tokens else ()
         ids = [candidate.id for candidate in session.rows]
-        tokens, logprobs = sample(logits, sampling, ids, step, forbidden)
+        texts = [candidate.token_ids for candidate in session.rows]
+        adjustment = session.adjustment
+        tokens, logprobs = sample(logits, sampling, ids, step, forbidden, adjustment, texts)
         session.num_tokens += 1
         self._tally.generated += len(ids)
         drawn = zip(session.rows, tokens.tolist(), logprobs.tolist(), strict=True)

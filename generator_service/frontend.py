@@ -68,18 +68,22 @@ class Frontend:
         Raises:
             InvalidRequest: the prompt has no tokens, or exceeds the context with max_tokens.
         """
-        prompt_ids = await self._in_thread(lambda: self.text.encode(spec.prompt))
+        text, words = self.text, spec.sampling.bad_words
+        prompt_ids, bad_words = await self._in_thread(
+            lambda: (text.encode(spec.prompt), text.sequences(words))
+        )
         self._check_context(len(prompt_ids), spec.sampling.max_tokens)
         return OpenCommand(
             prompt_ids,
             spec.n,
             spec.sampling,
             spec.first_round_tokens,
-            self.text.stop_texts(spec.sampling.stop),
+            text.stop_texts(spec.sampling.stop),
             spec.cache_salt,
             spec.first_candidate_id,
             spec.started,
             spec.adapter,
+            bad_words,
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
@@ -100,9 +104,10 @@ class Frontend:
 
     def _candidate(self, prefix: Prefix, sampling: Sampling) -> Candidate:
         ids = prefix.token_ids
+        written = ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
         return Candidate(
             id=prefix.id,
-            text=self.text.answer(ids, sampling.stop, sampling.min_tokens),
+            text=self.text.answer(written, sampling.stop, sampling.min_tokens),
             num_tokens=len(ids),
             logprob=prefix.logprob,
             finish=prefix.finish,

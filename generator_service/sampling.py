@@ -1,11 +1,17 @@
 """Draws the next token of each candidate, keyed by (seed, candidate, step) and nothing else.
 
 A candidate's draw depends neither on its row nor on other rows, so a prune changes no survivor.
+
+From logits to a draw, in the order of vLLM's sampler: `Adjustment` adds biases and subtracts
+penalties; tokens that complete a bad word or would end a candidate too early are excluded; the
+logits are divided by the temperature; min_p, top_k and top_p leave a set of tokens to draw from.
+Reported log-probabilities are those of the untouched logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -25,14 +31,17 @@ def sample(
     candidate_ids: list[int],
     step: int,
     forbidden: Collection[int] = (),
+    adjustment: Adjustment | None = None,
+    texts: Sequence[Sequence[int]] = (),
 ) -> tuple[Tensor, Tensor]:
     """Next tokens [rows] and their log-probabilities [rows] under the untouched distribution.
 
     logits: float32 [rows, vocabulary]; step: 0 for a candidate's first token; `forbidden` tokens
-    are not drawn.
+    are not drawn; texts: the `step` tokens of each candidate, only for an `adjustment`.
     """
-    uncut = sampling.top_p == 1 and not 0 < sampling.top_k < logits.shape[1]
-    if logits.device.type == "cpu" and (uncut or sampling.temperature == 0):
+    uncut = sampling.top_p == 1 and not (sampling.min_p or 0 < sampling.top_k < logits.shape[1])
+    is_plain = adjustment is None and (uncut or sampling.temperature == 0)
+    if logits.device.type == "cpu" and is_plain:
         # Imported here: other devices do not need numba.
         from generator_service import cpu_sampling
 
@@ -41,16 +50,99 @@ def sample(
             uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
         return cpu_sampling.draw(logits, sampling.temperature, uniform, forbidden)
     block = rows_at_once(logits.shape[1], logits.device.type)
-    parts = [
-        _sample_block(part, sampling, candidate_ids[at * block : (at + 1) * block], step, forbidden)
-        for at, part in enumerate(torch.split(logits, block))
-    ]
+    parts = []
+    for at, part in enumerate(torch.split(logits, block)):
+        rows = slice(at * block, (at + 1) * block)
+        adjusted = adjustment.apply(part, texts[rows]) if adjustment else part
+        parts.append(_sample_block(part, adjusted, sampling, candidate_ids[rows], step, forbidden))
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
+def is_adjusted(sampling: Sampling) -> bool:
+    """Whether draws need an `Adjustment`."""
+    return is_penalized(sampling) or bool(sampling.logit_bias or sampling.bad_words)
+
+
+def is_penalized(sampling: Sampling) -> bool:
+    """Whether a token's logit depends on the tokens before it."""
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+    return any(penalties) or sampling.repetition_penalty != 1
+
+
+class Adjustment:
+    """What biases, penalties and bad words change in logits.
+
+    The work of a step grows with the tokens of the candidates, not with the vocabulary. Nothing is
+    kept from step to step, so cuts, forks and failover change no result.
+    """
+
+    def __init__(
+        self, sampling: Sampling, prompt_ids: Sequence[int], bad_words: Sequence[Sequence[int]]
+    ) -> None:
+        """bad_words: the token sequences, not empty, of those in the sampling."""
+        self._sampling = sampling
+        repeated = prompt_ids if sampling.repetition_penalty != 1 else ()
+        self._prompt = torch.from_numpy(np.unique(np.array(repeated, np.int64)))
+        self._biased = torch.tensor([item.token_id for item in sampling.logit_bias])
+        self._biases = torch.tensor([item.bias for item in sampling.logit_bias])
+        self._excluded = torch.tensor([word[0] for word in bad_words if len(word) == 1])
+        # The last tokens of longer bad words, by those before them.
+        self._completions: dict[tuple[int, ...], set[int]] = {}
+        for *before, last in bad_words:
+            if before:
+                self._completions.setdefault(tuple(before), set()).add(last)
+        self._lengths = {len(before) for before in self._completions}
+
+    def apply(self, logits: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
+        """New logits [rows, vocabulary]; texts: equally many tokens of each row."""
+        adjusted, device = logits.clone(), logits.device
+        if len(self._biased):
+            biases = self._biases.to(adjusted).expand(len(texts), -1)
+            adjusted.index_add_(1, self._biased.to(device), biases)
+        if is_penalized(self._sampling):
+            rows, length = len(texts), len(texts[0])
+            tokens = itertools.chain.from_iterable(texts)
+            made = torch.from_numpy(np.fromiter(tokens, np.int64, rows * length))
+            self._penalize(adjusted, made.view(rows, length).to(device))
+        if len(self._excluded):
+            adjusted.index_fill_(1, self._excluded.to(device), -torch.inf)
+        if completing := self._completing(texts):
+            adjusted[torch.tensor(completing, device=device).unbind(dim=1)] = -torch.inf
+        return adjusted
+
+    def _penalize(self, logits: Tensor, made: Tensor) -> None:
+        """made: int64 [rows, tokens]. A token that is in a row twice is written twice, equally."""
+        sampling = self._sampling
+        if sampling.repetition_penalty != 1:
+            prompt = self._prompt.to(logits.device)
+            of_prompt, of_made = logits.index_select(1, prompt), logits.gather(1, made)
+            logits.index_copy_(1, prompt, _divided(of_prompt, sampling.repetition_penalty))
+            logits.scatter_(1, made, _divided(of_made, sampling.repetition_penalty))
+        if sampling.frequency_penalty:
+            once = torch.full_like(made, -sampling.frequency_penalty, dtype=logits.dtype)
+            logits.scatter_add_(1, made, once)
+        if sampling.presence_penalty:
+            logits.scatter_(1, made, logits.gather(1, made) - sampling.presence_penalty)
+
+    def _completing(self, texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Rows and the tokens that would complete a bad word in them."""
+        return [
+            (row, last)
+            for length in self._lengths
+            for row, text in enumerate(texts)
+            if len(text) >= length
+            for last in self._completions.get(tuple(text[len(text) - length :]), ())
+        ]
+
+
+def _divided(logits: Tensor, penalty: float) -> Tensor:
+    return torch.where(logits > 0, logits / penalty, logits * penalty)
+
+
 def _sample_block(
     logits: Tensor,
+    adjusted: Tensor,
     sampling: Sampling,
     candidate_ids: list[int],
     step: int,
@@ -59,15 +151,15 @@ def _sample_block(
     highest = logits.amax(dim=-1, keepdim=True)
     weights = (logits - highest).exp_()
     total = _block_sums(weights).sum(dim=-1)
-    allowed = logits
+    allowed = adjusted
     if forbidden:
         index = torch.tensor(sorted(forbidden), device=logits.device)
-        allowed = logits.index_fill(1, index, -torch.inf)
+        allowed = adjusted.index_fill(1, index, -torch.inf)
     if sampling.temperature == 0:
         tokens = allowed.argmax(dim=-1)
     else:
         uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
-        if forbidden or sampling.temperature != 1:
+        if allowed is not logits or sampling.temperature != 1:
             weights = _tempered(allowed, sampling.temperature)
         tokens = _draw(allowed, weights, sampling, uniform)
     chosen = logits.gather(1, tokens[:, None]) - highest
@@ -94,17 +186,21 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _draw(logits: Tensor, weights: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Inverse-CDF draw from the tempered distribution `weights` cut by top_k, then top_p."""
+    """Inverse-CDF draw from the tempered distribution `weights` cut by min_p, top_k, top_p.
+
+    The largest weight of a row is 1, so that min_p is a bound of the weights.
+    """
     vocabulary = logits.shape[1]
     top_k = min(sampling.top_k or vocabulary, vocabulary)
-    if top_k == vocabulary and sampling.top_p == 1:
-        return _invert(weights, uniform)
     if top_k < vocabulary:
         values, tokens = logits.topk(top_k)
         weights = _tempered(values, sampling.temperature)
-        enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
-    else:
-        enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
+    if sampling.min_p:
+        weights = weights.masked_fill(weights < sampling.min_p, 0.0)
+    if top_k == vocabulary and sampling.top_p == 1:
+        return _invert(weights, uniform)
+    enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
+    if top_k == vocabulary:
         weights, tokens = _heaviest(weights, enough)
     if sampling.top_p < 1:
         weights = _nucleus(weights, enough)

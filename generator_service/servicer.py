@@ -158,7 +158,8 @@ class _Commands:
 def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterator[Violation]:
     yield from check_prompt(spec.prompt, "open.prompt")
     yield from check_candidates(spec.n, description.max_candidates, "open.n")
-    yield from check_sampling(spec.sampling, spec.n, description.context_tokens, "open.sampling")
+    limits = (description.context_tokens, description.vocabulary)
+    yield from check_sampling(spec.sampling, spec.n, *limits, "open.sampling")
     if spec.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
     if not 0 <= spec.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from generator_service.admission import Demand, own_slots
 from generator_service.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
 from generator_service.prompt_tree import RadixNode
+from generator_service.sampling import Adjustment, is_adjusted
 from specrej.contracts import Forks
 from specrej.inference.attention import DecodeSegment, PrefillSegment
 from specrej.inference.kv import PromptKV, SuffixKV
@@ -30,6 +31,12 @@ class Session:
     unreported: list[GrowingCandidate] = field(default_factory=list)  # live when the round began
     num_tokens: int = 0  # tokens of every live candidate
     until: int = 0
+    adjustment: Adjustment | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        command = self.command
+        if is_adjusted(command.sampling):
+            self.adjustment = Adjustment(command.sampling, command.prompt_ids, command.bad_words)
 
     @property
     def prompt_tokens(self) -> int:

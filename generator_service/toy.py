@@ -1,7 +1,8 @@
 """A test double that ships: a generator of deterministic words with real slot accounting.
 
 Every token is a hash of (seed, candidate, step), so a survivor's text never depends on its
-neighbours. No model, no torch, no threads; a session that does not fit is refused and never waits.
+neighbours; bad words and stop tokens change it. No model, no torch, no threads; a session that does
+not fit is refused and never waits.
 Options make its steps slow or fail, so that tests can interrupt a request under way.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from generator_service.admission import AdmissionQueue
@@ -111,19 +112,29 @@ class ToySession:
             return
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
-        candidate.append(draw % len(_WORDS), -(draw % 1000) / 500)
+        words = ((draw + shift) % len(_WORDS) for shift in range(len(_WORDS)))
+        word = next((w for w in words if self._may_follow(candidate, w)), draw % len(_WORDS))
+        candidate.append(word, -(draw % 1000) / 500)
         may_end = not sampling.ignore_eos and step >= sampling.min_tokens
-        if may_end and draw // 1000 % self._generator.end_every == 0:
+        ends = may_end and draw // 1000 % self._generator.end_every == 0
+        if ends or word in sampling.stop_token_ids:
             candidate.finish = FinishReason.STOP
         elif step + 1 == sampling.max_tokens:
             candidate.finish = FinishReason.LENGTH
 
+    def _may_follow(self, candidate: GrowingCandidate, word: int) -> bool:
+        if word in self._sampling.stop_token_ids and self._num_tokens < self._sampling.min_tokens:
+            return False
+        made = (*candidate.token_ids, word)
+        return not any(made[-len(bad) :] == bad for bad in self.command.bad_words)
+
     def _report(self, candidate: GrowingCandidate) -> Candidate:
         prefix = candidate.report()
         num_tokens = len(prefix.token_ids)
+        written = [w for w in prefix.token_ids if w not in self._sampling.stop_token_ids]
         return Candidate(
             id=prefix.id,
-            text=" ".join(_WORDS[token] for token in prefix.token_ids),
+            text=" ".join(_WORDS[word] for word in written),
             num_tokens=num_tokens,
             logprob=prefix.logprob,
             finish=prefix.finish,
@@ -172,6 +183,7 @@ class ToyGenerator:
             spec.first_round_tokens,
             first_candidate_id=spec.first_candidate_id,
             started=spec.started,
+            bad_words=_sequences(spec.sampling.bad_words),
         )
         session = ToySession(self, next(self._ids), command)
         self.queue.enter(session)  # admitted or refused: none may wait
@@ -238,6 +250,12 @@ def load_toy(model: str, capacity_slots: int, on_step: OnStep | None = None) -> 
     return ToyGenerator(
         capacity_slots, step_s=step_ms / 1e3, failing_seed=failing_seed, on_step=on_step
     )
+
+
+def _sequences(texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The words of each text; without texts that have others."""
+    split = [text.split() for text in texts]
+    return [tuple(map(_WORDS.index, words)) for words in split if {*words} <= {*_WORDS}]
 
 
 def _num_words(prompt: Prompt) -> int:

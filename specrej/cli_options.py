@@ -21,11 +21,13 @@ from specrej.contracts import (
     Sampling,
     Schedule,
     Selection,
+    TokenBias,
     TokensSchedule,
     WeightedReward,
 )
 from specrej.credentials import TOKEN_VARIABLE, Credentials
 
+BIAS_SYNTAX = "TOKEN=BIAS"
 REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]"
 
 
@@ -73,6 +75,15 @@ def parse_reward(text: str) -> WeightedReward:
         raise typer.BadParameter(f"{text!r}: use {REWARD_SYNTAX}") from None
 
 
+def parse_bias(text: str) -> TokenBias:
+    """`TOKEN=BIAS`: a token id and a number."""
+    token_id, _, bias = text.partition("=")
+    try:
+        return TokenBias(int(token_id), float(bias))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: use {BIAS_SYNTAX}") from None
+
+
 def _normalization(parts: Mapping[str, str]) -> Normalization:
     match sorted(parts.items()):
         case []:
@@ -95,10 +106,9 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def options_of(**given: Any) -> dict[str, Any]:
-        rewards = [parse_reward(text) for text in given.pop("rewards") or ()]
-        return {name: value for name, value in given.items() if value not in (None, [])} | (
-            {"rewards": rewards} if rewards else {}
-        )
+        for name, parse in (("rewards", parse_reward), ("logit_bias", parse_bias)):
+            given[name] = [parse(text) for text in given[name] or ()]
+        return {name: value for name, value in given.items() if value not in (None, [])}
 
     return _with_flags(command, "options", flags, options_of)
 
@@ -110,6 +120,8 @@ def _flag_of(item: Field[Any], hint: Any) -> inspect.Parameter:
     match item.name:
         case "rewards":
             flag, kind, more = "--reward", list[str], {"metavar": REWARD_SYNTAX}
+        case "logit_bias":
+            kind, more = list[str], {"metavar": BIAS_SYNTAX}
         case "schedule":
             # typer accepts no union as a type; the parser makes the value.
             kind, more = GeometricSchedule, {"parser": parse_schedule, "metavar": "SCHEDULE"}
@@ -117,6 +129,8 @@ def _flag_of(item: Field[Any], hint: Any) -> inspect.Parameter:
             kind, more = Branching, {"parser": parse_branching, "metavar": "WIDTH,KEEP"}
         case _ if hint == tuple[str, ...]:
             kind = list[str]
+        case _ if hint == tuple[int, ...]:
+            kind = list[int]
         case _ if item.default is True:
             flag = f"{flag}/--no-{flag.removeprefix('--')}"
     names = (flag, "-n") if item.name == "n" else (flag,)

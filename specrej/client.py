@@ -29,6 +29,7 @@ from specrej.contracts import (
     Scores,
     Selection,
     ServiceDescription,
+    TokenBias,
     WeightedReward,
 )
 from specrej.contracts import Options as Options
@@ -66,6 +67,8 @@ def build_request(
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(rewards := given.get("rewards"), Mapping):
         given["rewards"] = [WeightedReward(name, weight) for name, weight in rewards.items()]
+    if isinstance(biases := given.get("logit_bias"), Mapping):
+        given["logit_bias"] = [TokenBias(token_id, bias) for token_id, bias in biases.items()]
     try:
         request = wire.part_to_message(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
         sampling = wire.part_to_message(Sampling, given, common_pb2.Sampling)

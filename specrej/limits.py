@@ -28,6 +28,9 @@ _NAME_CHARACTERS = 256
 _ITEMS: Mapping[str, int] = {
     "Prompt.messages": 1024,
     "Sampling.stop": 16,
+    "Sampling.stop_token_ids": 64,
+    "Sampling.logit_bias": 1024,
+    "Sampling.bad_words": 64,
     "TokensSchedule.decision_tokens": MAX_DECISION_TOKENS,
     "Selection.rewards": MAX_REWARDS,
     "OpenSession.started": MAX_BATCH,
@@ -43,6 +46,7 @@ _CHARACTERS: Mapping[str, int] = {
     "Message.content": MAX_PROMPT_CHARACTERS,
     "Prompt.text": MAX_PROMPT_CHARACTERS,
     "Sampling.stop": 256,
+    "Sampling.bad_words": 256,
     "GenerateRequest.model": _NAME_CHARACTERS,
     "WeightedReward.name": _NAME_CHARACTERS,
     "GetRecordRequest.request_id": _NAME_CHARACTERS,

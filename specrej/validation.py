@@ -33,6 +33,7 @@ MAX_FACTOR = 16.0
 MAX_WEIGHT = 1e6
 MAX_REWARD = 1e12  # thresholds, means and deviations
 MIN_DEVIATION = 1e-12
+MAX_BIAS = 100.0
 
 _REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
 
@@ -61,7 +62,7 @@ def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
 
 
 def check_sampling(
-    sampling: Sampling, n: int, context_tokens: int, path: str = "sampling"
+    sampling: Sampling, n: int, context_tokens: int, vocabulary: int, path: str = "sampling"
 ) -> Iterator[Violation]:
     """Every field of Sampling; `n`, because greedy candidates would all be equal."""
     yield from _check_lengths(sampling, context_tokens, path)
@@ -71,6 +72,10 @@ def check_sampling(
     for index, text in enumerate(sampling.stop):
         if not text:
             yield Violation(f"{path}.stop[{index}]", "must not be empty")
+    for index, text in enumerate(sampling.bad_words):
+        if not text.strip():
+            yield Violation(f"{path}.bad_words[{index}]", "must not be blank")
+    yield from _check_token_ids(sampling, vocabulary, path)
 
 
 def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterator[Violation]:
@@ -80,6 +85,22 @@ def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterat
     # A negative max_tokens does not make the default of 0 a violation, too.
     if not 0 <= sampling.min_tokens <= max(longest, 0):
         yield _out_of(f"{path}.min_tokens", sampling.min_tokens, f"0 .. max_tokens ({longest})")
+
+
+def _check_token_ids(sampling: Sampling, vocabulary: int, path: str) -> Iterator[Violation]:
+    accepted = f"0 .. {vocabulary - 1}"
+    for index, token_id in enumerate(sampling.stop_token_ids):
+        if not 0 <= token_id < vocabulary:
+            yield _out_of(f"{path}.stop_token_ids[{index}]", token_id, accepted)
+    biased = [item.token_id for item in sampling.logit_bias]
+    if len(set(biased)) < len(biased):
+        yield Violation(f"{path}.logit_bias", "must have each token once")
+    for index, item in enumerate(sampling.logit_bias):
+        where = f"{path}.logit_bias[{index}]"
+        if not 0 <= item.token_id < vocabulary:
+            yield _out_of(f"{where}.token_id", item.token_id, accepted)
+        if not abs(item.bias) <= MAX_BIAS:
+            yield _out_of(f"{where}.bias", item.bias, f"-{MAX_BIAS:g} .. {MAX_BIAS:g}")
 
 
 def check_candidates(n: int, max_candidates: int, path: str) -> Iterator[Violation]:
@@ -163,11 +184,11 @@ def _check_normalization(normalization: Normalization, path: str) -> Iterator[Vi
 
 
 def check_request(
-    request: GenerationRequest, context_tokens: int, max_candidates: int
+    request: GenerationRequest, context_tokens: int, max_candidates: int, vocabulary: int
 ) -> Iterator[Violation]:
     """Every field of a public request."""
     yield from check_prompt(request.prompt)
-    yield from check_sampling(request.sampling, request.selection.n, context_tokens)
+    yield from check_sampling(request.sampling, request.selection.n, context_tokens, vocabulary)
     yield from check_selection(request.selection, max_candidates)
     if request.sampling.temperature == 0 and request.selection.branching:
         yield Violation("selection.branching", "must be absent at temperature 0: forks are equal")

@@ -62,9 +62,9 @@ def cache_keys(
 ) -> Keys:
     """The keys of a request with its defaults filled in. They contain no text of prompt or tenant.
 
-    The order of rewards does not matter. No tenant can construct another's key: the tenant's part
-    is a keyed hash, and the other parts are escaped. Without `secret` the hash of a request cannot
-    be computed, so that a reader of Redis cannot confirm a guessed prompt.
+    The order of rewards and of biases does not matter. No tenant can construct another's key: the
+    tenant's part is a keyed hash, and the other parts are escaped. Without `secret` the hash of a
+    request cannot be computed, so that a reader of Redis cannot confirm a guessed prompt.
     """
     owner = hashed_tenant(tenant, secret)
     # Nothing else in a key has a character that must be escaped.
@@ -118,6 +118,7 @@ def _canonical_fields(request: GenerationRequest) -> dict[str, Any]:
     del fields["cache"], fields["allow_degraded"]
     if not request.model:
         del fields["model"]
+    fields["sampling"]["logit_bias"].sort(key=itemgetter("token_id"))
     rewards: list[dict[str, Any]] = fields["selection"]["rewards"]
     rewards.sort(key=itemgetter("name"))
     for reward in rewards:

@@ -244,7 +244,8 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
 def _check_against(
     generator: GeneratorDescription, request: GenerationRequest
 ) -> Iterator[Violation]:
-    yield from check_request(request, generator.context_tokens, generator.max_candidates)
+    limits = (generator.context_tokens, generator.max_candidates, generator.vocabulary)
+    yield from check_request(request, *limits)
     if request.selection.branching and not generator.can_fork:
         refused = "must be absent: the generator does not fork candidates"
         yield Violation("selection.branching", refused)

@@ -63,6 +63,17 @@ class Prompt:
         return self.messages or (Message("user", self.text),)
 
 
+_PENALTY = Accepted("-2 .. 2", lambda value: -2 <= value <= 2)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBias:
+    """A number that is added to the logit of one token."""
+
+    token_id: int
+    bias: float
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn; fields as in `specrej.v1.Sampling`."""
@@ -94,6 +105,29 @@ class Sampling:
     logprobs: bool = option(
         False, "Report token ids and log-probabilities of returned candidates (--json shows them)."
     )
+    min_p: float = option(
+        0.0,
+        "Draw from tokens with at least this fraction of the most probable one's probability.",
+        Accepted("0 .. 1", lambda value: 0 <= value <= 1),
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Divides positive logits, multiplies others, of tokens in the prompt or the candidate.",
+        Accepted("0.01 .. 100", lambda value: 0.01 <= value <= 100),
+    )
+    presence_penalty: float = option(
+        0.0, "Subtracted from the logit of each token in the candidate.", _PENALTY
+    )
+    frequency_penalty: float = option(
+        0.0, "The same, as often as the candidate has the token.", _PENALTY
+    )
+    logit_bias: tuple[TokenBias, ...] = option(
+        (), "Added to the logit of a token, -100 .. 100; repeatable."
+    )
+    bad_words: tuple[str, ...] = option(
+        (), "Text whose tokens no candidate has in this order; repeatable."
+    )
+    stop_token_ids: tuple[int, ...] = option((), "Token that ends a candidate; repeatable.")
 
 
 class Algorithm(Enum):
@@ -265,6 +299,13 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     min_tokens: int
     logprobs: bool
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[TokenBias]  # a mapping: token id -> bias
+    bad_words: Sequence[str]
+    stop_token_ids: Sequence[int]
     model: str
     cache: CacheControl
     allow_degraded: bool

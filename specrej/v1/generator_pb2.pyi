@@ -444,8 +444,8 @@ class Prefix(_message.Message):
     num_tokens: _builtins.int
     """All tokens so far."""
     cumulative_logprob: _builtins.float
-    """Sum of the tokens' log-probabilities under the model (temperature 1, before top_k
-    and top_p).
+    """Sum of the tokens' log-probabilities under the model (temperature 1, nothing adjusted or cut
+    off).
     """
     mean_logprob: _builtins.float
     """cumulative_logprob / num_tokens."""

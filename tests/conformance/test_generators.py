@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from specrej.contracts import (
     Session,
     SessionSpec,
     StartedCandidate,
+    TokenBias,
 )
 from specrej.errors import InvalidRequest, Overloaded, SpecrejError
 from tests.conformance.conftest import Started
@@ -34,6 +36,18 @@ BOUND_S = 60.0
 ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
 # Of 8 candidates some end by themselves and some are cut off, with the model as with the toy.
 ENDING = Sampling(max_tokens=60, seed=4)
+
+# Draws that depend on the tokens before them. A toy has bad words only.
+ADJUSTED = replace(
+    ENDLESS,
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
+    logit_bias=(TokenBias(5, 3.0),),
+    min_p=0.001,
+    bad_words=("delta", "birch cloud", "e", "ab"),
+)
+WITH_ADJUSTED = pytest.mark.parametrize("sampling", [ENDLESS, ADJUSTED], ids=["plain", "adjusted"])
 
 Tokens = dict[int, tuple[int, ...]]
 
@@ -159,26 +173,28 @@ async def has_owned(subject: Subject, slots: int) -> None:
         assert await is_equal()
 
 
-async def test_a_cut_changes_no_survivor(subject: Subject) -> None:
+@WITH_ADJUSTED
+async def test_a_cut_changes_no_survivor(subject: Subject, sampling: Sampling) -> None:
     """In place: the tokens of a run without cuts in one round, wherever rounds end."""
-    expected = await tokens_in_one_round(subject.generator, 8, ENDLESS)
-    async with subject.generator.open(SessionSpec(PROMPT, 8, ENDLESS, 8)) as session:
+    expected = await tokens_in_one_round(subject.generator, 8, sampling)
+    async with subject.generator.open(SessionSpec(PROMPT, 8, sampling, 8)) as session:
         tokens, finishes = await to_the_end(session, [3, 8, 17, 24], cut=True)
     assert finishes == {0: FinishReason.LENGTH}
     assert {number: len(made) for number, made in tokens.items()}[0] == 24
     for number, made in tokens.items():
         assert made == expected[number][: len(made)]
-    async with subject.generator.open(SessionSpec(PROMPT, 8, ENDLESS, 8)) as session:
+    async with subject.generator.open(SessionSpec(PROMPT, 8, sampling, 8)) as session:
         assert (await to_the_end(session, [1, 2, 3, 16, 23, 24]))[0] == expected
 
 
-async def test_a_fork_continues_its_parent(subject: Subject) -> None:
+@WITH_ADJUSTED
+async def test_a_fork_continues_its_parent(subject: Subject, sampling: Sampling) -> None:
     """It has its parent's tokens, then those that a candidate of its id draws; survivors have the
     tokens of a run without forks. The parent of one is rejected."""
     before = (await subject.generator.describe()).slots  # of a fleet up to a poll old
-    expected = await tokens_in_one_round(subject.generator, 4, ENDLESS)
+    expected = await tokens_in_one_round(subject.generator, 4, sampling)
     parents = {4: 0, 6: 2, 9: 1}
-    async with subject.generator.open(SessionSpec(PROMPT, 4, ENDLESS, 8)) as session:
+    async with subject.generator.open(SessionSpec(PROMPT, 4, sampling, 8)) as session:
         tokens = add({}, await session.extend(8))
         pruned = await session.prune([0, 2], parents)
         assert (pruned.refused, pruned.freed_slots > 0) == ((), True)
@@ -191,7 +207,7 @@ async def test_a_fork_continues_its_parent(subject: Subject) -> None:
     await has_owned(subject, before.owned)
     assert {number: tokens[number] for number in (0, 2)} == {n: expected[n] for n in (0, 2)}
     started = tuple(StartedCandidate(n, expected[p][:8], 0.0) for n, p in parents.items())
-    spec = SessionSpec(PROMPT, 3, ENDLESS, 9, started=started)
+    spec = SessionSpec(PROMPT, 3, sampling, 9, started=started)
     async with subject.generator.open(spec) as session:
         rest = {c.id: c.new_token_ids for c in (await session.extend(24)).candidates}
     assert {n: tokens[n] for n in parents} == {
@@ -257,12 +273,13 @@ async def test_a_candidate_is_the_same_in_any_session(subject: Subject) -> None:
         assert ids((await session.extend(8)).candidates) == [1001]
 
 
-async def test_a_session_goes_on_from_given_tokens(subject: Subject) -> None:
+@WITH_ADJUSTED
+async def test_a_session_goes_on_from_given_tokens(subject: Subject, sampling: Sampling) -> None:
     """They are neither drawn again nor reported, and their log-probability is kept."""
-    expected = await tokens_in_one_round(subject.generator, 6, ENDLESS)
+    expected = await tokens_in_one_round(subject.generator, 6, sampling)
     started = tuple(StartedCandidate(i, expected[i][:8], -4.0) for i in (2, 5))
     async with subject.generator.open(
-        SessionSpec(PROMPT, 2, ENDLESS, 9, started=started)
+        SessionSpec(PROMPT, 2, sampling, 9, started=started)
     ) as session:
         at_start = (await session.extend(8)).candidates
         assert [(c.id, c.num_tokens, c.new_token_ids, c.logprob) for c in at_start] == [
@@ -333,6 +350,51 @@ async def test_stop_texts_end_a_candidate_before_them(subject: Subject) -> None:
         for candidate, endless in zip(ended.candidates, made, strict=True):
             assert candidate.text == endless.text.partition(stop)[0]
             assert candidate.new_token_ids == endless.new_token_ids[: candidate.num_tokens]
+
+
+async def test_bad_words_never_appear(subject: Subject) -> None:
+    """Words of one token and of several, over rounds; texts have them without."""
+    texts = [c.text for c in await whole(subject.generator, 8, replace(ENDLESS, max_tokens=60))]
+    if subject.is_toy:
+        words = [*texts[0].split()[:1], " ".join(texts[1].split()[3:5])]
+    else:  # bytes are tokens
+        readable = [c for c in texts[0] if c.isascii() and c.isprintable() and c != " "]
+        words = [
+            readable[0],
+            next(t[i : i + 2] for t in texts for i in range(40) if printable(t, i)),
+        ]
+    assert all(any(word in text for text in texts) for word in words)
+    sampling = replace(ENDLESS, max_tokens=60, bad_words=tuple(words))
+    async with subject.generator.open(SessionSpec(PROMPT, 8, sampling, 8)) as session:
+        for until_tokens in (1, 2, 9, 60):
+            ended = await session.extend(until_tokens)
+    assert len(ended.candidates) == 8
+    assert not [word for word in words for c in ended.candidates if word in c.text]
+
+
+def printable(text: str, at: int) -> bool:
+    """Whether two characters are of one byte each, and neither is a space."""
+    part = text[at : at + 2]
+    return len(part) == 2 and part.isascii() and part.isprintable() and " " not in part
+
+
+async def test_stop_tokens_end_a_candidate(subject: Subject) -> None:
+    """Its text is without them; they do not count before min_tokens, and do with ignore_eos."""
+    made = await whole(subject.generator, 4, ENDLESS)
+    # The first token that candidate 0 has from its third token on.
+    tokens = made[0].new_token_ids
+    at = next(i for i in range(3, 24) if tokens[i] not in tokens[:i])
+    sampling = replace(ENDLESS, stop_token_ids=(tokens[at],))
+    ended = await whole(subject.generator, 4, sampling)
+    assert (ended[0].finish, ended[0].num_tokens) == (FinishReason.STOP, at + 1)
+    before = await whole(subject.generator, 1, replace(ENDLESS, max_tokens=at))
+    assert ended[0].text == before[0].text
+    for candidate, endless in zip(ended, made, strict=True):
+        assert candidate.new_token_ids == endless.new_token_ids[: candidate.num_tokens]
+        stops = [token_id in sampling.stop_token_ids for token_id in candidate.new_token_ids]
+        assert any(stops) == (candidate.finish is FinishReason.STOP) == stops[-1]
+    late = await whole(subject.generator, 4, replace(sampling, min_tokens=at + 1))
+    assert tokens[at] not in late[0].new_token_ids[: at + 1]
 
 
 async def test_logprobs_are_reported_if_requested(subject: Subject) -> None:
@@ -491,11 +553,24 @@ async def test_a_session_that_does_not_fit_now_is_refused_or_waits(subject: Subj
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make vllm")
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.8, "temperature": 1.3}, {"min_tokens": 20}],
+    [
+        {},
+        {"temperature": 0.7, "top_k": 20},
+        {"top_p": 0.8, "temperature": 1.3},
+        {"min_tokens": 20},
+        {"min_p": 0.3},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 1.5},
+        {"logit_bias": (TokenBias(7, 4.0), TokenBias(9, -100.0))},
+        {"bad_words": ("a", "e ", "th")},
+        {"stop_token_ids": (30, 31, 32), "min_tokens": 9},
+    ],
+    ids=lambda changes: "-".join(changes) or "plain",
 )
-async def test_engines_draw_equal_tokens(started: Started, changes: dict[str, float | int]) -> None:
+async def test_engines_draw_equal_tokens(started: Started, changes: dict[str, Any]) -> None:
     """Equal tokens, and equal log-probabilities within 1e-3."""
-    sampling = replace(ENDING, logprobs=True, **changes)  # type: ignore[arg-type]
+    sampling = replace(ENDING, logprobs=True, **changes)
     own = await whole((await started.get("own")).generator, 8, sampling)
     other = await whole((await started.get("vllm")).generator, 8, sampling)
     assert [c.new_token_ids for c in own] == [c.new_token_ids for c in other]

@@ -41,7 +41,7 @@ Target = Callable[[bytes], None]
 
 _SECRET = Secret()
 _MAX_BYTES = 1 << 16
-_CONTEXT, _CANDIDATES = 4096, 1024
+_CONTEXT, _CANDIDATES, _VOCABULARY = 4096, 1024, 50_000
 
 
 def request(data: bytes) -> None:
@@ -53,7 +53,7 @@ def request(data: bytes) -> None:
         return
     violations: list[Violation] = []
     unpacked = wire.request_from_message(message, c.GeometricSchedule(), violations)
-    violations += check_request(unpacked, _CONTEXT, _CANDIDATES)
+    violations += check_request(unpacked, _CONTEXT, _CANDIDATES, _VOCABULARY)
     if not violations:
         again = wire.request_from_message(
             wire.to_message(unpacked, orchestrator_pb2.GenerateRequest),

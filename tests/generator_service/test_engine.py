@@ -252,10 +252,14 @@ class EndLover:
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 5])
-def test_an_end_token_is_drawn_after_min_tokens_only(min_tokens: int) -> None:
-    """The log-probabilities of the tokens before it are those of the unchanged distribution."""
+@pytest.mark.parametrize(
+    "sampling", [Sampling(max_tokens=24), Sampling(24, ignore_eos=True, stop_token_ids=(7, 2))]
+)
+def test_an_end_token_is_drawn_after_min_tokens_only(min_tokens: int, sampling: Sampling) -> None:
+    """One of the model's, or of the request's. The log-probabilities of the tokens before it are
+    those of the unchanged distribution."""
     engine = Engine(EndLover(), 5000)
-    sampling = Sampling(max_tokens=24, min_tokens=min_tokens)
+    sampling = replace(sampling, min_tokens=min_tokens)
     batch = grown(engine, admitted(engine, n=4, sampling=sampling))
     assert (batch.ended_by, batch.slots.session) == (RoundEnd.ALL_FINISHED, 17)
     for prefix in batch.prefixes:

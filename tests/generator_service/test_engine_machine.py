@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,24 @@ from generator_service import prompt_tree
 from generator_service.commands import OpenCommand, Opened, Prefix, PrefixBatch
 from generator_service.engine import Engine
 from generator_service.model import CausalLM
-from specrej.contracts import FinishReason, RoundEnd, Sampling, StartedCandidate
+from specrej.contracts import FinishReason, RoundEnd, Sampling, StartedCandidate, TokenBias
 from specrej.errors import InternalError, SlotsExceeded
 from tests.generator_service import tiny
-from tests.generator_service.stepping import Recorder, admitted, grown, opened
+from tests.generator_service.stepping import Recorder, grown, opened
 
 MODEL = CausalLM(tiny.build().double())
 MAX_N, MAX_TOKENS = 12, 20
-SAMPLING = Sampling(max_tokens=MAX_TOKENS, temperature=1.5, seed=8)
+PLAIN = Sampling(max_tokens=MAX_TOKENS, temperature=1.5, seed=8)
+# Draws that depend on the tokens before them.
+ADJUSTED = replace(
+    PLAIN,
+    repetition_penalty=1.3,
+    presence_penalty=1.0,
+    frequency_penalty=0.5,
+    logit_bias=(TokenBias(30, 3.0),),
+    min_p=0.1,
+)
+BAD_WORDS = ((31,), (30, 32), (30, 30))
 
 # Between two commands.
 STEPS = st.sampled_from([0, 0, 0, 1, 2, 4])
@@ -44,21 +55,30 @@ PROMPTS = [
 ]
 
 
+def command_of(
+    prompt: Sequence[int], n: int, sampling: Sampling, first: int = 1, **more: Any
+) -> OpenCommand:
+    words = BAD_WORDS if sampling.logit_bias else ()
+    return OpenCommand(prompt, n, sampling, first, bad_words=words, **more)
+
+
 @cache
-def alone(prompt: Sequence[int]) -> dict[int, Prefix]:
+def alone(prompt: Sequence[int], sampling: Sampling) -> dict[int, Prefix]:
     """The candidates on this prompt in an engine of their own."""
     engine = Engine(MODEL, 5000)
-    session_id = admitted(engine, prompt, MAX_N, SAMPLING, first=1)
-    batch = grown(engine, session_id, MAX_TOKENS)
+    session = opened(engine, command_of(prompt, MAX_N, sampling))
+    batch = grown(engine, session.id, MAX_TOKENS)
     return {prefix.id: prefix for prefix in batch.prefixes}
 
 
 @cache
-def continued(prompt: Sequence[int], candidate_id: int, tokens: tuple[int, ...]) -> Prefix:
+def continued(
+    prompt: Sequence[int], sampling: Sampling, candidate_id: int, tokens: tuple[int, ...]
+) -> Prefix:
     """A candidate of this id that has begun with these tokens, in an engine of its own."""
     engine = Engine(MODEL, 5000)
     started = (StartedCandidate(candidate_id, tokens, 0.0),)
-    session = opened(engine, OpenCommand(prompt, 1, SAMPLING, 1, started=started))
+    session = opened(engine, command_of(prompt, 1, sampling, started=started))
     return grown(engine, session.id, MAX_TOKENS).prefixes[0]
 
 
@@ -82,6 +102,12 @@ class Client:
     @property
     def is_open(self) -> bool:
         return self.opened.done()
+
+    @property
+    def drawn(self) -> tuple[Sequence[int], Sampling]:
+        """What all tokens depend on."""
+        sampling = replace(self.command.sampling, max_tokens=MAX_TOKENS)
+        return self.command.prompt_ids, sampling
 
     @property
     def max_tokens(self) -> int:
@@ -115,10 +141,10 @@ class Client:
     def check_prefix(self, prefix: Prefix) -> None:
         length, parent = len(prefix.token_ids), self.forked_at.get(prefix.id)
         if parent:
-            expected = continued(self.command.prompt_ids, prefix.id, parent.token_ids)
+            expected = continued(*self.drawn, prefix.id, parent.token_ids)
             num_own, before = length - len(parent.token_ids), parent.logprob
         else:
-            expected = alone(self.command.prompt_ids)[prefix.id]
+            expected = alone(*self.drawn)[prefix.id]
             num_own, before = length, 0.0
         assert prefix.token_ids == expected.token_ids[:length]
         assert length == self.reported[prefix.id] + prefix.num_new
@@ -170,13 +196,21 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from([0, 1, 3, 8, MAX_N]),
         max_tokens=st.sampled_from([1, 7, MAX_TOKENS]),
         first=st.integers(1, 8),
+        sampling=st.sampled_from([PLAIN, ADJUSTED]),
         then=STEPS,
     )
     def open_session(
-        self, prompt: Sequence[int], salt: str, n: int, max_tokens: int, first: int, then: int
+        self,
+        prompt: Sequence[int],
+        salt: str,
+        n: int,
+        max_tokens: int,
+        first: int,
+        sampling: Sampling,
+        then: int,
     ) -> None:
-        sampling = Sampling(max_tokens=max_tokens, temperature=1.5, seed=SAMPLING.seed)
-        command = OpenCommand(prompt, n, sampling, first, cache_salt=salt)
+        sampling = replace(sampling, max_tokens=max_tokens)
+        command = command_of(prompt, n, sampling, first, cache_salt=salt)
         rows = max(1, n) * (min(first, max_tokens) - 1)
         if len(prompt) + max(rows, max_tokens - 1) > self.engine.ledger.capacity:
             with pytest.raises(SlotsExceeded):

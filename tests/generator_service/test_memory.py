@@ -14,7 +14,7 @@ from generator_service import loading, memory
 from generator_service.engine import Engine
 from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
-from specrej.contracts import Sampling
+from specrej.contracts import Sampling, TokenBias
 from specrej.inference.cpu_attention import COLUMNS
 from specrej.inference.sizes import CPU_COLUMNS
 from tests.generator_service import tiny
@@ -22,6 +22,10 @@ from tests.generator_service.stepping import admitted, steps
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
+PENALTIES = {
+    **{"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_p": 0.01},
+    "logit_bias": (TokenBias(3, 1.0),),
+}
 
 
 def host(
@@ -113,11 +117,11 @@ def test_no_room_for_a_slot_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pat
         loading.slots_from_memory(model, GeneratorSettings())
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, PENALTIES, {"top_p": 0.9, **PENALTIES}])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.parametrize(("compiled", "scores_at_once"), [(True, 0), (False, 1 << 25), (False, 1)])
 def test_a_step_stays_within_its_workspace(
-    compiled: bool, scores_at_once: int, kind: str, top_p: float, monkeypatch: pytest.MonkeyPatch
+    compiled: bool, scores_at_once: int, kind: str, changes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest step allocates at most what the formula reserves, and a good part of it.
 
@@ -132,7 +136,7 @@ def test_a_step_stays_within_its_workspace(
     assert model.weight_bytes >= sum(parameter.nbytes for parameter in network.parameters())
     n, chunk = 96, 64
     engine = Engine(model, 5000, max_rows=n, prefill_chunk=chunk)
-    sampling = Sampling(max_tokens=4, ignore_eos=True, top_p=top_p, min_tokens=2)
+    sampling = Sampling(max_tokens=4, ignore_eos=True, min_tokens=2, **changes)
     decoding = admitted(engine, [5] * 150, n, sampling, first=1)
     engine.extend(decoding, 4)
     steps(engine, until=lambda: engine.gauge(decoding).owned >= 150 + n)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generator_service.sampling import _sample_block, sample, uniforms
-from specrej.contracts import Sampling
+from generator_service.sampling import Adjustment, _sample_block, is_adjusted, sample, uniforms
+from specrej.contracts import Sampling, TokenBias
 
 CPU = torch.device("cpu")
 IDS = list(range(20_000))
@@ -139,8 +143,137 @@ def test_compiled_draws_equal_torch_draws(
     before, ids = logits.clone(), list(range(40))
     sampling = Sampling(temperature=temperature, seed=9)
     tokens, logprobs = sample(logits, sampling, ids, 5, forbidden)
-    expected, expected_logprobs = _sample_block(logits, sampling, ids, 5, forbidden)
+    expected, expected_logprobs = _sample_block(logits, logits, sampling, ids, 5, forbidden)
     assert tokens.tolist() == expected.tolist()
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, before, rtol=0, atol=0)
     assert not set(tokens.tolist()) & set(forbidden)
+
+
+# Biases, penalties, bad words and min_p
+
+VOCABULARY = 12
+TOKENS = st.integers(0, VOCABULARY - 1)
+PENALTIES = st.sampled_from([-2.0, -0.3, 0.0, 0.0, 0.7, 2.0])
+SAMPLINGS = st.builds(
+    Sampling,
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.0, 1.3, 4.0]),
+    presence_penalty=PENALTIES,
+    frequency_penalty=PENALTIES,
+    logit_bias=st.lists(
+        st.builds(TokenBias, TOKENS, st.sampled_from([-100.0, -1.5, 0.3, 4.0])),
+        max_size=3,
+        unique_by=lambda item: item.token_id,
+    ).map(tuple),
+)
+# Sequences of tokens of which many texts have a part.
+WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=4)
+
+
+def naive(
+    logits: Sequence[float],
+    sampling: Sampling,
+    prompt: Sequence[int],
+    words: Sequence[Sequence[int]],
+    text: Sequence[int],
+) -> list[float]:
+    """One row's adjusted logits, token by token, from the definitions of each field."""
+    adjusted = list(logits)
+    for item in sampling.logit_bias:
+        adjusted[item.token_id] += item.bias
+    for token_id in range(len(adjusted)):
+        if token_id in (*prompt, *text):
+            is_positive = adjusted[token_id] > 0
+            penalty = sampling.repetition_penalty
+            adjusted[token_id] *= 1 / penalty if is_positive else penalty
+        adjusted[token_id] -= sampling.frequency_penalty * list(text).count(token_id)
+        adjusted[token_id] -= sampling.presence_penalty * (token_id in text)
+        for word in words:
+            if [*text, token_id][-len(word) :] == list(word):
+                adjusted[token_id] = -math.inf
+    return adjusted
+
+
+@given(
+    st.data(),
+    SAMPLINGS,
+    st.lists(TOKENS, min_size=1, max_size=5),
+    WORDS,
+    st.integers(0, 6),
+    st.integers(1, 4),
+)
+def test_adjusted_logits_equal_a_naive_computation(
+    data: st.DataObject,
+    sampling: Sampling,
+    prompt: list[int],
+    words: list[list[int]],
+    length: int,
+    num_rows: int,
+) -> None:
+    """Guards against tokens that are counted twice where prompt and text share them, against a
+    penalty in place of a bias, and against bad words that are compared with the wrong tokens."""
+    tokens = st.lists(st.integers(0, 4), min_size=length, max_size=length)
+    texts = [data.draw(tokens) for _ in range(num_rows)]
+    logits = torch.randn(num_rows, VOCABULARY, generator=torch.Generator().manual_seed(length))
+    before = logits.clone()
+    adjusted = Adjustment(sampling, prompt, words).apply(logits, texts)
+    rows = zip(logits.tolist(), texts, strict=True)
+    expected = [naive(row, sampling, prompt, words, text) for row, text in rows]
+    torch.testing.assert_close(adjusted, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(logits, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"min_p": 0.5}, [0, 0.4, 0, 0.25, 0.2]),
+        ({"min_p": 0.6}, [0, 0.4, 0, 0.25, 0]),
+        ({"min_p": 1.0}, [0, 0.4, 0, 0, 0]),
+        ({"min_p": 0.2, "temperature": 0.5}, [0, 0.4**2, 0, 0.25**2, 0.2**2]),
+        ({"min_p": 0.5, "top_k": 2}, [0, 0.4, 0, 0.25, 0]),
+        ({"min_p": 0.6, "top_k": 4}, [0, 0.4, 0, 0.25, 0]),
+        # 0.7 of the mass that min_p leaves, 0.85: 0.4 + 0.25 >= 0.595.
+        ({"min_p": 0.5, "top_p": 0.7}, [0, 0.4, 0, 0.25, 0]),
+    ],
+)
+def test_min_p_is_relative_to_the_most_probable_token(
+    changes: dict[str, float], expected: list[float]
+) -> None:
+    """Guards against a bound of the probability itself, before the temperature or after top_p."""
+    logits = torch.log(torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]])) + 3
+    measured = frequencies(drawn(logits, Sampling(**changes)), 5)  # type: ignore[arg-type]
+    weights = torch.tensor(expected)
+    torch.testing.assert_close(measured, weights / weights.sum(), atol=0.02, rtol=0)
+    assert torch.equal(measured > 0, weights > 0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"temperature": 0.0}, {"min_p": 0.01}])
+def test_adjusted_draws_are_those_of_adjusted_logits(changes: dict[str, float]) -> None:
+    """Also in several blocks of rows. Log-probabilities are those of the untouched logits."""
+    rows, vocabulary = 100, 50_000  # 83 rows make a block
+    ids, generator = list(range(rows)), torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(rows, vocabulary, generator=generator)
+    texts = torch.randint(0, 500, (rows, 7), generator=generator).tolist()
+    penalties = Sampling(seed=3, repetition_penalty=1.5, presence_penalty=2.0)
+    sampling = replace(penalties, **changes)  # type: ignore[arg-type]
+    adjustment = Adjustment(sampling, [1, 2, 3], [[5], [6, 7]])
+    tokens, logprobs = sample(logits, sampling, ids, 7, {9}, adjustment, texts)
+    plain, _ = sample(adjustment.apply(logits, texts), sampling, ids, 7, {9})
+    assert tokens.tolist() == plain.tolist()
+    untouched = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, untouched)
+
+
+def test_which_fields_need_an_adjustment() -> None:
+    """Guards the compiled path of plain draws, and fields without effect."""
+    changes: list[dict[str, object]] = [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": (TokenBias(1, 1.0),)},
+        {"bad_words": ("x",)},
+    ]
+    assert all(is_adjusted(replace(Sampling(), **change)) for change in changes)  # type: ignore[arg-type]
+    assert not is_adjusted(
+        Sampling(min_p=0.1, top_k=3, top_p=0.9, stop_token_ids=(1,), stop=("x",))
+    )

@@ -75,6 +75,15 @@ def torn_tokens(text: str) -> list[int]:
     return ids
 
 
+def test_bad_words_are_spelled_with_and_without_a_space(text: Text) -> None:
+    """Guards against a word that is excluded only where a text begins, or only after a space, and
+    against control tokens that a caller excludes by their text."""
+    spelled = [whole_tokens("fact"), whole_tokens(" fact"), whole_tokens("in fact")]
+    assert text.sequences(["fact", " fact", "in fact"])[:3] == tuple(map(tuple, spelled))
+    assert text.sequences([]) == ()
+    assert not any(END in word for word in text.sequences(["<|im_end|>"]))
+
+
 def test_messages_go_through_the_chat_template_once(text: Text) -> None:
     """Doubled special tokens are the most common template bug."""
     prompt = Prompt(messages=(Message("system", "Be brief."), Message("user", "Hi!")))

@@ -58,6 +58,9 @@ class Words:
     def encode(self, prompt: Prompt) -> list[int]:
         return [len(word) for word in prompt.text.split()]
 
+    def sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return ()
+
     def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
         return " ".join(map(str, token_ids))
 
@@ -122,6 +125,7 @@ class DoubleEngine:
         salt: str = "",
         streams: bool = False,
         adapter: str = "",
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> DoubleRequest:
         return DoubleRequest(self, candidate, len(prompt_ids), len(given))
 

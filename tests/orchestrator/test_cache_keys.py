@@ -25,6 +25,7 @@ from specrej.contracts import (
     Prompt,
     Sampling,
     Selection,
+    TokenBias,
     TokensSchedule,
     WeightedReward,
 )
@@ -72,6 +73,15 @@ _OTHER_SAMPLING = [
         {"ignore_eos": True},
         {"min_tokens": 1},
         {"logprobs": True},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": (TokenBias(1, 2.0),)},
+        {"logit_bias": (TokenBias(1, 3.0),)},
+        {"logit_bias": (TokenBias(1, 2.0), TokenBias(2, 2.0))},
+        {"bad_words": ("x",)},
+        {"stop_token_ids": (1,)},
     )
 ]
 _OTHER_REWARDS = [
@@ -167,6 +177,10 @@ def _rewarded(*rewards: WeightedReward) -> GenerationRequest:
     [
         (_BASE, request(sampling=Sampling(max_tokens=128, temperature=1.0, top_p=1.0, seed=0))),
         (_BASE, request(sampling=Sampling(temperature=1, top_p=1))),
+        (
+            request(sampling=Sampling(logit_bias=(TokenBias(1, 2.0), TokenBias(2, 0.5)))),
+            request(sampling=Sampling(logit_bias=(TokenBias(2, 0.5), TokenBias(1, 2)))),
+        ),
         (_BASE, request(selection=Selection(schedule=GeometricSchedule(first=16, factor=2)))),
         (_BASE, replace(_BASE, cache=CacheControl.REFRESH)),
         (_BASE, replace(_BASE, allow_degraded=True)),

@@ -29,7 +29,10 @@ from tests.test_fuzz import messages_of
 async def test_all_violations_are_reported_at_once(service: Whole, stream: bool) -> None:
     """Guards both methods against a port that skips the validation of `specrej.validation`."""
     wrong = {
-        "sampling": {"max_tokens": 0, "temperature": 9, "top_k": -1, "top_p": 0, "seed": -1},
+        "sampling": {
+            **{"max_tokens": 0, "temperature": 9, "top_k": -1, "top_p": 0, "seed": -1},
+            **{"min_p": -1, "repetition_penalty": 0, "presence_penalty": 3, "frequency_penalty": 3},
+        },
         "selection": {"n": -1, "alpha": 1, "return_candidates": 0, "algorithm": 7},
     }
     turns = [("robot", " "), ("user", "x")]

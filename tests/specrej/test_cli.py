@@ -44,6 +44,7 @@ FLAGS: Options = {
     **OPTIONS,
     "rewards": [c.WeightedReward("relevance"), VETO],
     "stop": ["END", "FIN"],
+    "logit_bias": [c.TokenBias(7, -100.0), c.TokenBias(8, 1.5)],
 }
 
 
@@ -106,7 +107,9 @@ async def test_every_flag_reaches_the_server(
         " --no-prefer-complete --branching 8,2"
         " --max-tokens 64 --temperature 0.7 --top-k 50 --top-p 0.9 --stop END --stop FIN"
         " --seed 7 --ignore-eos --min-tokens 5 --logprobs --model tiny --cache refresh"
-        " --allow-degraded"
+        " --min-p 0.05 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -0.5"
+        " --logit-bias 7=-100 --logit-bias 8=1.5 --bad-words in --bad-words fact"
+        " --stop-token-ids 3 --stop-token-ids 4 --allow-degraded"
     )
     system = ("--system", "Be brief.")
     out, _ = await command("generate", "why?", "--address", address, *system, *flags.split())

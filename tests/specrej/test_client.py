@@ -32,7 +32,12 @@ JITTER = 0.2  # of gRPC's waits, both ways
 VIOLATION = errors.Violation("selection.n", "too many")
 REQUEST = c.GenerationRequest(
     prompt=c.Prompt.from_user("why?"),
-    sampling=c.Sampling(64, 0.7, 50, 0.9, ("\n\n",), 7, True, 5, True),
+    sampling=c.Sampling(
+        *(64, 0.7, 50, 0.9, ("\n\n",), 7, True, 5, True, 0.05, 1.2, 0.5, -0.5),
+        logit_bias=(c.TokenBias(7, -100.0), c.TokenBias(8, 1.5)),
+        bad_words=("in", "fact"),
+        stop_token_ids=(3, 4),
+    ),
     selection=c.Selection(
         n=8,
         alpha=0.25,

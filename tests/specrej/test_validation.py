@@ -21,13 +21,14 @@ from tests.specrej.test_wire import REQUESTS
 
 CONTEXT = 2048
 CAP = 128
+VOCABULARY = 300
 INT32_MAX = 2**31 - 1
 NAN, INF = math.nan, math.inf
 GOOD = c.GenerationRequest(prompt=c.Prompt.from_user("why?"), selection=c.Selection(n=8))
 
 
 def paths(request: c.GenerationRequest) -> list[str]:
-    return [violation.field for violation in check_request(request, CONTEXT, CAP)]
+    return [violation.field for violation in check_request(request, CONTEXT, CAP, VOCABULARY)]
 
 
 def with_sampling(**changes: Any) -> c.GenerationRequest:
@@ -63,7 +64,20 @@ BAD_SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_k": (-2, -1),
     "top_p": (0.0, 2.0, -0.1, NAN, INF),
     "seed": (-1, c.MAX_SEED + 1),
+    "min_p": (-0.1, 1.1, NAN, INF),
+    "repetition_penalty": (0.0, -1.0, 0.009, 101.0, NAN, INF),
+    "presence_penalty": (-2.1, 2.1, NAN, INF),
+    "frequency_penalty": (-2.1, 2.1, NAN, -INF),
 }
+BIAS = c.TokenBias(3, 1.0)
+BAD_LISTS: list[tuple[str, tuple[Any, ...], str]] = [
+    ("stop", ("x", ""), "[1]"),
+    ("bad_words", ("x", " \n"), "[1]"),
+    *(("stop_token_ids", (0, token_id), "[1]") for token_id in (-1, VOCABULARY)),
+    ("logit_bias", (BIAS, c.TokenBias(4, 1.0), c.TokenBias(3, 2.0)), ""),
+    *(("logit_bias", (BIAS, c.TokenBias(i, 1.0)), "[1].token_id") for i in (-1, VOCABULARY)),
+    *(("logit_bias", (c.TokenBias(3, bias),), "[0].bias") for bias in (100.1, -100.1, NAN, INF)),
+]
 BAD_SELECTION: dict[str, tuple[Any, ...]] = {
     "n": (-1, CAP + 1, INT32_MAX),
     "alpha": (-0.1, 1.0, 1.1, NAN, INF, -INF),
@@ -117,7 +131,6 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
     """Requests and the path of their only violation."""
     for field, values in BAD_SAMPLING.items():
         yield from ((with_sampling(**{field: value}), f"sampling.{field}") for value in values)
-    yield with_sampling(stop=("x", "")), "sampling.stop[1]"
     for field, values in BAD_SELECTION.items():
         yield from ((with_selection(**{field: value}), f"selection.{field}") for value in values)
     for field, values in BAD_GEOMETRIC.items():
@@ -146,7 +159,13 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
     yield with_turns(("user", "a"), ("assistant", "b")), "prompt.messages[1].role"
 
 
-@pytest.mark.parametrize(("request_", "path"), list(bad_requests()))
+@pytest.mark.parametrize(
+    ("request_", "path"),
+    [
+        *bad_requests(),
+        *((with_sampling(**{f: items}), f"sampling.{f}{path}") for f, items, path in BAD_LISTS),
+    ],
+)
 def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
     """Guards against values that reach the engine's softmax or its slots, sums that are NaN,
     schedules that stand still, and roles that a chat template drops."""
@@ -155,7 +174,9 @@ def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
 
 def test_too_many_min_tokens_name_the_range() -> None:
     """Guards against a refusal without the max_tokens of the comparison."""
-    (violation,) = check_request(with_sampling(max_tokens=20, min_tokens=21), CONTEXT, CAP)
+    (violation,) = check_request(
+        with_sampling(max_tokens=20, min_tokens=21), CONTEXT, CAP, VOCABULARY
+    )
     assert violation.description == "must be 0 .. max_tokens (20), is 21"
 
 
@@ -169,6 +190,11 @@ def test_too_many_min_tokens_name_the_range() -> None:
         replace(with_sampling(temperature=0.0), selection=c.Selection(n=1)),
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),
         with_sampling(max_tokens=5, min_tokens=5),
+        *[with_sampling(min_p=value) for value in (0.0, 1.0)],
+        *[with_sampling(repetition_penalty=value) for value in (0.01, 100.0)],
+        *[with_sampling(presence_penalty=v, frequency_penalty=-v) for v in (2.0, -2.0)],
+        with_sampling(stop_token_ids=(0, VOCABULARY - 1), bad_words=("x" * 256,) * 64),
+        with_sampling(logit_bias=(c.TokenBias(0, -100.0), c.TokenBias(VOCABULARY - 1, 100.0))),
         with_tokens(1, 2, INT32_MAX),
         *[with_selection(schedule=c.MemorySchedule(first)) for first in (1, INT32_MAX)],
         with_selection(schedule=c.GeometricSchedule(first=1, factor=16.0)),
@@ -190,5 +216,5 @@ def test_the_limits_themselves_are_good(request_: c.GenerationRequest) -> None:
 @given(REQUESTS)
 def test_any_request_can_be_checked(request: c.GenerationRequest) -> None:
     """Guards against values that crash the check itself, which would be INTERNAL."""
-    for violation in check_request(request, CONTEXT, CAP):
+    for violation in check_request(request, CONTEXT, CAP, VOCABULARY):
         assert isinstance(violation, Violation) and violation.field
