@@ -9,22 +9,23 @@ interface of vLLM's first model runner; the second one has another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from generator_service.sampling import sample
-from specrej.contracts import Sampling
+from generator_service.sampling import Adjustment, is_adjusted, sample
+from specrej.contracts import Sampling, TokenBias
 
 # The key of a request's extra arguments.
 KEY = "specrej"
 
-# The fields of Sampling that a draw depends on.
-_FIELDS = ("seed", "temperature", "top_k", "top_p", "min_tokens")
+# The numbers of a Sampling.
+_FIELDS = [item.name for item in fields(Sampling) if isinstance(item.default, (int, float))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class _Row:
     first_step: int
     ends: tuple[int, ...]  # not drawn before min_tokens
     made: Sequence[int]
+    before: Sequence[int]  # the candidate's tokens of earlier requests, only for an adjustment
+    adjustment: Adjustment | None
 
     @property
     def step(self) -> int:
@@ -45,6 +48,14 @@ class _Row:
     def forbidden(self) -> tuple[int, ...]:
         return self.ends if self.step < self.sampling.min_tokens else ()
 
+    @property
+    def text(self) -> list[int]:
+        return [*self.before, *self.made]
+
+
+# What the rows that are drawn together have in common.
+_Draw = tuple[Sampling, int, tuple[int, ...], Adjustment | None]
+
 
 def arguments(
     sampling: Sampling,
@@ -53,6 +64,7 @@ def arguments(
     ends: Sequence[int],
     session: str,
     prompt_tokens: int,
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
     """A request's extra arguments: its candidate, the step of its first token, and how to draw.
 
@@ -66,6 +78,8 @@ def arguments(
         "ends": list(ends),
         "session": session,
         "prompt_tokens": prompt_tokens,
+        "logit_bias": [(item.token_id, item.bias) for item in sampling.logit_bias],
+        "bad_words": [list(word) for word in bad_words],
     }
     return {KEY: draw}
 
@@ -75,30 +89,46 @@ class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
+        # Of a session, which its rows share.
+        self._adjustments: WeakValueDictionary[str, Adjustment] = WeakValueDictionary()
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._rows, batch_update, _row)
+        process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: Tensor) -> Tensor:
         """logits: float32 [requests, vocabulary], changed in place."""
-        groups: dict[tuple[Sampling, int, tuple[int, ...]], list[int]] = {}
+        groups: dict[_Draw, list[int]] = {}
         for index in range(len(logits)):
             if row := self._rows.get(index):
-                groups.setdefault((row.sampling, row.step, row.forbidden), []).append(index)
-        for (sampling, step, forbidden), indices in groups.items():
+                draw = (row.sampling, row.step, row.forbidden, row.adjustment)
+                groups.setdefault(draw, []).append(index)
+        for (sampling, step, forbidden, adjustment), indices in groups.items():
             part = logits if len(indices) == len(logits) else logits[indices]
             ids = [self._rows[index].candidate for index in indices]
-            tokens, _ = sample(part, sampling, ids, step, forbidden)
+            texts = [self._rows[index].text for index in indices] if adjustment else ()
+            tokens, _ = sample(part, sampling, ids, step, forbidden, adjustment, texts)
             logits[torch.tensor(indices, device=logits.device), tokens] = torch.inf
         return logits
 
-
-def _row(params: SamplingParams, _prompt: list[int] | None, made: list[int]) -> _Row | None:
-    draw = (params.extra_args or {}).get(KEY)
-    if draw is None:
-        return None
-    sampling = Sampling(**{name: draw[name] for name in _FIELDS})
-    return _Row(sampling, draw["candidate"], draw["step"], tuple(draw["ends"]), made)
+    def _row(
+        self, params: SamplingParams, prompt: list[int] | None, made: list[int]
+    ) -> _Row | None:
+        """`prompt` contains the candidate's tokens of earlier requests."""
+        draw = (params.extra_args or {}).get(KEY)
+        if draw is None:
+            return None
+        biases = tuple(TokenBias(*pair) for pair in draw["logit_bias"])
+        sampling = Sampling(**{name: draw[name] for name in _FIELDS}, logit_bias=biases)
+        step, ends = draw["step"], tuple(draw["ends"])
+        if not (is_adjusted(sampling) or draw["bad_words"]):
+            return _Row(sampling, draw["candidate"], step, ends, made, (), None)
+        assert prompt is not None
+        prompt, before = prompt[: draw["prompt_tokens"]], prompt[draw["prompt_tokens"] :]
+        adjustment = self._adjustments.get(draw["session"])
+        if adjustment is None:
+            adjustment = Adjustment(sampling, prompt, draw["bad_words"])
+            self._adjustments[draw["session"]] = adjustment
+        return _Row(sampling, draw["candidate"], step, ends, made, before, adjustment)

@@ -100,12 +100,14 @@ class CandidateRequest:
         salt: str,
         streams: bool,
         adapter: LoRARequest | None,
+        bad_words: Sequence[Sequence[int]],
     ) -> None:
         """`streams`: vLLM returns each token as soon as it is drawn, not at the end of a chunk."""
         self.name = name
         self._sampling = sampling
         self._candidate = candidate
-        self._eos_ids = sorted(eos_ids)
+        self._eos_ids = eos_ids
+        self._bad_words = bad_words
         self._session = session
         self._streams = streams
         self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
@@ -149,11 +151,12 @@ class CandidateRequest:
 
     def _params(self, count: int) -> SamplingParams:
         sampling = self._sampling
+        ends = self._eos_ids.union(sampling.stop_token_ids)
         return SamplingParams(
             max_tokens=count,
             temperature=0.0,  # KeyedDraws leaves one possible token
             ignore_eos=True,
-            stop_token_ids=[] if sampling.ignore_eos else self._eos_ids,
+            stop_token_ids=sorted(sampling.stop_token_ids if sampling.ignore_eos else ends),
             detokenize=False,
             logprobs=0,  # of the drawn token only
             output_kind=RequestOutputKind.DELTA,
@@ -162,9 +165,10 @@ class CandidateRequest:
                 sampling,
                 self._candidate,
                 self._num_tokens,
-                self._eos_ids if sampling.min_tokens else (),
+                sorted(ends) if sampling.min_tokens else (),
                 self._session,
                 self._prompt_tokens,
+                self._bad_words,
             ),
         )
 
@@ -219,6 +223,7 @@ class VLLMEngine:
         salt: str = "",
         streams: bool = False,
         adapter: str = "",
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> CandidateRequest:
         """A candidate's request, which takes no resources before `generate`.
 
@@ -228,7 +233,7 @@ class VLLMEngine:
         ends = self.eos_ids
         return CandidateRequest(
             *(self._llm, name, prompt_ids, given, sampling, candidate, ends, session, salt),
-            *(streams, self._adapters[adapter] if adapter else None),
+            *(streams, self._adapters[adapter] if adapter else None, bad_words),
         )
 
     async def abort(self, requests: Sequence[CandidateRequest]) -> None:

@@ -94,6 +94,7 @@ class VLLMSession:
             salt=command.cache_salt,
             streams=command.stop_texts is not None,
             adapter=command.adapter,
+            bad_words=command.bad_words,
         )
 
     async def extend(self, until_tokens: int) -> Round:
