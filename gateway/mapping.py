@@ -53,7 +53,6 @@ class Refused:
 
 Rule = Maps | Ignored | Refused
 
-_PENALTY = "is not supported: the sampler has no penalties and no bias"
 _TOOLS = "is not supported: tools do not work here"
 _AUDIO = "is not supported: there is only text"
 _THOUGHT = "is not supported: no setting of the models here"
@@ -70,6 +69,9 @@ TABLE: Mapping[str, Rule] = {
     "temperature": Maps("sampling.temperature"),
     "top_p": Maps("sampling.top_p"),
     "stop": Maps("sampling.stop"),
+    "presence_penalty": Maps("sampling.presence_penalty"),
+    "frequency_penalty": Maps("sampling.frequency_penalty"),
+    "logit_bias": Maps("sampling.logit_bias"),
     "seed": Maps("sampling.seed"),
     "logprobs": Maps("sampling.logprobs"),
     "stream": Maps("stream"),
@@ -77,13 +79,10 @@ TABLE: Mapping[str, Rule] = {
     "specrej": Maps("specrej"),
     "audio": Refused(_AUDIO),
     "echo": Refused("is not supported: prompts are not repeated", (False,)),
-    "frequency_penalty": Refused(_PENALTY, (0,)),
     "function_call": Refused(_TOOLS, ("none", "auto")),
     "functions": Refused(_TOOLS, ([],)),
-    "logit_bias": Refused(_PENALTY, ({},)),
     "modalities": Refused(_AUDIO, (["text"],)),
     "moderation": Refused("is not supported: answers are not moderated"),
-    "presence_penalty": Refused(_PENALTY, (0,)),
     "reasoning_effort": Refused(_THOUGHT, ("none",)),
     "response_format": Refused("is not supported: only type text", ({"type": "text"},)),
     "store": Refused("is not supported: conversations are not stored", (False,)),
@@ -183,6 +182,9 @@ class Request(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_texts)] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

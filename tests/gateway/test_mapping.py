@@ -100,8 +100,8 @@ def test_ignored_fields_change_nothing() -> None:
 
 
 def test_all_bad_fields_are_reported_at_once() -> None:
-    found = violations(tools=[{}], logit_bias={"1": 2}, unknown=1, response_format={"type": "x"})
-    assert found.keys() == {"tools", "logit_bias", "unknown", "response_format"}
+    found = violations(tools=[{}], suffix="x", unknown=1, response_format={"type": "x"})
+    assert found.keys() == {"tools", "suffix", "unknown", "response_format"}
     assert violations(n="2", temperature="hot").keys() == {"n", "temperature"}
 
 
@@ -130,8 +130,10 @@ def test_options_arrive_as_the_clients() -> None:
     call = call_of(
         chat(
             model="m:sr-32", n=2, temperature=0.5, top_p=0.9, stop="\n", seed=7, max_tokens=9,
-            logprobs=True,
+            logprobs=True, presence_penalty=1, frequency_penalty=-0.5,
+            logit_bias={"50256": -100, "7": 1.5},
             specrej={
+                "min_p": 0.1, "repetition_penalty": 1.2, "bad_words": ["x"], "stop_token_ids": [3],
                 "alpha": 0.25, "top_k": 5, "min_tokens": 2, "ignore_eos": True,
                 "schedule": {"kind": "tokens", "tokens": [4, 8]}, "cache": "refresh",
                 "rewards": [{"name": "a", "weight": 2, "normalization": {"kind": "batch"}}],
@@ -145,11 +147,14 @@ def test_options_arrive_as_the_clients() -> None:
         max_tokens=9, logprobs=True, alpha=0.25, top_k=5, min_tokens=2, ignore_eos=True,
         schedule=c.TokensSchedule((4, 8)), cache=c.CacheControl.REFRESH, allow_degraded=True,
         rewards=(c.WeightedReward("a", 2.0, c.Normalization("batch")),),
+        presence_penalty=1.0, frequency_penalty=-0.5, logit_bias={50256: -100.0, 7: 1.5},
+        min_p=0.1, repetition_penalty=1.2, bad_words=["x"], stop_token_ids=[3],
     )  # fmt: skip
     assert call.timeout_s == 5
     assert call.name_of("selection.n") == "model: sr-32.n"
     assert call.name_of("selection.rewards[0].weight") == "specrej.rewards[0].weight"
     assert call.name_of("sampling.min_tokens") == "specrej.min_tokens"
+    assert call.name_of("sampling.logit_bias[1].bias") == "logit_bias[1].bias"
 
 
 def test_several_choices_run_to_their_end_unless_told_otherwise() -> None:
