@@ -87,7 +87,7 @@ def _orchestrator(
         secret=settings.cache_secret,
     )
     limits = settings.max_running, settings.max_queued, settings.max_queued_tokens
-    admission = Admission(Limits(*limits, settings.tenant_tokens))
+    admission = Admission(Limits(*limits, settings.tenant_tokens, settings.spare_running))
     instruments.observe_admission(admission)
     return Orchestrator(
         FleetGenerator(generators),

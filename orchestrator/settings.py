@@ -150,6 +150,9 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         True, description="equal requests at all orchestrators of a Redis are one generation"
     )
     max_running: Annotated[int, Field(ge=1)] = Field(8, description="requests that run at once")
+    spare_running: Annotated[int, Field(ge=0)] = Field(
+        4, description="requests that run beyond max_running, each of a tenant that ran none"
+    )
     max_queued: Annotated[int, Field(ge=0)] = Field(
         64, description="requests that may wait, in equal parts for the tenants that do"
     )

@@ -4,8 +4,11 @@ Fair between tenants by candidate-tokens, the candidates times the tokens that e
 start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a request starts where the one before of
 its tenant ends in virtual time, not before the current one, and the least start goes next. Virtual
 time is in candidate-tokens per weight. It is the start of the request that ran last, and passes at
-least as if the tenants that wait were served all at once: otherwise new tenants that never stop
-arriving would delay a waiting one for ever.
+least as if the tenants that run or wait were served all at once: otherwise new tenants that never
+stop arriving would delay a waiting one for ever.
+
+A tenant that runs nothing finds a spare permit while others hold all the ordinary ones: otherwise
+it would wait for one of their requests to end, however rarely it asks.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _FEW = 64  # tenants whose state is kept, needed or not
 class Limits:
     """Upper limits; 0 candidate-tokens: no limit.
 
+    `max_running` requests run, and `spare_running` more, each of a tenant that ran nothing before.
     `max_queued` requests wait, of `max_queued_tokens` candidate-tokens. The tenants that wait have
     equal parts of both; one alone has all. `tenant_tokens` are those of one tenant that run and
     wait, unless its share has a limit.
@@ -42,6 +46,7 @@ class Limits:
     max_queued: int
     max_queued_tokens: int = 0
     tenant_tokens: int = 0
+    spare_running: int = 0
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.max_queued < 0:
@@ -53,19 +58,20 @@ class Limits:
 @dataclass(eq=False, slots=True)
 class _Waiter:
     tokens: int
-    permit: asyncio.Future[None]
+    permit: asyncio.Future[bool]  # whether it is a spare one
 
 
 @dataclass(eq=False, slots=True)
 class _Tenant:
     """One tenant: candidate-tokens `held` by its requests here, and those `waiting` of them.
 
-    `start` is the start of the first request in its line; `finish` the end of the last one before.
-    `entry` numbers its valid entry in the heap.
+    `running` is the number of its permits. `start` is the start of the first request in its line;
+    `finish` the end of the last one before. `entry` numbers its valid entry in the heap.
     """
 
     weight: float = 1.0
     held: int = 0
+    running: int = 0
     waiting: int = 0
     start: float = 0.0
     finish: float = 0.0
@@ -74,15 +80,17 @@ class _Tenant:
 
 
 class Admission:
-    """Permits for `max_running` requests, and lines of at most `max_queued` in all.
+    """Permits for `max_running` requests and a few spare ones, and lines of `max_queued` in all.
 
-    Invariant: a request waits only while all permits are held. A returned permit goes straight to
-    the next in line, so that no newcomer can take it and no cancellation can lose it.
+    Invariant: a request waits only while all permits that it may have are held. A returned permit
+    goes straight to the next in line, so that no newcomer can take it and no cancellation can lose
+    it.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
         self.running = 0
+        self._num_spare = 0  # requests that run on a spare permit
         self.queued = 0  # requests that wait for a permit
         self.queued_tokens = 0  # their candidate-tokens
         self._limits = limits
@@ -93,7 +101,7 @@ class Admission:
         self._heap: list[tuple[float, int, _Tenant]] = []
         self._entries = itertools.count(1)
         self._num_lines = 0
-        self._weights = 0.0  # of the tenants with a line
+        self._weights = 0.0  # of the tenants that run or wait
         self._virtual = 0.0
         self._passing = 0.0  # virtual time that passes while the latest request is served
         self._latest = 0.0  # of all finishes
@@ -119,22 +127,27 @@ class Admission:
             TooLate: the expected wait is longer than the time left.
         """
         share, own = share or Share(), self._tenants.setdefault(tenant, _Tenant())
-        if own.line:
+        if own.held:
             self._weights += share.weight - own.weight
         own.weight = share.weight
         try:
             self._check(own, tokens, time_left_s, share)
+            if not own.held:
+                self._weights += own.weight
             own.held += tokens
             try:
-                await self._acquire(own, tokens)
+                is_spare = await self._acquire(own, tokens)
                 began = self._clock()
                 try:
                     yield
                 finally:
                     self._note(tokens, self._clock() - began)
-                    self._release()
+                    self._release(own, is_spare)
             finally:
                 own.held -= tokens
+                if not own.held:
+                    others = self.running or self.queued
+                    self._weights = self._weights - own.weight if others else 0.0
         finally:
             self._collect()
 
@@ -151,7 +164,7 @@ class Admission:
         if limit and own.held and excess > 0:
             text = f"{own.held} candidate-tokens of {limit} are under way"
             raise Overloaded(text, retry_after_s=_bounded(self._wait_s(excess, 1)))
-        if self.running < limits.max_running:
+        if self._may_run(own):
             return
         num_lines = self._num_lines + (not own.line)
         is_full = self.queued >= limits.max_queued
@@ -205,20 +218,32 @@ class Admission:
                 before += waiter.tokens / tenant.weight
         return self._wait_s(tokens, requests)
 
-    async def _acquire(self, own: _Tenant, tokens: int) -> None:
-        if self.running < self._limits.max_running:
-            self.running += 1
-            return  # not charged: no other request waits
+    def _may_run(self, own: _Tenant) -> bool:
+        """A permit is free that the tenant may have."""
+        return self._has_ordinary() or self._has_spare(own)
+
+    def _has_ordinary(self) -> bool:
+        return self.running - self._num_spare < self._limits.max_running
+
+    def _has_spare(self, own: _Tenant) -> bool:
+        return not own.running and self._num_spare < self._limits.spare_running
+
+    async def _acquire(self, own: _Tenant, tokens: int) -> bool:
+        """Whether the permit is a spare one."""
+        if self._may_run(own):
+            if self._num_lines:  # otherwise not charged: no other request waits
+                self._charge(own, max(own.finish, self._virtual), tokens)
+            return self._take(own)
         if self.queued >= self._limits.max_queued:
             self._evict()
         waiter = _Waiter(tokens, asyncio.get_running_loop().create_future())
         self._line_up(own, waiter)
         try:
-            await waiter.permit
+            return await waiter.permit
         except asyncio.CancelledError:
             permit = waiter.permit
             if permit.done() and not (permit.cancelled() or permit.exception()):
-                self._release()  # cancelled between getting the permit and waking
+                self._release(own, permit.result())  # cancelled before it resumed
             raise
         finally:
             self._leave(own, waiter)
@@ -226,7 +251,6 @@ class Admission:
     def _line_up(self, tenant: _Tenant, waiter: _Waiter) -> None:
         if not tenant.line:
             self._num_lines += 1
-            self._weights += tenant.weight
             self._begin(tenant, max(tenant.finish, self._virtual))
         tenant.line[waiter] = None
         tenant.waiting += waiter.tokens
@@ -243,29 +267,51 @@ class Admission:
         self.queued_tokens -= waiter.tokens
         if not tenant.line:
             self._num_lines -= 1
-            self._weights = self._weights - tenant.weight if self._num_lines else 0.0
 
-    def _release(self) -> None:
-        """Give the permit to the request with the least start."""
-        while self._heap:
-            start, entry, tenant = self._heap[0]
-            if entry != tenant.entry or not tenant.line:
-                heapq.heappop(self._heap)
-                continue
-            waiter, weights = next(iter(tenant.line)), self._weights
+    def _take(self, tenant: _Tenant) -> bool:
+        """Take a permit that is free; whether it is a spare one."""
+        is_spare = not self._has_ordinary()
+        self.running += 1
+        self._num_spare += is_spare
+        tenant.running += 1
+        return is_spare
+
+    def _release(self, owner: _Tenant, is_spare: bool) -> None:
+        """Take the owner's permit back and give it, or a spare one, to the next in line."""
+        self.running -= 1
+        self._num_spare -= is_spare
+        owner.running -= 1
+        while tenant := self._next():
+            waiter = next(iter(tenant.line))
+            start = tenant.start
             self._leave(tenant, waiter)
             if waiter.permit.done():
                 continue  # cancelled, and has not resumed yet
             self._virtual = max(self._virtual + self._passing, start)
-            self._passing = waiter.tokens / weights
-            tenant.finish = start + waiter.tokens / tenant.weight
-            self._latest = max(self._latest, tenant.finish)
+            self._passing = waiter.tokens / self._weights
+            self._charge(tenant, start, waiter.tokens)
             if tenant.line:
                 self._begin(tenant, tenant.finish)
-            waiter.permit.set_result(None)
-            return
-        self.running -= 1
-        self._virtual, self._passing = self._latest, 0.0  # all tenants are equal again
+            waiter.permit.set_result(self._take(tenant))
+        if self._has_ordinary():
+            self._virtual, self._passing = self._latest, 0.0  # all tenants are equal again
+
+    def _next(self) -> _Tenant | None:
+        """The tenant with a line and the least start of those that may run a request."""
+        if not self._has_ordinary():
+            may_run = (tenant for tenant in self._with_lines() if self._has_spare(tenant))
+            return min(may_run, key=lambda tenant: tenant.start, default=None)
+        while self._heap:
+            _, entry, tenant = self._heap[0]
+            if entry == tenant.entry and tenant.line:
+                return tenant
+            heapq.heappop(self._heap)
+        return None
+
+    def _charge(self, tenant: _Tenant, start: float, tokens: int) -> None:
+        """A request of so many candidate-tokens begins, at this start in virtual time."""
+        tenant.finish = start + tokens / tenant.weight
+        self._latest = max(self._latest, tenant.finish)
 
     def _begin(self, tenant: _Tenant, start: float) -> None:
         """Set the start of the first request in the tenant's line."""

@@ -188,6 +188,72 @@ def _check_shares(
                     assert abs(served[one] - served[other]) <= allowed + 1e-6
 
 
+async def test_a_tenant_that_runs_nothing_gets_a_spare_permit() -> None:
+    """Guards a tenant's first request against the long ones of another, which hold all permits."""
+    requests = Requests(2, 100, spare_running=2)
+    await requests.arrive(3, tenant="heavy")  # 0, 1 run
+    await requests.arrive(2, tenant="light")  # 3 runs
+    await requests.arrive(tenant="other")  # 5 runs
+    await requests.arrive(tenant="third")  # 6 waits
+    assert (requests.entered, requests.counts) == ([0, 1, 3, 5], (4, 3))
+    requests.finish(3)  # its spare permit goes to the tenant that has had nothing
+    await turns()
+    assert requests.entered[4:] == [6]
+    requests.finish(6)
+    await turns()
+    assert requests.entered[5:] == [4]
+    requests.finish(4)  # its spare permit is for no tenant that waits: the only one runs something
+    await turns()
+    assert requests.counts == (3, 1)
+    await requests.finish_all()
+    assert requests.most_running == 4
+
+
+async def test_a_tenant_is_charged_for_spare_permits() -> None:
+    """Guards a tenant that waits for an ordinary permit against one that had a spare one."""
+    requests = Requests(1, 100, spare_running=1)
+    await requests.arrive(3, tenant="many", tokens=10)  # 0 runs
+    await requests.arrive(2, tenant="large", tokens=100)  # 3 has the spare permit
+    assert requests.entered == [0, 3]
+    assert await requests.next() == 1
+    requests.finish(1)
+    await turns()
+    assert requests.entered == [0, 3, 1, 2]
+    await requests.finish_all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    max_running=st.integers(1, 3),
+    spare_running=st.integers(0, 3),
+    events=st.lists(st.sampled_from("abcd") | st.integers(0, 30), max_size=60),
+)
+async def test_nobody_waits_beside_a_permit_that_it_may_have(
+    max_running: int, spare_running: int, events: list[str | int]
+) -> None:
+    """Spare permits never lose or make a permit. A name: a tenant's request; a number: its end, or
+    its cancellation where it waits."""
+    requests = Requests(max_running, 1000, spare_running=spare_running)
+    admission = requests.admission
+    for event in events:
+        if isinstance(event, str):
+            await requests.arrive(tenant=event, tokens=10 ** "abcd".index(event))
+        elif event < len(requests.tasks):
+            if event in requests.entered:
+                requests.finish(event)
+            else:
+                requests.tasks[event].cancel()
+            await turns()
+        tenants = admission._tenants.values()
+        assert admission.running == sum(tenant.running for tenant in tenants) == requests.running
+        assert admission.running <= max_running + spare_running
+        assert admission.running >= max_running or not admission.queued
+        if any(tenant.line and not tenant.running for tenant in tenants):
+            assert admission.running == max_running + spare_running
+    await requests.finish_all()
+    assert requests.counts == (0, 0)
+
+
 async def test_weights_apply_at_once() -> None:
     """Guards a weight that changes while its tenant waits: from 1 to 1 it goes to 3 to 1."""
     requests = Requests(1, 100)

@@ -40,7 +40,7 @@ class WatchedAdmission(Admission):
 
     def __init__(self, limits: Limits, clock: Any) -> None:
         super().__init__(limits, clock)
-        self.__most, self.__largest = limits.max_running, 0
+        self.__most, self.__largest = limits.max_running + limits.spare_running, 0
         self.__waiting: Counter[str] = Counter()
         self.__debt: Counter[str] = Counter()  # granted to others since the tenant's last turn
 
@@ -56,7 +56,8 @@ class WatchedAdmission(Admission):
                 is_held = True
                 waiting[tenant] -= 1
                 debt[tenant] = 0
-                debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
+                if not self._limits.spare_running:  # spare permits are given out of turn
+                    debt.update({t: tokens for t, num in waiting.items() if num and t != tenant})
                 if max(debt.values()) > self.__largest * (2 * len(debt) - 2 + self.__most):
                     raise Violation(f"turns are not fair: {debt}")
                 yield
@@ -64,8 +65,8 @@ class WatchedAdmission(Admission):
             waiting[tenant] -= not is_held
 
     def check(self) -> None:
-        """The limit holds, and no request waits beside a free permit."""
-        if self.running > self.__most or (self.running < self.__most and self.queued):
+        """The limits hold, and no request waits beside a free permit that is not spare."""
+        if self.running > self.__most or (self._has_ordinary() and self.queued):
             raise Violation(f"{self.running} requests run of {self.__most}, {self.queued} wait")
 
 
@@ -129,7 +130,9 @@ class Simulation:
         ]
         self.rewards = [backends.SimulatedRewards(rng, f"r{n}") for n in range(rng.randint(1, 2))]
         self.redis = backends.SimulatedRedis(rng)
-        limits = Limits(rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64)))
+        limits = Limits(
+            rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64)), spare_running=rng.choice((0, 2))
+        )
         ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0)), "stale_s": rng.choice((0.0, 5.0))}
         self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
         self._checked: list[Any] = [*self.generators, *(one.admission for one in self._processes)]
