@@ -8,7 +8,7 @@ least as if the tenants that run or wait were served all at once: otherwise new 
 stop arriving would delay a waiting one for ever.
 
 A tenant that runs nothing finds a spare permit while others hold all the ordinary ones: otherwise
-it would wait for one of their requests to end, however rarely it asks.
+it would wait for one of their requests to end, however small its share.
 """
 
 from __future__ import annotations
