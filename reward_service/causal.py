@@ -7,8 +7,9 @@ tensors only; imports without grpc.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -102,6 +103,26 @@ class KeptSession:
         """The size of its stores, in tokens."""
         prompt = self.prompt.num_tokens if self.prompt else 0
         return prompt + sum(text.room for text in self.texts.values())
+
+    def parents(self, sequences: Sequence[Tokens]) -> dict[int, int]:
+        """Of each text that is not kept, by key, the kept one with the most tokens in common.
+
+        In sorted order that is a neighbor, so that not all pairs are compared.
+        """
+        if not self.texts or all(sequence.key in self.texts for sequence in sequences):
+            return {}
+        ranked = sorted((kept.shared, [*kept.token_ids], key) for key, kept in self.texts.items())
+        starts = {shared for shared, _, _ in ranked}
+
+        def num_common(ids: Sequence[int], kept: _KeptText) -> int:
+            return match(ids, self.prompt_ids, kept.shared, kept.token_ids)[1]
+
+        parents: dict[int, int] = {}
+        for key, ids in ((s.key, s.token_ids) for s in sequences if s.key not in self.texts):
+            places = [bisect(ranked, (start, [*ids[start:]], -1)) for start in starts]
+            near = [other for at in places for *_, other in ranked[max(0, at - 1) : at + 1]]
+            parents[key] = max(near, key=lambda other: num_common(ids, self.texts[other]))
+        return parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +226,14 @@ class CausalScorer(SegmentedModel):
         """
         self._touch(session)
         session.is_busy = True
-        begun = list(session.texts.values()) if session.keeps_texts else []
-        for sequence in sequences if begun else ():
-            if sequence.key not in session.texts:
-                self._fork(session, sequence, begun)
         wanted = {sequence.key for sequence in sequences}
-        for key in session.texts.keys() - wanted:
-            self.kept_tokens -= session.texts.pop(key).room
+        parents = session.parents(sequences) if session.keeps_texts else {}
+        # Those that nothing continues first: their room may be needed for copies.
+        self._drop(session, session.texts.keys() - wanted - {*parents.values()})
+        for sequence in sequences:
+            if sequence.key in parents:
+                self._fork(session, sequence, session.texts[parents[sequence.key]])
+        self._drop(session, session.texts.keys() - wanted)
         known: list[ChainMap[int, Value]] = []
         spans = self._spans(session, sequences, known)
         return CausalTask(session, sequences, spans, known, judge)
@@ -290,17 +312,17 @@ class CausalScorer(SegmentedModel):
         pieces = (session.prompt.head(shared), store) if session.prompt and shared else (store,)
         return _Span(pieces, token_ids[start:end], start, start - shared, values)
 
-    def _fork(self, session: KeptSession, sequence: Tokens, begun: Sequence[_KeptText]) -> None:
-        """Let a new text begin with a copy of the kept text that has most tokens in common.
+    def _drop(self, session: KeptSession, keys: Collection[int]) -> None:
+        for key in keys:
+            self.kept_tokens -= session.texts.pop(key).room
+
+    def _fork(self, session: KeptSession, sequence: Tokens, kept: _KeptText) -> None:
+        """Let a new text begin with a copy of a kept one, if they have own tokens in common.
 
         Before any span is made: spans of other texts write into the stores that are copied.
         """
-
-        def num_common(kept: _KeptText) -> int:
-            return match(sequence.token_ids, session.prompt_ids, kept.shared, kept.token_ids)[1]
-
-        kept = max(begun, key=num_common)
-        own = num_common(kept) - kept.shared
+        common = match(sequence.token_ids, session.prompt_ids, kept.shared, kept.token_ids)[1]
+        own = common - kept.shared
         if own > 0 and kept.store and self._reserve(session, kept.room):
             store, values = kept.store.grown(kept.room, own), dict(kept.values)
             forked = _KeptText(kept.shared, kept.token_ids[:own], store, values)

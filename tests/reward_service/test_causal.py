@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reward_service import causal
 from reward_service.causal_reward import CausalReward
 from reward_service.reward import score_batch, take_fairly
+from reward_service.token_prefix import match
 from specrej.contracts import FinishReason, Scores
 from tests.reward_service.tiny import (
     CONFIGS,
@@ -118,6 +121,41 @@ def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -
     )
     session.close()
     assert reward.scorer.kept_tokens == 0
+
+
+def test_many_forks_compare_few_texts(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against minutes of comparisons: all of a thousand texts with all of a thousand forks,
+    which have hundreds of tokens in common."""
+    reward = load("classifier", models["llama"])
+    session = reward.open(PROMPT)
+    scored(reward, session, {key: f"begun{key:02}" for key in range(40)})
+    compared: list[int] = []
+
+    def counted(token_ids: Sequence[int], *others: Any) -> tuple[int, int]:
+        compared.append(len(token_ids))
+        return match(token_ids, *others)
+
+    monkeypatch.setattr(causal, "match", counted)
+    forks = {40 + key: f"begun{key:02}!" for key in range(40)}
+    forked = scored(reward, session, {0: "begun00?", **forks})
+    assert len(compared) < 8 * len(forks)
+    assert forked.computed_tokens == 41 * (1 + CLOSING)  # each has its own parent's tokens
+
+
+def test_forks_have_the_room_of_rejected_texts(models: dict[str, Path]) -> None:
+    """Guards other sessions' kept texts against copies that fit where rejected texts were."""
+    rooms = 64  # of each store
+    reward = load("classifier", models["llama"], kept_tokens=9 * rooms)
+    other, session = reward.open(PROMPT), reward.open(PROMPT)
+    scored(reward, other, {0: "abc"})
+    scored(reward, session, {key: f"{key}bc" for key in range(5)})
+    kept = reward.scorer.kept_tokens
+    forked = {0: "0bcd", **{key: f"0bc{key}" for key in range(5, 9)}}
+    assert scored(reward, session, forked).computed_tokens == 5 * (1 + CLOSING)
+    assert reward.scorer.kept_tokens == kept
+    assert scored(reward, other, {0: "abc"}).computed_tokens == CLOSING
 
 
 def test_least_recently_used_sessions_are_evicted(models: dict[str, Path]) -> None:
