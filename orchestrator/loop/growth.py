@@ -61,7 +61,9 @@ class Growth:
             position, rows = whole.num_tokens, rows - _num_ended(whole)
             if not rows:  # rejected ones may have grown further
                 longest = max(candidate.num_tokens for candidate in whole.candidates)
-                return replace(whole, ended_by=RoundEnd.ALL_FINISHED, num_tokens=longest)
+                whole = replace(whole, ended_by=RoundEnd.ALL_FINISHED, num_tokens=longest)
+                on_stride(whole)
+                return whole
         while True:
             stride = min(most_tokens, self._deadline.stride_tokens(position, until, rows))
             part = await self._stride(position, position + stride, rows)
@@ -107,7 +109,11 @@ class Growth:
         if not self._ahead:
             return 0
         grown = self._ahead.candidates
-        self._ahead = replace(self._ahead, candidates=tuple(c for c in grown if c.id in live))
+        self._ahead = replace(
+            self._ahead,
+            candidates=tuple(c for c in grown if c.id in live),
+            lost=tuple(number for number in self._ahead.lost if number in live),
+        )
         return sum(len(c.new_token_ids) for c in grown if c.id not in live)
 
     async def _stride(self, position: int, until: int, rows: int) -> Round:
@@ -127,8 +133,9 @@ def _num_ended(part: Round) -> int:
 
 
 def _joined(first: Round, second: Round) -> Round:
-    """Two strides as one round."""
-    candidates = {candidate.id: candidate for candidate in first.candidates}
+    """Two strides as one round, without candidates that were lost in the second."""
+    lost = {*second.lost}
+    candidates = {c.id: c for c in first.candidates if c.id not in lost}
     for later in second.candidates:
         before = candidates.get(later.id)
         if before:

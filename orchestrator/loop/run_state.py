@@ -84,7 +84,8 @@ class RunState:
 
         Raises:
             InternalError: a live candidate is missing; without it the loop might never end.
-            Unavailable: a generator was lost with its candidates, and `may_degrade` is not set.
+            Unavailable: a generator was lost with its candidates, and `may_degrade` is not set or
+                none is left.
         """
         self.num_started = len(self.live)
         if ended.lost:
@@ -96,6 +97,8 @@ class RunState:
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
         self.latest.update((candidate.id, candidate) for candidate in ended.candidates)
         self.live -= {c.id for c in ended.candidates if c.finish is not None}
+        if ended.lost and not (self.live or self.ended()):
+            raise Unavailable("a generator was lost, and with it all candidates that were left")
         if self.keeps_tokens:
             for candidate in ended.candidates:
                 self.token_ids[candidate.id] += candidate.new_token_ids

@@ -362,6 +362,19 @@ async def test_the_last_stretch_streams_token_by_token() -> None:
     assert {len(delta.split()) for delta in deltas[1:]} == {1}
 
 
+@pytest.mark.usefixtures("at_once")
+async def test_an_answer_that_ends_while_it_is_scored_is_sent_whole() -> None:
+    """Guards against a last part of the text that only the answer has."""
+    for seed in range(8):
+        within: list[Progress | TextDelta] = []
+        alone = replace(request(1), sampling=Sampling(max_tokens=60, seed=seed))
+        receiver = WithinRounds(within.append)
+        toy, scorer = ToyGenerator(end_every=20), SlowScorer("a", 100)
+        generation = await answer(alone, toy, scorer, overlaps=True, within=receiver)
+        text = "".join(event.text for event in within if isinstance(event, TextDelta))
+        assert text == generation.best.text
+
+
 async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
     """Guards against sent text that a stop text then takes back."""
     sent: list[Progress | TextDelta] = []

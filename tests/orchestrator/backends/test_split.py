@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,19 +14,23 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.split import SplitSession, shares_of
+from orchestrator.loop import WithinRounds, growth
 from specrej.contracts import (
     Branching,
+    Candidate,
     Degradation,
     Generation,
     GenerationRequest,
     GeometricSchedule,
+    Round,
+    Scores,
     SessionSpec,
     TokensSchedule,
 )
 from specrej.errors import InvalidRequest, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, PROMPT, EightCandidates, generators, request
 from tests.orchestrator.backends.test_generators import SAMPLING, SCORER, content
-from tests.orchestrator.runs import answer
+from tests.orchestrator.runs import FixedScorer, answer
 from tests.orchestrator.services import HeldGenerator
 from tests.serving import until
 
@@ -153,6 +158,71 @@ async def _answer_without_a_part(large: GenerationRequest, verb: str) -> Generat
             return await answering
         finally:
             await until(lambda: remaining.is_idle)
+
+
+async def test_a_part_lost_between_two_strides_of_a_round_has_no_candidates() -> None:
+    """Guards against lost candidates that are scored, ranked and kept in place of live ones."""
+    large = request(24, TokensSchedule((16,)), allow_degraded=True)
+    lost, remaining = HeldGenerator(4 + 12 * 16), HeldGenerator(4 + 12 * 16)
+    async with generators(lost, remaining) as running:
+        gate = lost.gates["extend"]
+        gate.shut()
+        within = WithinRounds(lambda event: None)  # strides of a few tokens
+        answering = asyncio.ensure_future(answer(large, running.client, SCORER, within=within))
+        await until(lambda: gate.held == 1)
+        gate.open()
+        gate.shut()
+        await until(lambda: gate.held == 0)
+        await until(lambda: gate.held == 1)
+        await running.servers[0].kill()
+        first, *_ = (await answering).rounds
+    assert first.num_lost > 0
+    assert len(first.candidates) == first.num_started - first.num_lost
+
+
+class TwoParts(ToyGenerator):
+    """Opens four candidates at each of two toys; the second is lost beyond 16 tokens."""
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[Any]:
+        toys = [ToyGenerator(end_every=10**6) for _ in range(2)]
+        first_spec, second_spec = (replace(spec, n=4, first_candidate_id=i) for i in (0, 4))
+        async with toys[0].open(first_spec) as first, toys[1].open(second_spec) as second:
+            extend = second.extend
+
+            async def lost(until_tokens: int) -> Round:
+                if until_tokens > 16:
+                    raise Unavailable("lost")
+                return await extend(until_tokens)
+
+            second.extend = lost  # type: ignore[method-assign]
+            yield SplitSession([(0, first), (4, second)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("best_part", [0, 1])
+async def test_a_part_lost_while_it_is_scored(
+    monkeypatch: pytest.MonkeyPatch, best_part: int
+) -> None:
+    """Guards against INTERNAL if the cut keeps lost candidates only, and against rejected ones that
+    count as lost."""
+    monkeypatch.setattr(growth, "_SOON_S", 0.0)
+
+    class Preferring(FixedScorer):
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            return await super().score(candidates)
+
+    scorer = Preferring(lambda candidate: float(candidate.id // 4 == best_part))
+    of_two = request(8, TokensSchedule((16,)), allow_degraded=True)
+    of_two = replace(of_two, selection=replace(of_two.selection, alpha=0.75))
+    answering = answer(of_two, TwoParts(), scorer, overlaps=True)
+    if best_part:
+        with pytest.raises(Unavailable):
+            await answering
+    else:
+        rounds = (await answering).rounds
+        assert [(t.num_rejected, t.num_lost, t.num_live) for t in rounds] == [(6, 0, 2), (0, 0, 0)]
 
 
 async def test_a_session_that_lost_all_live_candidates_is_unavailable(
