@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from orchestrator.loop.rejection import num_kept
 
@@ -143,8 +145,10 @@ class DeadlineController:
         """The most candidates, of `least` to `width`, that can all go on to their end in time."""
         if self.time_left_s is None or not self._steps:
             return width
-        fitting = (rows for rows in range(width, least, -1) if self._fits(position, rows, 0.0))
-        most = next(fitting, min(least, width))
+        # More candidates never take less time: bisect for the first number that is late.
+        rows = range(least + 1, width + 1)
+        num_fitting = bisect_left(rows, True, key=lambda n: not self._fits(position, n, 0.0))
+        most = min(least, width) + num_fitting
         self.hurried = self.hurried or most < width
         return most
 
@@ -159,10 +163,11 @@ class DeadlineController:
     def _finish_s(self, position: int, rows: int, alpha: float) -> float:
         """Seconds until all rows have ended, if every round rejects the fraction alpha."""
         seconds, end = 0.0, self._end(position)
+        step_s, kept = cache(self.step_s), cache(num_kept)  # there may be a thousand rounds
         while position < end:
             until = min(self.next_token(position), end)
-            seconds += (until - position) * self.step_s(rows) + rows * self._score_s
-            position, rows = until, num_kept(rows, alpha)
+            seconds += (until - position) * step_s(rows) + rows * self._score_s
+            position, rows = until, kept(rows, alpha)
         return seconds
 
     def _end(self, position: int) -> int:

@@ -20,7 +20,7 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from orchestrator.loop import rejection, schedule
 from orchestrator.loop.branching import forks_of
@@ -88,9 +88,9 @@ async def run(
         TimeoutError: a reward did not return in time, and the request allows no degradation.
     """
     began = clock()
-    deadline = DeadlineController(
-        partial(_decision_token, request), request.sampling.max_tokens, time_left_s, clock
-    )
+    # Cached: the controller extrapolates over all decision tokens, several times per round.
+    next_token = cache(partial(_decision_token, request))
+    deadline = DeadlineController(next_token, request.sampling.max_tokens, time_left_s, clock)
     async with _opened(request, generator, scorers, cache_salt) as (session, scorer):
         rewards = request.selection.rewards or _UNWEIGHTED
         state = RunState(
