@@ -238,7 +238,8 @@ class _Run:
         is_full = ended.ended_by is RoundEnd.SLOTS_FULL
         release = rejection.num_released(live, ended.num_tokens) if is_full else 0
         cut = rejection.cut(
-            state.scores(state.ranked),
+            # With branching no finished candidate is ranked out, and there may be thousands.
+            state.scores(state.live if branching else state.ranked),
             state.live,
             alpha,
             release=max(release, live - branching.keep) if branching else release,
@@ -248,10 +249,10 @@ class _Run:
         rejected = state.live & cut.rejected
         state.keep(cut.kept)
         forks: Forks = {}
-        if branching and not is_full:
+        if branching and state.live and not is_full:
             survivors = state.ranking(state.live)
-            width = self.deadline.width(state.num_tokens, branching.width, len(survivors))
-            width = min(width, len(survivors) + state.forks_left)
+            width = min(branching.width, len(survivors) + state.forks_left)
+            width = self.deadline.width(state.num_tokens, width, len(survivors))
             forks = forks_of(survivors, width, state.next_id)
             state.next_id += len(forks)
             metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))

@@ -114,7 +114,8 @@ class RunState:
         self.ranked -= self.lost
 
     def judge(self, candidates: Sequence[Candidate], scored: RawScores) -> None:
-        """Store the raw scores of these candidates and compute all verdicts anew.
+        """Store the raw scores of these candidates and compute their verdicts, and all others that
+        depend on them.
 
         A finished candidate keeps its raw scores; its verdict may change where it depends on those
         of other candidates. After a fallback, the likelihood replaces all earlier raw scores.
@@ -124,13 +125,17 @@ class RunState:
             self.rewards = (WeightedReward(LIKELIHOOD),)
             self.raw = {number: (known.mean_logprob,) for number, known in self.latest.items()}
             self.judged_by.clear()
+            self.verdicts = {}
         if scored.fingerprints:
             self.judged_by.add(scored.fingerprints)
         fresh = {c.id: values for c, values in zip(candidates, scored.values, strict=True)}
         self.raw |= fresh
         self.ranked |= fresh.keys()
-        counting = sorted({*self.ranked, *self.ended()})
-        self.verdicts = judged({number: self.raw[number] for number in counting}, self.rewards)
+        counting = {*self.ranked, *self.ended()}
+        depends = any(reward.normalization.kind == "batch" for reward in self.rewards)
+        known = {} if depends else {n: self.verdicts[n] for n in counting & self.verdicts.keys()}
+        anew = sorted(counting - (known.keys() - fresh.keys()))
+        self.verdicts = known | judged({number: self.raw[number] for number in anew}, self.rewards)
         self.reward_tokens += scored.computed_tokens
 
     def scores(self, numbers: Iterable[int]) -> dict[int, float]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
-from orchestrator.loop import growth, run_state
+from orchestrator.loop import Verdict, growth, run_state
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED, RunState
 from orchestrator.loop.schedule import first_round_tokens
-from orchestrator.loop.scoring import LikelihoodScorer
+from orchestrator.loop.scoring import LikelihoodScorer, judged
 from specrej.contracts import (
     Admitted,
     Algorithm,
@@ -404,6 +406,44 @@ async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert generation.rounds[-1].num_started == 1
     texts = [n for n, candidate in states[0].latest.items() if candidate.text]
     assert texts == [candidate.id for candidate in generation.candidates]
+
+
+async def test_forks_that_there_cannot_be_do_not_make_an_answer_hurried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards the cache: there is time for two candidates and not for 64, and no fork is left."""
+    monkeypatch.setattr(run_state, "MAX_FORKS", 0)
+    seconds = itertools.count()
+    generation = await answer(
+        request(4, 64, schedule=GeometricSchedule(8), branching=Branching(64, 2)),
+        ToyGenerator(end_every=10**9),
+        FixedScorer(),
+        time_left_s=100.0,
+        clock=lambda: float(next(seconds)),
+    )
+    assert generation.rounds[0].num_live == 2
+    assert not generation.hurried
+
+
+@pytest.mark.parametrize("kind", ["none", "batch"])
+async def test_scores_of_ended_candidates_are_combined_anew_only_if_they_depend_on_others(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Guards the event loop: thousands of forks that have ended took 0.2 s of it per round."""
+    every_token, num_judged = TokensSchedule(tuple(range(1, 60))), 0
+
+    def counted(values: Mapping[int, Sequence[float]], *others: Any) -> dict[int, Verdict]:
+        nonlocal num_judged
+        num_judged += len(values)
+        return judged(values, *others)
+
+    monkeypatch.setattr(run_state, "judged", counted)
+    rewards = (WeightedReward("a", normalization=Normalization(kind)),)
+    many = request(8, 60, schedule=every_token, branching=Branching(16, 1), rewards=rewards)
+    generation = await answer(many, ToyGenerator(end_every=8), LetterScorer("a"))
+    num_scored = sum(trace.num_started for trace in generation.rounds)
+    assert sum(trace.num_finished for trace in generation.rounds) > 60
+    assert (num_judged > num_scored) == (kind == "batch")
 
 
 async def test_by_reward_alone_a_truncated_answer_can_win() -> None:
