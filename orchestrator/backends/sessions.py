@@ -16,6 +16,7 @@ from orchestrator.backends.fleet import Backend
 from specrej.contracts import (
     NO_FORKS,
     Forks,
+    GeneratorDescription,
     Pruned,
     Round,
     RoundEnd,
@@ -45,6 +46,7 @@ class PlacedSession:
         self.n = session.n
         self.prompt_tokens = session.prompt_tokens
         self.reduced = session.reduced
+        self.description: GeneratorDescription = backend.description
 
     async def extend(self, until_tokens: int) -> Round:
         async with self.backend.answering():
@@ -111,9 +113,11 @@ class FailoverSession:
         return self._noted(await self._move(until_tokens))
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
-        """As `Session.prune`; the forks of a lost session are made where it moves to."""
+        """As `Session.prune`; the forks of a lost session are made where it moves to, as many as
+        its generator would have made if no other session had slots."""
         live, self._live = self._live, {i: self._live[i] for i in keep if i in self._live}
-        pruned = Pruned(0, self._slots, tuple(sorted(i for i in forks if forks[i] not in live)))
+        possible = [number for number in forks if forks[number] in live][: self._room(len(keep))]
+        pruned = Pruned(0, self._slots, tuple(sorted(forks.keys() - {*possible})))
         if not self._lost:
             try:
                 pruned = await self._session.prune(keep, forks)
@@ -122,6 +126,13 @@ class FailoverSession:
         for number in forks.keys() - {*pruned.refused}:
             self._live[number] = replace(live[forks[number]], id=number)
         return pruned
+
+    def _room(self, num_kept: int) -> int:
+        """Candidates of one token more that fit into the generator beside `num_kept`."""
+        limits = self._session.description
+        slots = limits.slots.capacity - self.prompt_tokens
+        most = min(limits.max_candidates, slots // (self._num_tokens + 1))
+        return max(0, most - num_kept)
 
     def _noted(self, ended: Round) -> Round:
         for c in ended.candidates:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 
 from generator_service.toy import ToyGenerator
+from orchestrator.backends.generators import FleetGenerator
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Branching,
     Generation,
+    GenerationRequest,
+    GeneratorDescription,
     GeometricSchedule,
     Prompt,
     Sampling,
@@ -20,7 +24,14 @@ from specrej.contracts import (
     TokensSchedule,
 )
 from specrej.errors import Overloaded, Unavailable
-from tests.orchestrator.backends.fleets import PROMPT, QUICK, EightCandidates, generators, request
+from tests.orchestrator.backends.fleets import (
+    PROMPT,
+    QUICK,
+    EightCandidates,
+    RunningFleet,
+    generators,
+    request,
+)
 from tests.orchestrator.runs import answer
 from tests.orchestrator.services import BOUND_S, HeldGenerator
 from tests.serving import until
@@ -38,7 +49,7 @@ def content(generation: Generation) -> list[object]:
     return [generation.candidates, rounds, generation.usage.best_of_n_tokens_estimate]
 
 
-def holder(toys: list[HeldGenerator]) -> int:
+def holder(toys: Sequence[HeldGenerator]) -> int:
     """The index of the one that has a session."""
     (index,) = [index for index, toy in enumerate(toys) if toy.toy.ledger.num_sessions]
     return index
@@ -56,24 +67,66 @@ async def test_an_answer_does_not_change_if_its_generator_is_lost(
     assert bool(undisturbed.rounds[0].forks) == bool(branching)
     toys = [HeldGenerator(), HeldGenerator()]
     async with generators(*toys) as running:
-        answering = asyncio.ensure_future(answer(of_twelve, running.client, SCORER))
-        await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
-        lost = holder(toys)
-        gate = toys[lost].gates[verb]
-        for _ in range(rounds_before):
-            gate.shut()
-            await until(lambda: gate.held == 1)
-            gate.open()
-            await until(lambda: gate.held == 0)
-        gate.shut()
-        await until(lambda: gate.held == 1)
-        await running.servers[lost].kill()
-        moved = await answering
+        moved = await _answer_without(of_twelve, running, toys, verb, rounds_before)
     assert content(moved) == content(undisturbed)
     assert moved.usage.generated_tokens >= undisturbed.usage.generated_tokens
     assert sum(trace.generated_tokens for trace in moved.rounds) == moved.usage.generated_tokens
     assert not moved.degraded
+
+
+@pytest.mark.parametrize(
+    ("limits", "rounds_before"),
+    [({"max_candidates": 8}, 0), ({"capacity_slots": 4 + 8 * 8}, 2)],
+    ids=["candidates", "slots"],
+)
+async def test_forks_without_room_do_not_move(limits: dict[str, int], rounds_before: int) -> None:
+    """Guards against a lost request if its generator, lost while it prunes, would have refused some
+    of the forks: no other has the room for them either."""
+    of_eight = request(8, branching=Branching(12, 2))
+    toys = [Limited(**limits) for _ in range(3)]
+    async with generators(toys.pop()) as running:
+        undisturbed = await answer(of_eight, running.client, SCORER)
+    with_forks = [trace for trace in undisturbed.rounds if trace.forks]
+    assert min(len(trace.forks) for trace in with_forks) < 10
+    async with generators(*toys) as running:
+        moved = await _answer_without(of_eight, running, toys, "prune", rounds_before)
+    assert content(moved) == content(undisturbed)
+
+
+class Limited(HeldGenerator):
+    """A toy with a limit."""
+
+    def __init__(self, capacity_slots: int = 100_000, max_candidates: int = 1024) -> None:
+        super().__init__(capacity_slots)
+        self._max_candidates = max_candidates
+
+    async def describe(self) -> GeneratorDescription:
+        return replace(await super().describe(), max_candidates=self._max_candidates)
+
+
+async def _answer_without(
+    any_request: GenerationRequest,
+    running: RunningFleet[FleetGenerator],
+    toys: Sequence[HeldGenerator],
+    verb: str,
+    rounds_before: int,
+) -> Generation:
+    """The answer of a request whose generator is killed in a call of `verb`."""
+    answering = asyncio.ensure_future(answer(any_request, running.client, SCORER))
+    await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
+    lost = holder(toys)
+    gate = toys[lost].gates[verb]
+    for _ in range(rounds_before):
+        gate.shut()
+        await until(lambda: gate.held == 1)
+        gate.open()
+        await until(lambda: gate.held == 0)
+    gate.shut()
+    await until(lambda: gate.held == 1)
+    await running.servers[lost].kill()
+    moved = await answering
     assert toys[1 - lost].is_idle
+    return moved
 
 
 async def test_survivors_keep_the_tokens_that_another_generator_would_not_draw(
