@@ -14,6 +14,8 @@ from specrej.contracts import Candidate, Progress, Round, TextDelta
 
 # Tokens of a stride: what a caller sees at once.
 _STRIDE_TOKENS = 4
+# The generator decodes and sends all texts after each stride: so many candidates, a token longer.
+_ROWS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,12 @@ class ProgressReporter:
         self._num_held = max(map(len, stop), default=1) - 1
         self._sent = ""
 
-    def stride_tokens(self, *, is_certain: bool) -> int:
-        """The most tokens of the next stride."""
+    def stride_tokens(self, rows: int, *, is_certain: bool) -> int:
+        """The most tokens of the next stride of `rows` candidates."""
         if is_certain and self._within.text_deltas:
             return 1
-        return _STRIDE_TOKENS if self._within.progress else sys.maxsize
+        tokens = max(_STRIDE_TOKENS, rows // _ROWS_PER_TOKEN)
+        return tokens if self._within.progress else sys.maxsize
 
     def report(self, grown: Round, *, is_certain: bool) -> None:
         """Report what has grown in a round so far."""

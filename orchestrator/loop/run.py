@@ -201,7 +201,7 @@ class _Run:
             return await self.growth.extend(position, until, rows)
         # Forks of the last candidate, too, could win.
         is_certain = rows == 1 and not self.state.ended() and not self.request.selection.branching
-        most_tokens = self.progress.stride_tokens(is_certain=is_certain)
+        most_tokens = self.progress.stride_tokens(rows, is_certain=is_certain)
         report = partial(self.progress.report, is_certain=is_certain)
         return await self.growth.extend(position, until, rows, most_tokens, report)
 

@@ -364,6 +364,19 @@ async def test_the_last_stretch_streams_token_by_token() -> None:
     assert {len(delta.split()) for delta in deltas[1:]} == {1}
 
 
+@pytest.mark.parametrize(("n", "num_strides"), [(8, 16), (64, 16), (640, 2)])
+async def test_the_progress_of_many_candidates_comes_in_longer_strides(
+    n: int, num_strides: int
+) -> None:
+    """Guards the generator, which decodes all texts after each stride: for a thousand candidates it
+    would do little else."""
+    within: list[Progress | TextDelta] = []
+    receiver = WithinRounds(within.append)
+    one_round = request(n, 64, algorithm=Algorithm.BEST_OF_N)
+    await answer(one_round, ToyGenerator(end_every=10**9), FixedScorer(), within=receiver)
+    assert len(within) == num_strides
+
+
 @pytest.mark.usefixtures("at_once")
 async def test_an_answer_that_ends_while_it_is_scored_is_sent_whole() -> None:
     """Guards against a last part of the text that only the answer has."""
