@@ -100,9 +100,8 @@ class Growth:
             self._score_s = self._clock() - began
             return result
         finally:
-            if not awaited.done():
-                awaited.cancel()
-                await asyncio.wait({awaited})
+            awaited.cancel()
+            await asyncio.gather(awaited, return_exceptions=True)
 
     def discard(self, live: Collection[int]) -> int:
         """Drop what candidates that are not `live` any more grew ahead; returns their tokens."""

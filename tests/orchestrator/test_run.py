@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import Verdict, growth, run_state
+from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED, RunState
@@ -304,6 +306,35 @@ async def test_scores_that_fail_end_the_growth_ahead(may_degrade: bool) -> None:
         with pytest.raises(Unavailable):
             await answer(long, toy, failing, overlaps=True)
     assert toy.ledger.owned == 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_scores_that_fail_in_a_cancelled_request_are_no_error_of_the_loop() -> None:
+    """Guards against "Task exception was never retrieved", with a traceback, in the log."""
+    growing, failed, errors = asyncio.Event(), asyncio.Event(), list[dict[str, Any]]()
+
+    class Endless:
+        async def extend(self, until_tokens: int) -> None:
+            growing.set()
+            await asyncio.Event().wait()
+
+    async def failing() -> None:
+        await growing.wait()
+        failed.set()
+        raise Unavailable("the reward is gone")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    deadline = DeadlineController(lambda position: position + 1, 8)
+    deadline.note_stride(1, 1, 0, 0.1)
+    ahead = growth.Growth(Endless(), deadline, lambda: 0.0)  # type: ignore[arg-type]
+    waiting = asyncio.ensure_future(ahead.while_waiting(failing(), 1, 8, 1))
+    await failed.wait()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    del waiting  # with its frames: the loop reports when the task of the scores is freed
+    gc.collect()
+    assert not errors
 
 
 @pytest.mark.usefixtures("at_once")
