@@ -112,6 +112,7 @@ async def run(
                 if len(state.rounds) == 1:
                     state.first_round_ms = (clock() - began) * 1e3
                 yield completed
+    state.unused_tokens = growth.discard(())
     if not state.ended():
         state.cut_short(may_degrade=request.allow_degraded)
     state.hurried = deadline.hurried or bool(state.live)

@@ -70,6 +70,7 @@ class RunState:
     next_id: int = 0  # of the next fork
     forks: dict[int, tuple[int, int]] = field(default_factory=dict)  # parent, its tokens then
     repeated_tokens: int = 0
+    unused_tokens: int = 0  # grown while scores were under way, before the rounds ended early
     reward_tokens: int = 0
     made_by: set[str] = field(default_factory=set)  # fingerprints of generators
     judged_by: set[tuple[str, ...]] = field(default_factory=set)  # fingerprints of all rewards
@@ -346,7 +347,7 @@ def _usage(state: RunState, answer_tokens: int) -> Usage:
         if c.id not in state.forks
     )
     inherited = sum(num_tokens for _, num_tokens in state.forks.values())
-    discarded = sum(trace.discarded_tokens for trace in state.rounds)
+    discarded = sum(trace.discarded_tokens for trace in state.rounds) + state.unused_tokens
     generated = sum(c.num_tokens for c in candidates) - inherited + discarded
     return Usage(
         prompt_tokens=state.prompt_tokens,

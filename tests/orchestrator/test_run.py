@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from generator_service.steps import Step
 from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import Verdict, growth, run_state
 from orchestrator.loop.deadline import DeadlineController
@@ -355,6 +356,28 @@ async def test_a_generator_that_fails_ahead_fails_the_next_round(
     generation = await answer(early, ToyGenerator(end_every=10), scorer, overlaps=True)
     assert generation.degradations == (Degradation.GENERATOR,)
     assert {c.id for c in generation.candidates} <= set(scorer.seen)
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_tokens_grown_before_a_failure_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of survivors that no round takes."""
+    extend, num_made = ToySession.extend, 0
+
+    def count(step: Step) -> None:
+        nonlocal num_made
+        num_made += step.generated
+
+    async def failing(session: ToySession, until_tokens: int) -> Round:
+        if until_tokens > 12:
+            raise Unavailable("the generator is gone")
+        return await extend(session, until_tokens)
+
+    monkeypatch.setattr(ToySession, "extend", failing)
+    early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
+    toy = ToyGenerator(end_every=10, on_step=count)
+    usage = (await answer(early, toy, SlowScorer("a", 50), overlaps=True)).usage
+    assert usage.generated_tokens == num_made
+    assert usage.discarded_tokens > 0
 
 
 @settings(max_examples=60, deadline=None)
