@@ -129,7 +129,8 @@ class VLLMSession:
                 fork = live[parent].fork(number)
                 self._requests[number] = self._request_of(fork, fork.token_ids)
                 self.live.append(fork)
-            await self._abort(rejected)
+            # No list of the session has them any more: a cancellation must not keep them.
+            await asyncio.shield(self._abort(rejected))
             queue.admit_waiting()
         finally:
             self._is_busy = False

@@ -325,6 +325,30 @@ async def test_commands_during_a_round_are_refused(
         await session.extend(9)
 
 
+async def test_a_cancelled_prune_frees_what_it_rejects(
+    engine: DoubleEngine, generator: VLLMGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against requests that wait in vLLM for ever, with their blocks."""
+    begun, abort = asyncio.Event(), engine.abort
+
+    async def slow(_: DoubleEngine, requests: Sequence[DoubleRequest]) -> None:
+        begun.set()
+        await engine.gate.wait()
+        await abort(requests)
+
+    monkeypatch.setattr(DoubleEngine, "abort", slow)
+    async with opened(generator, 3) as session:
+        await session.extend(8)
+        engine.gate.clear()
+        pruning = asyncio.create_task(session.prune([0], {3: 0}))
+        await begun.wait()
+        pruning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pruning
+        engine.gate.set()
+    await until(lambda: not engine.held)
+
+
 async def test_warm_up_and_end(engine: DoubleEngine, generator: VLLMGenerator) -> None:
     await generator.warm_up()
     check_idle(generator)
