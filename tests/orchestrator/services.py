@@ -319,8 +319,10 @@ async def whole(
 ) -> AsyncIterator[Whole]:
     """All three services, with the rewards "toy" and "other"; waits at the end until all is idle.
 
-    `options`: of `Orchestrator`.
+    `options`: of `Orchestrator`. Candidates do not grow while they are scored: how far they grow
+    depends on the machine's speed, and answers of equal runs would differ in their usage.
     """
+    options = {"overlap_scoring": False, **options}
     generator, reward = generator or HeldGenerator(), HeldReward()
     cache = new_cache(redis_url, **(cache_options or {}))
     admission = Admission(Limits(max_running, max_queued))

@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+import pytest
+
+from orchestrator.loop import growth
 from specrej.contracts import TokensSchedule
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
@@ -37,6 +40,19 @@ async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: W
         assert event.best_text
     for before, after in pairwise(rounds):
         assert set(after.survivors) < set(before.survivors)
+
+
+async def test_growth_while_scores_are_under_way_changes_no_text(
+    service: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on by default for generators that do not compute on a CPU, such as the toy."""
+    monkeypatch.setattr(growth, "_SOON_S", 0.0)
+    message = small_request(selection={"return_candidates": 5})
+    waiting = await answer(service, message)
+    async with whole(overlap_scoring=None) as other:
+        overlapping = await answer(other, message)
+    assert overlapping.usage.discarded_tokens > waiting.usage.discarded_tokens == 0
+    assert overlapping.candidates == waiting.candidates
 
 
 async def test_the_answer_is_the_best_candidate_and_usage_adds_up(service: Whole) -> None:
