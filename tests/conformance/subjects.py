@@ -135,7 +135,9 @@ def fleet(
             members = [await stack.enter_async_context(open_member(directory)) for _ in range(num)]
             generators = tuple(member.generator for member in members)
             ports = [await stack.enter_async_context(port(one)) for one in generators]
-            together = await stack.enter_async_context(behind(ports, PollSettings(lost_s=60)))
+            together = await stack.enter_async_context(
+                behind(ports, PollSettings(poll_s=0.1, lost_s=60))
+            )
             is_toy = members[0].is_toy
             yield Subject(together, is_toy, is_fleet=True, is_split=is_split, members=generators)
 
