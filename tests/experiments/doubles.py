@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import cache
 from typing import Any
 
 from experiments.collect import Progress, collect_prompt
@@ -85,10 +86,15 @@ def models(
     return Models(generator, description, scorers, rewards)
 
 
+@cache
+def _model() -> CausalLM:
+    return CausalLM(tiny.build())
+
+
 @contextmanager
 def tiny_engine(capacity: int = 100_000) -> Iterator[LocalGenerator]:
     """A real engine on a tiny random Llama."""
-    engine = EngineThread(Engine(CausalLM(tiny.build()), capacity))
+    engine = EngineThread(Engine(_model(), capacity))
     engine.start()
     card = ModelCard("tiny", "1", 256, 1024, tiny.VOCABULARY, 8, "cpu")
     try:

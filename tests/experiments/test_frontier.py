@@ -84,15 +84,15 @@ def test_rejection_by_chance_is_not_recommended() -> None:
 def test_luck_among_settings_is_not_recommended() -> None:
     """Every alpha of the grid is a setting; those chosen on one half are no better on the other.
 
-    Among 20 collections of random walks the default stays in at least 16.
+    Among 10 collections of random walks the default stays in at least 8.
     """
     alphas = (0.4, 0.45, 0.5, 0.55)
     kept = 0
-    for seed in range(20):
+    for seed in range(10):
         prompts = collection(8, 32, positions=(16, 32, 64), seed=17 * seed)
         side = study(prompts, alphas).sides[1]
         kept += side.recommended in {frontier.BEST_OF_N, "N = 32, alpha 0.5, from 16, x2"}
-    assert kept >= 16
+    assert kept >= 8
 
 
 def test_default_that_may_lose_is_not_recommended() -> None:

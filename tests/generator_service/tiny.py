@@ -50,10 +50,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def build(name: str = "llama") -> Any:
+def build(name: str = "llama", **sizes: Any) -> Any:
     """A model with reproducible random weights, wide enough apart that tokens differ."""
     torch.manual_seed(7)
     config = copy.deepcopy(CONFIGS[name])  # a model writes its attention into its config
+    config.update(sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
