@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,20 +66,27 @@ def collected(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "trajectories"
 
 
-def test_run_writes_everything(tmp_path: Path) -> None:
-    """Through `specrej`, as small as the studies allow."""
+@pytest.mark.usefixtures("run", "undrawn")
+def test_run_writes_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As small as the studies allow."""
     size = ("--limit", "1", "--n", "8", "--max-tokens", "32", "--lengths", "24")
-    command = (sys.executable, "-m", "specrej.cli", "experiment", "run", "--out", str(tmp_path))
-    ended = subprocess.run(
-        (*command, *size, "--rewards", "vowels"),
-        env=os.environ | TOYS, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "[1/1]" in ended.stderr
+    command = ("experiments", "run", "--out", str(tmp_path), *size, "--rewards", "vowels")
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    assert "[1/1]" in capsys.readouterr().err
     assert len(load(tmp_path / "trajectories")) == 1
     assert (tmp_path / "report" / "recommended.csv").exists()
     page = (tmp_path / "report" / "report.html").read_text()
     assert "24 tokens" in page and "32 tokens" in page
+
+
+def test_specrej_becomes_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
+    assert CliRunner().invoke(app, ["experiment", "run", "--n", "8"]).exit_code == 0
+    assert commands == [(sys.executable, "-m", "experiments", "run", "--n", "8")]
 
 
 def test_shorter_limits_come_first(collected: Path) -> None:
