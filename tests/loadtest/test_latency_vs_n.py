@@ -157,7 +157,7 @@ async def test_command_measures_and_writes_everything(toys: Stack, tmp_path: Pat
 @in_session
 async def test_slow_requests_at_a_fixed_rate_are_cancelled(toys: Stack, tmp_path: Path) -> None:
     # No toy answers within a millisecond: its first step takes two.
-    ended = await latency_vs_n(*where(toys, tmp_path), *SMALL, "--patience-s", "0.001")
+    ended = await latency_vs_n(*where(toys, tmp_path), *SMALL, "--ns", "4", "--patience-s", "0.001")
     assert ended.code == 0, ended.err
     for cell in cells_of(tmp_path):
         if cell["condition"] == "steady":

@@ -12,14 +12,15 @@ from tests.loadtest.conftest import TOYS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-USERS = ("--users", "4", "--spawn-rate", "4", "--run-time", "2s")
+USERS = ("--users", "4", "--spawn-rate", "8", "--run-time", "1s")
 FAST, FULL = "speculative-rejection n=16", "best-of-n n=16"
 
 
 async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:
     """Guards against a load test that measures failures or nothing, and against gevent's clock of
     before the imports: a run that is a second too short."""
-    run = await locust(*USERS, "--algorithm", "both", "--host", toys.orchestrator_address)
+    longer = ("--run-time", "2s", "--algorithm", "both")
+    run = await locust(*USERS, *longer, "--host", toys.orchestrator_address)
     assert run.code == 0, run.err
     answers, first = run.rows("answer"), run.rows("first round")
     assert set(answers) == {FAST, FULL}
@@ -47,7 +48,7 @@ async def test_cache_answers_repeated_requests(toys: Stack) -> None:
 
 
 async def test_steps_end_with_the_last_n(toys: Stack) -> None:
-    steps = ("--shape", "steps", "--n", "1,4", "--step-seconds", "1.5")
+    steps = ("--shape", "steps", "--n", "1,4", "--step-seconds", "1")
     run = await locust(*USERS[:2], *steps, "--host", toys.orchestrator_address)
     assert run.code == 0, run.err
     assert set(run.rows("answer")) == {"speculative-rejection n=1", "speculative-rejection n=4"}

@@ -111,7 +111,7 @@ def _status(url: str, token: str, authority: Authority) -> int:
 async def _test_load(address: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *(LOCUST, "-f", "loadtest/locustfile.py", "--headless", "--users", "1"),
-        *("--run-time", "2s", "--stop-timeout", "30", "--json", "--host", address),
+        *("--run-time", "1s", "--stop-timeout", "30", "--json", "--host", address),
         stdout=PIPE,
     )
     output, _ = await asyncio.wait_for(process.communicate(), 60)
