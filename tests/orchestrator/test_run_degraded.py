@@ -161,7 +161,7 @@ async def test_a_hanging_generator_does_not_outlast_the_deadline() -> None:
     generator = FaultyGenerator(hangs_at=16)
     async with asyncio.timeout(30):
         generation = await answer(
-            lenient(), generator, FixedScorer(), time_left_s=2.0, clock=generator.clock
+            lenient(), generator, FixedScorer(), time_left_s=1.0, clock=generator.clock
         )
     assert generation.candidates
     assert generation.hurried or generation.degradations == (Degradation.DEADLINE,)
@@ -170,7 +170,7 @@ async def test_a_hanging_generator_does_not_outlast_the_deadline() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> None:
     """The clock stands still, so that only the limit of one wait counts."""
-    options: dict[str, Any] = {"time_left_s": 1.0, "clock": lambda: 0.0}
+    options: dict[str, Any] = {"time_left_s": 0.5, "clock": lambda: 0.0}
     async with asyncio.timeout(30):
         generation = await answer(
             lenient(alpha=0.0), ToyGenerator(), FaultyScorer(batch), **options

@@ -137,7 +137,7 @@ async def test_a_deadline_ends_a_running_request(
     phase: str, stream: bool, is_default: bool
 ) -> None:
     # A run that is late before its first prune ends with an answer instead.
-    deadline_s = 2.0 if phase == "prune" else 0.1
+    deadline_s = 1.0 if phase == "prune" else 0.1
     async with whole(default_deadline_s=deadline_s if is_default else None) as service:
         service.shut(phase)
         options = {} if is_default else {"timeout": deadline_s}
