@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 
 async def test_everything_is_restarted_under_load() -> None:
-    phases = await rolling(Load(clients=3, n=8, max_tokens=24), TOYS)
+    phases = await rolling(Load(clients=3, n=8, max_tokens=24, settle=1), TOYS)
     assert [failure for phase in phases for failure in phase.failures] == []
     assert {phase.restarted for phase in phases} == {
         "",

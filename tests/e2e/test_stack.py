@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 BIN = Path(sys.executable).parent
 OPTIONS = Options(
-    n=16, max_tokens=48, schedule=GeometricSchedule(first=8), seed=3, cache=CacheControl.BYPASS
+    n=16, max_tokens=24, schedule=GeometricSchedule(first=8), seed=3, cache=CacheControl.BYPASS
 )
 PROMPT = "Explain why leaves are green."
 
@@ -29,16 +29,16 @@ PROMPT = "Explain why leaves are green."
 async def test_speculative_rejection_makes_fewer_tokens_than_best_of_n(stack: Stack) -> None:
     """The main claim, measured: both algorithms run with the same N and seed."""
     async with Client(stack.orchestrator_address) as client:
-        options = Options(n=32, max_tokens=64, seed=1, cache=CacheControl.BYPASS, ignore_eos=True)
+        options = OPTIONS | Options(max_tokens=32, seed=1, ignore_eos=True)
         speculative = await client.generate(PROMPT, **options)
         options["algorithm"] = Algorithm.BEST_OF_N
         best_of_n = await client.generate(PROMPT, **options)
-    assert best_of_n.usage.generated_tokens == 32 * 64
-    assert speculative.usage.generated_tokens == 32 * 16 + 16 * 16 + 8 * 32
-    assert speculative.usage.best_of_n_tokens_estimate == 32 * 64
+    assert best_of_n.usage.generated_tokens == 16 * 32
+    assert speculative.usage.generated_tokens == 16 * 8 + 8 * 8 + 4 * 16
+    assert speculative.usage.best_of_n_tokens_estimate == 16 * 32
     # A survivor's text is that of the uncut run; only rejected candidates differ.
     assert speculative.best.score <= best_of_n.best.score + 1e-4
-    assert [trace.num_live for trace in speculative.rounds] == [16, 8, 0]
+    assert [trace.num_live for trace in speculative.rounds] == [8, 4, 0]
 
 
 async def test_the_second_equal_request_comes_from_the_cache(stack: Stack) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specrej import Client
-from specrej.contracts import Algorithm
+from specrej.contracts import Algorithm, CacheControl
 from specrej.telemetry import names
 from tests.collector import SERVER, Seen
 from tests.telemetry.observed import (
@@ -33,7 +33,9 @@ async def test_a_real_request_is_accounted_for(service: Observed) -> None:
     with client_spans(service.collector):
         async with Client(service.stack.orchestrator_address) as client:
             answers = [
-                await client.generate(PROMPT, n=16, max_tokens=64, algorithm=algorithm)
+                await client.generate(
+                    PROMPT, n=8, max_tokens=32, algorithm=algorithm, cache=CacheControl.BYPASS
+                )
                 for algorithm in Algorithm
             ]
         counted = await service.scrape("generator") - before
