@@ -92,13 +92,16 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
         ):
             urls = (*stack.ports.metrics_urls, stack.metrics_urls[-1])  # the gateway's
             await _no_http(ports.gateway)
+            # These wait for bounds of the services, beside all others.
+            waiting = asyncio.gather(
+                _without_a_message(stack.reward_address), _silent(stack.generator_address)
+            )
             await _usual(client)
             await _shadows(client, urls)
             await _refused(client)
             await _unauthenticated(stack.reward_address)
-            await _without_a_message(stack.reward_address)
             await _hurried(client)
-            await _silent(stack.generator_address)
+            await waiting
             await _lost(client, spare, stack.log_dir)
             os.kill(stack.processes["redis"], signal.SIGKILL)
             await client.generate("without a cache", n=2, max_tokens=8)
