@@ -18,7 +18,7 @@ from orchestrator.cache import Secret, cache_keys
 from orchestrator.cache.answers import ENTRY_OVERHEAD_BYTES, mac
 from specrej import wire
 from specrej.channel import open_channel
-from specrej.contracts import CacheControl, GeometricSchedule, WeightedReward
+from specrej.contracts import CacheControl, GeometricSchedule, TokensSchedule, WeightedReward
 from specrej.credentials import Credentials
 from specrej.security import Metadata
 from specrej.v1 import generator_pb2, generator_pb2_grpc
@@ -30,6 +30,12 @@ from tests.serving import violations_of
 
 _SALARY = "My salary is 91,000"
 _USE: Mapping[str, Any] = {"cache": CacheControl.USE, "max_tokens": 8}
+# Seven seconds of steps, with an event every 50 ms.
+_LONG: Mapping[str, Any] = {
+    "n": 1,
+    "max_tokens": 1400,
+    "schedule": TokensSchedule(tuple(range(10, 1400, 10))),
+}
 
 
 def _tenant(name: str) -> Metadata:
@@ -185,7 +191,7 @@ async def ended_token(is_expiring: bool, world: World) -> list[str]:
     place(path, lines(ending="", staying=""))
     async with world.another("orchestrator", TOKENS_FILE=str(path)) as address:
         calls = [
-            Call(address, stream=True, n=1, max_tokens=1400, metadata=_bearer(token))
+            Call(address, stream=True, metadata=_bearer(token), **_LONG)
             for token in ("ending", "staying")
         ]
         for call in calls:
@@ -196,7 +202,11 @@ async def ended_token(is_expiring: bool, world: World) -> list[str]:
         ended = await calls[0].outcome()
         seconds = time.monotonic() - began
         again = Call(address, n=1, metadata=_bearer("ending"))
-        outcomes = [ended, await again.outcome(), await calls[1].outcome()]
+        outcomes = [ended, await again.outcome()]
+        num_events = len(calls[1].events)
+        await until(lambda: len(calls[1].events) > num_events)
+        calls[1].cancel()
+        outcomes.append(await calls[1].outcome())
     assert seconds < (5 if is_expiring else 3), f"the stream ended after {seconds:.1f} s"
     return [outcome.code for outcome in outcomes]
 
@@ -225,8 +235,12 @@ CASES: tuple[Case, ...] = (
     here("trust/redis-stopped-orchestrator", stopped_loop, "OK x 4", fast=True),
     here("trust/certificate-name", wrong_name, "OK x 2", "PERMISSION_DENIED x 2", fast=True),
     here(
-        "trust/removed-token", partial(ended_token, False), "UNAUTHENTICATED x 2", "OK", fast=True
+        "trust/removed-token",
+        partial(ended_token, False),
+        "UNAUTHENTICATED x 2",
+        "CANCELLED",
+        fast=True,
     ),
-    here("trust/expired-token", partial(ended_token, True), "UNAUTHENTICATED x 2", "OK"),
+    here("trust/expired-token", partial(ended_token, True), "UNAUTHENTICATED x 2", "CANCELLED"),
     here("trust/two-tenants", two_tenants, "INVALID_ARGUMENT", fast=True),
 )
