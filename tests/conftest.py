@@ -25,6 +25,11 @@ settings.load_profile("specrej")
 _SERVICES = ("e2e", "faults", "loadtest", "telemetry", "multihost", "deploy", "gateway")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the telemetry folder first: near the end, one process would wait for the other."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/telemetry/"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Not by marks of `xdist_group`: pytest 9.2 ignores what xdist 3.8 makes of them."""
