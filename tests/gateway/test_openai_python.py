@@ -8,7 +8,6 @@ from typing import Any
 
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI
 from pydantic import SecretStr
 
@@ -262,6 +261,8 @@ async def test_the_synchronous_client(stack: Stack) -> None:
 
 
 async def test_langchain(stack: Stack) -> None:
+    from langchain_openai import ChatOpenAI  # a second, in the process that runs this test only
+
     chat = ChatOpenAI(
         model=f"{MODEL}:sr-32",
         base_url=f"{stack.gateway_url}/v1",
