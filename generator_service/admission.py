@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from specrej.contracts import Forks
@@ -34,7 +34,8 @@ class Demand:
     """What a session needs, in slots.
 
     n: candidates; 0: as many as fit. prompt_slots: slots of the whole prompt. slots_of: slots of
-    one candidate by its number of new tokens, without the prompt.
+    one candidate by its number of new tokens, without the prompt. min_answers: candidates whose
+    whole answers always fit.
     """
 
     n: int
@@ -42,6 +43,12 @@ class Demand:
     first_round_tokens: int
     max_tokens: int
     slots_of: Callable[[int], int]
+    min_answers: int = 1
+
+    @property
+    def least(self) -> int:
+        """The fewest candidates at the start."""
+        return self.n or self.min_answers
 
     @property
     def first_round_slots(self) -> int:
@@ -49,13 +56,16 @@ class Demand:
         return self.slots_of(max(1, min(self.first_round_tokens, self.max_tokens)))
 
     def floor(self, n: int) -> int:
-        """The least useful share: a first round for `n` candidates, or the whole answer for one."""
-        return max(n * self.first_round_slots, self.slots_of(self.max_tokens))
+        """The least useful share: a first round for `n` candidates, or whole answers for as many of
+        them as `min_answers`."""
+        return max(n * self.first_round_slots, self.whole(min(n, self.min_answers)))
 
     def beginning(self, slots: int) -> int:
-        """Candidates that so many slots, without the prompt's, hold at the end of the first round;
-        0: no whole answer fits."""
-        return slots // max(1, self.first_round_slots) if slots >= self.floor(1) else 0
+        """The most candidates whose `floor` is within so many slots, without the prompt's."""
+        slots = max(0, slots)
+        if slots >= self.whole(self.min_answers):
+            return slots // max(1, self.first_round_slots)
+        return slots // max(1, self.slots_of(self.max_tokens))
 
     def whole(self, n: int) -> int:
         """The most that `n` candidates can ever use."""
@@ -177,7 +187,8 @@ class AdmissionQueue(Generic[S]):
         """
         demand = session.demand
         ahead = min(num_tokens + demand.first_round_tokens, demand.max_tokens)
-        floor = max(demand.whole(min(live, 1)), live * demand.slots_of(ahead))
+        whole = demand.whole(min(live, demand.min_answers))
+        floor = max(whole, live * demand.slots_of(ahead))
         self._ledger.narrow(session.id, floor, demand.whole(live), len(self._waiting))
 
     def with_room(
@@ -206,23 +217,26 @@ class AdmissionQueue(Generic[S]):
     def _fitting(self, session: S) -> int:
         """Candidates with which a session can be admitted now; 0: none."""
         demand, missing, free = session.demand, self._missing(session), self._free_candidates()
-        least = max(1, demand.n)
+        least = demand.least
         if least > free or not self._ledger.can_admit(missing + demand.floor(least)):
             return 0
         room = demand.beginning(self._ledger.unshared - missing)
-        return demand.n or max(1, min(self._auto_candidates, free, room))
+        return demand.n or max(least, min(self._auto_candidates, free, room))
 
     def _check_capacity(self, demand: Demand) -> None:
-        if demand.n > self._max_candidates:
-            limit = f"must be at most {self._max_candidates}, is {demand.n}"
-            raise InvalidRequest([Violation("n", limit)])
+        least, limit = demand.least, self._max_candidates
+        if least > limit:
+            field = "n" if demand.n else "min_answers"
+            raise InvalidRequest([Violation(field, f"must be at most {limit}, is {least}")])
         capacity = self._ledger.capacity
-        needed = demand.prompt_slots + demand.floor(max(1, demand.n))
+        needed = demand.prompt_slots + demand.floor(least)
         if needed <= capacity:
             return
         most = demand.beginning(capacity - demand.prompt_slots)
+        of_n = demand.prompt_slots + replace(demand, min_answers=1).floor(max(1, demand.n))
+        field = "n" if of_n > capacity else "min_answers"
         raise SlotsExceeded(
-            [Violation("n", f"needs {needed} KV slots, capacity is {capacity}")],
+            [Violation(field, f"needs {needed} KV slots, capacity is {capacity}")],
             needed=needed,
             capacity=capacity,
             max_candidates=min(most, self._max_candidates),

@@ -38,6 +38,7 @@ class OpenCommand:
     started: Sequence[StartedCandidate] = ()
     adapter: str = ""
     bad_words: Sequence[Sequence[int]] = ()  # of the sampling, as tokens
+    min_answers: int = 1
 
     @property
     def num_given(self) -> int:
@@ -47,7 +48,7 @@ class OpenCommand:
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """In slots, as the engine counts them."""
         first, longest = self.first_round_tokens, self.sampling.max_tokens
-        return Demand(self.n, prompt_slots, first, longest, slots_of)
+        return Demand(self.n, prompt_slots, first, longest, slots_of, self.min_answers)
 
     def candidates(self, n: int) -> list[GrowingCandidate]:
         """`n` candidates, which have taken none of the given tokens yet."""

@@ -84,6 +84,7 @@ class Frontend:
             spec.started,
             spec.adapter,
             bad_words,
+            spec.min_answers,
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:

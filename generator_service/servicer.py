@@ -162,6 +162,9 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     yield from check_sampling(spec.sampling, spec.n, *limits, "open.sampling")
     if spec.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
+    if not 1 <= spec.min_answers <= description.max_candidates:
+        accepted = f"must be 1 .. {description.max_candidates}, is {spec.min_answers}"
+        yield Violation("open.min_answers", accepted)
     if not 0 <= spec.first_candidate_id <= MAX_FIRST_CANDIDATE_ID:
         accepted = f"must be 0 .. {MAX_FIRST_CANDIDATE_ID}, is {spec.first_candidate_id}"
         yield Violation("open.first_candidate_id", accepted)

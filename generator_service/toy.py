@@ -184,6 +184,7 @@ class ToyGenerator:
             first_candidate_id=spec.first_candidate_id,
             started=spec.started,
             bad_words=_sequences(spec.sampling.bad_words),
+            min_answers=spec.min_answers,
         )
         session = ToySession(self, next(self._ids), command)
         self.queue.enter(session)  # admitted or refused: none may wait

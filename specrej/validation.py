@@ -133,8 +133,20 @@ def check_selection(
     yield from _check_ranges(selection, path)
     yield from check_schedule(selection.schedule, f"{path}.schedule")
     yield from check_rewards(selection.rewards, f"{path}.rewards")
+    yield from _check_min_answers(selection, max_candidates, f"{path}.min_answers")
     if selection.branching:
         yield from _check_branching(selection, max_candidates, f"{path}.branching")
+
+
+def _check_min_answers(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:
+    most, name = max_candidates, ""
+    if 1 <= selection.n < most:
+        most, name = selection.n, "n"
+    if selection.branching and 1 <= selection.branching.keep < most:
+        most, name = selection.branching.keep, "branching.keep"
+    if not 1 <= selection.min_answers <= most:
+        accepted = f"1 .. {name} ({most})" if name else f"1 .. {most}"
+        yield _out_of(path, selection.min_answers, accepted)
 
 
 def _check_branching(selection: Selection, max_candidates: int, path: str) -> Iterator[Violation]:

@@ -269,7 +269,8 @@ def _most_candidates(request: GenerationRequest, generator: GeneratorDescription
     # The newest token of a candidate has no slot yet.
     room = generator.slots.capacity // max(1, first_round_tokens(request) - 1)
     most = min(max(1, room), generator.auto_candidates or generator.max_candidates)
-    return max(selection.n or most, selection.branching.width if selection.branching else 0)
+    width = selection.branching.width if selection.branching else 0
+    return max(selection.n or most, selection.min_answers, width)
 
 
 def _check_batches(

@@ -333,12 +333,10 @@ def _completed(
 
 def _with_public_paths(error: InvalidRequest) -> InvalidRequest:
     """The error with field paths of the public request instead of the generator's."""
+    fields = [violation.field.removeprefix("open.") for violation in error.violations]
     violations = [
-        Violation(
-            "selection.n" if v.field in ("n", "open.n") else v.field.removeprefix("open."),
-            v.description,
-        )
-        for v in error.violations
+        Violation(f"selection.{name}" if name in ("n", "min_answers") else name, v.description)
+        for name, v in zip(fields, error.violations, strict=True)
     ]
     return InvalidRequest(violations, reason=error.reason, metadata=error.metadata)
 

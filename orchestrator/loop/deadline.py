@@ -39,13 +39,15 @@ _ALPHA_STEP = 0.05
 class DeadlineController:
     """One request's speed and time left; without a deadline it changes nothing.
 
-    `next_token` returns the next decision token after a position.
+    `next_token` returns the next decision token after a position; `min_answers` candidates must
+    finish.
     """
 
     next_token: Callable[[int], int]
     max_tokens: int
     time_left_s: float | None = None
     clock: Callable[[], float] = time.perf_counter
+    min_answers: int = 1
     hurried: bool = False  # whether it has changed anything
     _deadline: float = field(init=False)
     _reserve_s: float = field(init=False)
@@ -118,25 +120,27 @@ class DeadlineController:
 
     def must_cut(self, position: int, until: int, rows: int) -> bool:
         """Whether the cut must come now: growing all rows to the decision token `until` leaves too
-        little time, even if only one row continues from there."""
+        little time, even if only as many rows as must finish continue from there."""
         if not self._can_help(position, rows):
             return False
         grown_s = (until - position) * self.step_s(rows) + rows * self._score_s
-        late = grown_s + self._finish_s(until, 1, 0.0) > self.left_s
+        late = grown_s + self._finish_s(until, self._least, 0.0) > self.left_s
         self.hurried = self.hurried or late
         return late
 
     def alpha(self, position: int, num_ranked: int, alpha: float) -> float:
         """The least alpha, from the request's on, with which the plan finishes in time.
 
-        The request's alpha if not even a single candidate would finish: with more candidates it is
+        The request's alpha if not even as many as must would finish: with more candidates it is
         likelier that one ends early.
         """
         if not self._can_help(position, num_ranked):
             return alpha
         deepest = 1 - 1 / num_ranked
         tried = alpha
-        while not self._fits(position, num_kept(num_ranked, tried), tried) and tried < deepest:
+        while (
+            not self._fits(position, self._num_kept(num_ranked, tried), tried) and tried < deepest
+        ):
             tried = min(round(tried + _ALPHA_STEP, 6), deepest)
         self.hurried = self.hurried or tried > alpha
         return tried
@@ -153,9 +157,17 @@ class DeadlineController:
         return most
 
     def _can_help(self, position: int, num_candidates: int) -> bool:
-        """Whether rejecting candidates can bring one to its end in time."""
-        known = self.time_left_s is not None and bool(self._steps)
-        return known and num_candidates > 1 and self._fits(position, 1, 0.0)
+        """Whether rejecting candidates can bring as many as must finish to their end in time."""
+        known, least = self.time_left_s is not None and bool(self._steps), self._least
+        return known and num_candidates > least and self._fits(position, least, 0.0)
+
+    @property
+    def _least(self) -> int:
+        """Candidates that must still finish, at least 1."""
+        return max(1, self.min_answers - self._num_ended)
+
+    def _num_kept(self, rows: int, alpha: float) -> int:
+        return min(rows, num_kept(rows, alpha, self._least))
 
     def _fits(self, position: int, rows: int, alpha: float) -> bool:
         return self._finish_s(position, rows, alpha) <= self.left_s
@@ -163,7 +175,7 @@ class DeadlineController:
     def _finish_s(self, position: int, rows: int, alpha: float) -> float:
         """Seconds until all rows have ended, if every round rejects the fraction alpha."""
         seconds, end = 0.0, self._end(position)
-        step_s, kept = cache(self.step_s), cache(num_kept)  # there may be a thousand rounds
+        step_s, kept = cache(self.step_s), cache(self._num_kept)  # there may be a thousand rounds
         while position < end:
             until = min(self.next_token(position), end)
             seconds += (until - position) * step_s(rows) + rows * self._score_s

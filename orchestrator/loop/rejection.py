@@ -19,13 +19,13 @@ class Cut:
     rejected: frozenset[int]
 
 
-def num_kept(num_ranked: int, alpha: float) -> int:
-    """max(1, round_half_even((1 - alpha) * num_ranked)), with alpha as it is written in decimal.
+def num_kept(num_ranked: int, alpha: float, least: int = 1) -> int:
+    """max(least, round_half_even((1 - alpha) * num_ranked)), alpha as it is written in decimal.
 
     In binary, (1 - 0.9) * 15 falls just short of 1.5, which would change the rounding.
     """
     exact = (1 - Decimal(repr(alpha))) * num_ranked
-    return max(1, int(exact.to_integral_value(rounding=ROUND_HALF_EVEN)))
+    return max(least, int(exact.to_integral_value(rounding=ROUND_HALF_EVEN)))
 
 
 def rank(
@@ -50,24 +50,27 @@ def cut(
     live: Collection[int],
     alpha: float,
     *,
+    least: int = 1,
     release: int = 0,
     vetoed: Collection[int] = (),
     has_answer: bool = False,
 ) -> Cut:
     """Reject the lowest fraction alpha of the ranked candidates, finished and live together.
 
-    At least one candidate is kept. At least `release` *live* candidates are rejected, but not all:
-    a round that ends because the slots are full and frees none of them could never end.
+    At least `least` candidates are kept, or all. At least `release` *live* candidates are rejected,
+    but `least` live ones stay; if there are no more, one is rejected, unless it is the only one. A
+    round that ends because the slots are full and frees none of them could never end.
 
     Vetoed candidates rank lowest and are rejected whatever alpha is. If all are vetoed, the best
     live one is kept, so that there is an answer; none is kept with `has_answer`, which means that a
     complete candidate without a veto exists, though it was ranked out.
     """
     ranking = rank(scores, vetoed)
-    kept = [number for number in ranking[: num_kept(len(ranking), alpha)] if number not in vetoed]
+    best = ranking[: num_kept(len(ranking), alpha, least)]
+    kept = [number for number in best if number not in vetoed]
     if not kept and not has_answer:
         kept = ([number for number in ranking if number in live] or ranking)[:1]
     live_kept = [candidate for candidate in kept if candidate in live]
-    for candidate in live_kept[max(1, len(live) - release) :]:
+    for candidate in live_kept[max(1, min(least, len(live) - 1), len(live) - release) :]:
         kept.remove(candidate)
     return Cut(tuple(ranking), frozenset(kept), frozenset(ranking) - frozenset(kept))

@@ -84,13 +84,16 @@ async def run(
     `contextlib.aclosing`: it owns the open sessions.
 
     Raises:
-        DeadlineExceeded: no answer was complete in time, and the request allows no degradation.
+        DeadlineExceeded: fewer than `min_answers` answers were complete in time, and the request
+            allows no degradation.
         TimeoutError: a reward did not return in time, and the request allows no degradation.
     """
     began = clock()
     # Cached: the controller extrapolates over all decision tokens, several times per round.
-    next_token = cache(partial(_decision_token, request))
-    deadline = DeadlineController(next_token, request.sampling.max_tokens, time_left_s, clock)
+    next_token, least = cache(partial(_decision_token, request)), request.selection.min_answers
+    deadline = DeadlineController(
+        next_token, request.sampling.max_tokens, time_left_s, clock, least
+    )
     async with _opened(request, generator, scorers, cache_salt) as (session, scorer):
         rewards = request.selection.rewards or _UNWEIGHTED
         state = RunState(
@@ -113,7 +116,7 @@ async def run(
                     state.first_round_ms = (clock() - began) * 1e3
                 yield completed
     state.unused_tokens = growth.discard(())
-    if not state.ended():
+    if state.lacks_answers(least):
         state.cut_short(may_degrade=request.allow_degraded)
     state.hurried = deadline.hurried or bool(state.live)
     total_ms = (clock() - began) * 1e3
@@ -130,7 +133,13 @@ async def _opened(
     """A generator session and the rewards' sessions, with spans of their opening and closing."""
     n, first_tokens = request.selection.n, first_round_tokens(request)
     spec = SessionSpec(
-        request.prompt, n, request.sampling, first_tokens, cache_salt, adapter=request.model
+        request.prompt,
+        n,
+        request.sampling,
+        first_tokens,
+        cache_salt,
+        adapter=request.model,
+        min_answers=request.selection.min_answers,
     )
     several = scorers if isinstance(scorers, Sequence) else [scorers]
     scoring = RequestScorer(several, request.prompt, may_fall_back=request.allow_degraded)
@@ -243,6 +252,7 @@ class _Run:
             state.scores(state.live if branching else state.ranked),
             state.live,
             alpha,
+            least=selection.min_answers,
             release=max(release, live - branching.keep) if branching else release,
             vetoed=state.vetoed,
             has_answer=state.has_answer,

@@ -166,14 +166,20 @@ class RunState:
         truncated = {n for n in scores if self.prefer_complete and self._is_truncated(n)}
         return rejection.rank(scores, self.vetoed, truncated)
 
+    def lacks_answers(self, least: int) -> bool:
+        """Whether the time ran out while fewer than `least` candidates were complete."""
+        num_ended = len(self.ended())
+        is_left = self.live and Degradation.GENERATOR not in self.degradations
+        return not num_ended or bool(is_left and num_ended < least)
+
     def cut_short(self, *, may_degrade: bool) -> None:
-        """End all live candidates here, truncated: time ran out before any was complete.
+        """End all live candidates here, truncated: time ran out before enough were complete.
 
         Raises:
             DeadlineExceeded: `may_degrade` is not set, or there is no text yet.
         """
         if not may_degrade or not self.latest:
-            raise DeadlineExceeded("no answer was complete before the deadline")
+            raise DeadlineExceeded("too few answers were complete before the deadline")
         self.degradations.append(Degradation.DEADLINE)
         for number in self.live:
             self.latest[number] = replace(self.latest[number], finish=FinishReason.LENGTH)

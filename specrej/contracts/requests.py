@@ -251,6 +251,7 @@ class Selection:
     branching: Branching | None = option(
         None, "WIDTH,KEEP: the best KEEP live candidates go on, with forks up to WIDTH; no alpha."
     )
+    min_answers: int = option(1, "Candidates that every cut keeps at least: so many answers.")
 
 
 class CacheControl(Enum):
@@ -290,6 +291,7 @@ class Options(TypedDict, total=False):
     return_candidates: int
     prefer_complete: bool
     branching: Branching | None
+    min_answers: int
     max_tokens: int
     temperature: float
     top_k: int

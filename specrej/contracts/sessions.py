@@ -188,7 +188,8 @@ class SessionSpec:
 
     `started` candidates, if any, are all of the session's. Their tokens, as many each, are read and
     not drawn or reported; so a session goes on elsewhere with the same texts, whatever the rounding
-    of another batch. `adapter`: one of the generator's, or the model alone.
+    of another batch. `adapter`: one of the generator's, or the model alone. While at most
+    `min_answers` candidates are live, no round of theirs ends because slots are full.
     """
 
     prompt: Prompt
@@ -199,6 +200,7 @@ class SessionSpec:
     first_candidate_id: int = 0
     started: tuple[StartedCandidate, ...] = ()
     adapter: str = ""
+    min_answers: int = 1
 
     @property
     def first_tokens(self) -> int:
@@ -212,7 +214,8 @@ class Generator(Protocol):
     def open(self, spec: SessionSpec) -> AbstractAsyncContextManager[Session]:
         """A session; leaving the context frees its slots.
 
-        Waits until prompt and `n * first_round_tokens` fit a share of the slots.
+        Waits until prompt, `n * first_round_tokens` and `min_answers` whole answers fit a share of
+        the slots.
 
         Raises:
             InvalidRequest: it can never fit.

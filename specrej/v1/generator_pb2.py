@@ -25,47 +25,47 @@ _sym_db = _symbol_database.Default()
 from specrej.v1 import common_pb2 as specrej_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecrej/v1/generator.proto\x12\nspecrej.v1\x1a\x17specrej/v1/common.proto\"\xd9\x01\n\x0eSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.specrej.v1.OpenSessionH\x00\x12+\n\x06\x65xtend\x18\x03 \x01(\x0b\x32\x19.specrej.v1.ExtendSessionH\x00\x12)\n\x05prune\x18\x04 \x01(\x0b\x32\x18.specrej.v1.PruneSessionH\x00\x12)\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x18.specrej.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"\x90\x02\n\x0fSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.specrej.v1.SessionOpenedH\x00\x12/\n\x0cprefix_batch\x18\x03 \x01(\x0b\x32\x17.specrej.v1.PrefixBatchH\x00\x12+\n\x06pruned\x18\x04 \x01(\x0b\x32\x19.specrej.v1.SessionPrunedH\x00\x12+\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x19.specrej.v1.SessionClosedH\x00\x12)\n\x05stale\x18\x06 \x01(\x0b\x32\x18.specrej.v1.StaleCommandH\x00\x42\x08\n\x06result\"\xf0\x01\n\x0bOpenSession\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\t\n\x01n\x18\x02 \x01(\x05\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specrej.v1.Sampling\x12\x1a\n\x12\x66irst_round_tokens\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x1a\n\x12\x66irst_candidate_id\x18\x06 \x01(\x05\x12-\n\x07started\x18\x07 \x03(\x0b\x32\x1c.specrej.v1.StartedCandidate\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\"W\n\x10StartedCandidate\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1a\n\x12\x63umulative_logprob\x18\x03 \x01(\x01\"%\n\rExtendSession\x12\x14\n\x0cuntil_tokens\x18\x01 \x01(\x05\"=\n\x0cPruneSession\x12\x0c\n\x04keep\x18\x01 \x03(\x05\x12\x1f\n\x05\x66orks\x18\x02 \x03(\x0b\x32\x10.specrej.v1.Fork\"/\n\x04\x46ork\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x11\n\tparent_id\x18\x02 \x01(\x05\"\x0e\n\x0c\x43loseSession\"}\n\rSessionOpened\x12\t\n\x01n\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12$\n\x05slots\x18\x03 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x0f\n\x07reduced\x18\x05 \x01(\x08\"\x95\x01\n\x0bPrefixBatch\x12$\n\x08prefixes\x18\x01 \x03(\x0b\x32\x12.specrej.v1.Prefix\x12&\n\x08\x65nded_by\x18\x02 \x01(\x0e\x32\x14.specrej.v1.RoundEnd\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12$\n\x05slots\x18\x04 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\"\xd0\x01\n\x06Prefix\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x15\n\rnew_token_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\x05\x12\x1a\n\x12\x63umulative_logprob\x18\x05 \x01(\x01\x12\x14\n\x0cmean_logprob\x18\x06 \x01(\x01\x12/\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x18.specrej.v1.FinishReason\x12\x14\n\x0cnew_logprobs\x18\x08 \x03(\x01\"[\n\rSessionPruned\x12\x13\n\x0b\x66reed_slots\x18\x01 \x01(\x03\x12$\n\x05slots\x18\x02 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x0f\n\x07refused\x18\x03 \x03(\x05\"\x0f\n\rSessionClosed\"\x0e\n\x0cStaleCommand\"!\n\x1fGeneratorServiceDescribeRequest\"\xb4\x02\n GeneratorServiceDescribeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x16\n\x0emax_candidates\x18\x04 \x01(\x05\x12\x12\n\nvocabulary\x18\x05 \x01(\x05\x12\x12\n\nslot_bytes\x18\x06 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12$\n\x05slots\x18\x08 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x10\n\x08sessions\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x17\n\x0f\x61uto_candidates\x18\x0b \x01(\x05\x12\x10\n\x08\x61\x64\x61pters\x18\x0c \x03(\t\x12\x10\n\x08\x63\x61n_fork\x18\r \x01(\x08*y\n\x08RoundEnd\x12\x19\n\x15ROUND_END_UNSPECIFIED\x10\x00\x12\x1c\n\x18ROUND_END_DECISION_TOKEN\x10\x01\x12\x18\n\x14ROUND_END_SLOTS_FULL\x10\x02\x12\x1a\n\x16ROUND_END_ALL_FINISHED\x10\x03\x32\xc1\x01\n\x10GeneratorService\x12\x46\n\x07Session\x12\x1a.specrej.v1.SessionRequest\x1a\x1b.specrej.v1.SessionResponse(\x01\x30\x01\x12\x65\n\x08\x44\x65scribe\x12+.specrej.v1.GeneratorServiceDescribeRequest\x1a,.specrej.v1.GeneratorServiceDescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecrej/v1/generator.proto\x12\nspecrej.v1\x1a\x17specrej/v1/common.proto\"\xd9\x01\n\x0eSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.specrej.v1.OpenSessionH\x00\x12+\n\x06\x65xtend\x18\x03 \x01(\x0b\x32\x19.specrej.v1.ExtendSessionH\x00\x12)\n\x05prune\x18\x04 \x01(\x0b\x32\x18.specrej.v1.PruneSessionH\x00\x12)\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x18.specrej.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"\x90\x02\n\x0fSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.specrej.v1.SessionOpenedH\x00\x12/\n\x0cprefix_batch\x18\x03 \x01(\x0b\x32\x17.specrej.v1.PrefixBatchH\x00\x12+\n\x06pruned\x18\x04 \x01(\x0b\x32\x19.specrej.v1.SessionPrunedH\x00\x12+\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x19.specrej.v1.SessionClosedH\x00\x12)\n\x05stale\x18\x06 \x01(\x0b\x32\x18.specrej.v1.StaleCommandH\x00\x42\x08\n\x06result\"\x9a\x02\n\x0bOpenSession\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.specrej.v1.Prompt\x12\t\n\x01n\x18\x02 \x01(\x05\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specrej.v1.Sampling\x12\x1a\n\x12\x66irst_round_tokens\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x1a\n\x12\x66irst_candidate_id\x18\x06 \x01(\x05\x12-\n\x07started\x18\x07 \x03(\x0b\x32\x1c.specrej.v1.StartedCandidate\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x18\n\x0bmin_answers\x18\t \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_min_answers\"W\n\x10StartedCandidate\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1a\n\x12\x63umulative_logprob\x18\x03 \x01(\x01\"%\n\rExtendSession\x12\x14\n\x0cuntil_tokens\x18\x01 \x01(\x05\"=\n\x0cPruneSession\x12\x0c\n\x04keep\x18\x01 \x03(\x05\x12\x1f\n\x05\x66orks\x18\x02 \x03(\x0b\x32\x10.specrej.v1.Fork\"/\n\x04\x46ork\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x11\n\tparent_id\x18\x02 \x01(\x05\"\x0e\n\x0c\x43loseSession\"}\n\rSessionOpened\x12\t\n\x01n\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12$\n\x05slots\x18\x03 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x0f\n\x07reduced\x18\x05 \x01(\x08\"\x95\x01\n\x0bPrefixBatch\x12$\n\x08prefixes\x18\x01 \x03(\x0b\x32\x12.specrej.v1.Prefix\x12&\n\x08\x65nded_by\x18\x02 \x01(\x0e\x32\x14.specrej.v1.RoundEnd\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12$\n\x05slots\x18\x04 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\"\xd0\x01\n\x06Prefix\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x15\n\rnew_token_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\x05\x12\x1a\n\x12\x63umulative_logprob\x18\x05 \x01(\x01\x12\x14\n\x0cmean_logprob\x18\x06 \x01(\x01\x12/\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x18.specrej.v1.FinishReason\x12\x14\n\x0cnew_logprobs\x18\x08 \x03(\x01\"[\n\rSessionPruned\x12\x13\n\x0b\x66reed_slots\x18\x01 \x01(\x03\x12$\n\x05slots\x18\x02 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x0f\n\x07refused\x18\x03 \x03(\x05\"\x0f\n\rSessionClosed\"\x0e\n\x0cStaleCommand\"!\n\x1fGeneratorServiceDescribeRequest\"\xb4\x02\n GeneratorServiceDescribeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x16\n\x0emax_candidates\x18\x04 \x01(\x05\x12\x12\n\nvocabulary\x18\x05 \x01(\x05\x12\x12\n\nslot_bytes\x18\x06 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12$\n\x05slots\x18\x08 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x10\n\x08sessions\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x17\n\x0f\x61uto_candidates\x18\x0b \x01(\x05\x12\x10\n\x08\x61\x64\x61pters\x18\x0c \x03(\t\x12\x10\n\x08\x63\x61n_fork\x18\r \x01(\x08*y\n\x08RoundEnd\x12\x19\n\x15ROUND_END_UNSPECIFIED\x10\x00\x12\x1c\n\x18ROUND_END_DECISION_TOKEN\x10\x01\x12\x18\n\x14ROUND_END_SLOTS_FULL\x10\x02\x12\x1a\n\x16ROUND_END_ALL_FINISHED\x10\x03\x32\xc1\x01\n\x10GeneratorService\x12\x46\n\x07Session\x12\x1a.specrej.v1.SessionRequest\x1a\x1b.specrej.v1.SessionResponse(\x01\x30\x01\x12\x65\n\x08\x44\x65scribe\x12+.specrej.v1.GeneratorServiceDescribeRequest\x1a,.specrej.v1.GeneratorServiceDescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrej.v1.generator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROUNDEND']._serialized_start=2023
-  _globals['_ROUNDEND']._serialized_end=2144
+  _globals['_ROUNDEND']._serialized_start=2065
+  _globals['_ROUNDEND']._serialized_end=2186
   _globals['_SESSIONREQUEST']._serialized_start=68
   _globals['_SESSIONREQUEST']._serialized_end=285
   _globals['_SESSIONRESPONSE']._serialized_start=288
   _globals['_SESSIONRESPONSE']._serialized_end=560
   _globals['_OPENSESSION']._serialized_start=563
-  _globals['_OPENSESSION']._serialized_end=803
-  _globals['_STARTEDCANDIDATE']._serialized_start=805
-  _globals['_STARTEDCANDIDATE']._serialized_end=892
-  _globals['_EXTENDSESSION']._serialized_start=894
-  _globals['_EXTENDSESSION']._serialized_end=931
-  _globals['_PRUNESESSION']._serialized_start=933
-  _globals['_PRUNESESSION']._serialized_end=994
-  _globals['_FORK']._serialized_start=996
-  _globals['_FORK']._serialized_end=1043
-  _globals['_CLOSESESSION']._serialized_start=1045
-  _globals['_CLOSESESSION']._serialized_end=1059
-  _globals['_SESSIONOPENED']._serialized_start=1061
-  _globals['_SESSIONOPENED']._serialized_end=1186
-  _globals['_PREFIXBATCH']._serialized_start=1189
-  _globals['_PREFIXBATCH']._serialized_end=1338
-  _globals['_PREFIX']._serialized_start=1341
-  _globals['_PREFIX']._serialized_end=1549
-  _globals['_SESSIONPRUNED']._serialized_start=1551
-  _globals['_SESSIONPRUNED']._serialized_end=1642
-  _globals['_SESSIONCLOSED']._serialized_start=1644
-  _globals['_SESSIONCLOSED']._serialized_end=1659
-  _globals['_STALECOMMAND']._serialized_start=1661
-  _globals['_STALECOMMAND']._serialized_end=1675
-  _globals['_GENERATORSERVICEDESCRIBEREQUEST']._serialized_start=1677
-  _globals['_GENERATORSERVICEDESCRIBEREQUEST']._serialized_end=1710
-  _globals['_GENERATORSERVICEDESCRIBERESPONSE']._serialized_start=1713
-  _globals['_GENERATORSERVICEDESCRIBERESPONSE']._serialized_end=2021
-  _globals['_GENERATORSERVICE']._serialized_start=2147
-  _globals['_GENERATORSERVICE']._serialized_end=2340
+  _globals['_OPENSESSION']._serialized_end=845
+  _globals['_STARTEDCANDIDATE']._serialized_start=847
+  _globals['_STARTEDCANDIDATE']._serialized_end=934
+  _globals['_EXTENDSESSION']._serialized_start=936
+  _globals['_EXTENDSESSION']._serialized_end=973
+  _globals['_PRUNESESSION']._serialized_start=975
+  _globals['_PRUNESESSION']._serialized_end=1036
+  _globals['_FORK']._serialized_start=1038
+  _globals['_FORK']._serialized_end=1085
+  _globals['_CLOSESESSION']._serialized_start=1087
+  _globals['_CLOSESESSION']._serialized_end=1101
+  _globals['_SESSIONOPENED']._serialized_start=1103
+  _globals['_SESSIONOPENED']._serialized_end=1228
+  _globals['_PREFIXBATCH']._serialized_start=1231
+  _globals['_PREFIXBATCH']._serialized_end=1380
+  _globals['_PREFIX']._serialized_start=1383
+  _globals['_PREFIX']._serialized_end=1591
+  _globals['_SESSIONPRUNED']._serialized_start=1593
+  _globals['_SESSIONPRUNED']._serialized_end=1684
+  _globals['_SESSIONCLOSED']._serialized_start=1686
+  _globals['_SESSIONCLOSED']._serialized_end=1701
+  _globals['_STALECOMMAND']._serialized_start=1703
+  _globals['_STALECOMMAND']._serialized_end=1717
+  _globals['_GENERATORSERVICEDESCRIBEREQUEST']._serialized_start=1719
+  _globals['_GENERATORSERVICEDESCRIBEREQUEST']._serialized_end=1752
+  _globals['_GENERATORSERVICEDESCRIBERESPONSE']._serialized_start=1755
+  _globals['_GENERATORSERVICEDESCRIBERESPONSE']._serialized_end=2063
+  _globals['_GENERATORSERVICE']._serialized_start=2189
+  _globals['_GENERATORSERVICE']._serialized_end=2382
 # @@protoc_insertion_point(module_scope)

@@ -166,6 +166,7 @@ class OpenSession(_message.Message):
     FIRST_CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    MIN_ANSWERS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
@@ -180,6 +181,10 @@ class OpenSession(_message.Message):
     """
     adapter: _builtins.str
     """A name of `adapters` in Describe: the candidates are its and the model's; empty: the model's."""
+    min_answers: _builtins.int
+    """Candidates whose whole answers, of max_tokens each, fit into the session's share at all times, as
+    long as so many are live; 1 .. the generator's limit; default 1.
+    """
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:
         """The prompt."""
@@ -205,12 +210,15 @@ class OpenSession(_message.Message):
         first_candidate_id: _builtins.int = ...,
         started: _abc.Iterable[Global___StartedCandidate] | None = ...,
         adapter: _builtins.str = ...,
+        min_answers: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_answers", b"_min_answers", "min_answers", b"min_answers", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "first_candidate_id", b"first_candidate_id", "first_round_tokens", b"first_round_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_answers", b"_min_answers", "adapter", b"adapter", "cache_salt", b"cache_salt", "first_candidate_id", b"first_candidate_id", "first_round_tokens", b"first_round_tokens", "min_answers", b"min_answers", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__min_answers: _TypeAlias = _typing.Literal["min_answers"]  # noqa: Y015
+    _WhichOneofArgType__min_answers: _TypeAlias = _typing.Literal["_min_answers", b"_min_answers"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_answers) -> _WhichOneofReturnType__min_answers | None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 

@@ -436,9 +436,10 @@ class Selection(_message.Message):
     RETURN_CANDIDATES_FIELD_NUMBER: _builtins.int
     PREFER_COMPLETE_FIELD_NUMBER: _builtins.int
     BRANCHING_FIELD_NUMBER: _builtins.int
+    MIN_ANSWERS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Candidates at the start; 0 .. the server's limit; default 0: as many as the free slots hold at
-    the first decision token, at most the generator's auto_candidates.
+    the first decision token, at most the generator's auto_candidates, at least min_answers.
     """
     alpha: _builtins.float
     """Fraction of the ranked candidates rejected at each decision token; [0, 1); default 0.5."""
@@ -449,6 +450,11 @@ class Selection(_message.Message):
     prefer_complete: _builtins.bool
     """Whether answers that were cut off at max_tokens rank behind all complete ones, whatever their
     reward; else the reward alone decides; default true.
+    """
+    min_answers: _builtins.int
+    """Candidates that every cut keeps at least, the best ones, finished or live: so many have an answer
+    in the end, unless rewards veto them or a backend fails. Slots for so many whole answers are
+    reserved. 1 .. n, with branching 1 .. its keep; default 1.
     """
     @_builtins.property
     def schedule(self) -> Global___Schedule:
@@ -475,15 +481,18 @@ class Selection(_message.Message):
         return_candidates: _builtins.int | None = ...,
         prefer_complete: _builtins.bool | None = ...,
         branching: Global___Branching | None = ...,
+        min_answers: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "branching", b"branching", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "alpha", b"alpha", "branching", b"branching", "min_answers", b"min_answers", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_branching", b"_branching", "_min_answers", b"_min_answers", "_prefer_complete", b"_prefer_complete", "_return_candidates", b"_return_candidates", "algorithm", b"algorithm", "alpha", b"alpha", "branching", b"branching", "min_answers", b"min_answers", "n", b"n", "prefer_complete", b"prefer_complete", "return_candidates", b"return_candidates", "rewards", b"rewards", "schedule", b"schedule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
     _WhichOneofReturnType__branching: _TypeAlias = _typing.Literal["branching"]  # noqa: Y015
     _WhichOneofArgType__branching: _TypeAlias = _typing.Literal["_branching", b"_branching"]  # noqa: Y015
+    _WhichOneofReturnType__min_answers: _TypeAlias = _typing.Literal["min_answers"]  # noqa: Y015
+    _WhichOneofArgType__min_answers: _TypeAlias = _typing.Literal["_min_answers", b"_min_answers"]  # noqa: Y015
     _WhichOneofReturnType__prefer_complete: _TypeAlias = _typing.Literal["prefer_complete"]  # noqa: Y015
     _WhichOneofArgType__prefer_complete: _TypeAlias = _typing.Literal["_prefer_complete", b"_prefer_complete"]  # noqa: Y015
     _WhichOneofReturnType__return_candidates: _TypeAlias = _typing.Literal["return_candidates"]  # noqa: Y015
@@ -492,6 +501,8 @@ class Selection(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__alpha) -> _WhichOneofReturnType__alpha | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__branching) -> _WhichOneofReturnType__branching | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_answers) -> _WhichOneofReturnType__min_answers | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefer_complete) -> _WhichOneofReturnType__prefer_complete | None: ...
     @_typing.overload

@@ -72,10 +72,19 @@ async def whole(
     first_candidate: int = 0,
     salt: str = "",
     first_round_tokens: int = 8,
+    min_answers: int = 1,
 ) -> tuple[Candidate, ...]:
     """All candidates, in one round."""
     async with generator.open(
-        SessionSpec(PROMPT, n, sampling, first_round_tokens, salt, first_candidate)
+        SessionSpec(
+            PROMPT,
+            n,
+            sampling,
+            first_round_tokens,
+            salt,
+            first_candidate,
+            min_answers=min_answers,
+        )
     ) as session:
         ended = await session.extend(sampling.max_tokens)
         assert ended.ended_by is RoundEnd.ALL_FINISHED
@@ -249,6 +258,24 @@ async def test_forks_without_room_or_parent_are_refused(subject: Subject) -> Non
         made = await session.prune([], {50: live[0], 51: live[0]})
         assert (made.refused, made.freed_slots > 0) == ((), True)
         assert ids((await session.extend(ended.num_tokens + 1)).candidates) == [50, 51]
+
+
+async def test_promised_answers_are_never_out_of_room(subject: Subject) -> None:
+    """Guards against full slots while no more candidates than promised are live."""
+    sampling = Sampling(max_tokens=150, seed=5, ignore_eos=True)
+    # Each part of a split session must have the room: all survivors may be there.
+    least = 1 if subject.is_split else 3
+    spec = SessionSpec(PROMPT, 12, sampling, 4, min_answers=least)
+    async with subject.generator.open(spec) as session:
+        ended = await session.extend(150)
+        assert ended.ended_by is RoundEnd.SLOTS_FULL
+        live = ids(ended.candidates)[-least:]
+        await session.prune(live)
+        ended = await session.extend(150)
+        assert (ended.ended_by, ids(ended.candidates)) == (RoundEnd.ALL_FINISHED, live)
+    if not subject.is_fleet:
+        with pytest.raises(InvalidRequest, match="min_answers"):
+            await whole(subject.generator, 0, sampling, min_answers=30)
 
 
 async def test_equal_seeds_give_equal_tokens(subject: Subject) -> None:

@@ -17,9 +17,11 @@ class Session:
     demand: Demand
 
 
-def session_of(number: int, n: int, first: int = 10, prompt: int = 5) -> Session:
+def session_of(
+    number: int, n: int, first: int = 10, prompt: int = 5, min_answers: int = 1
+) -> Session:
     """Each candidate takes a slot per token, at most 20."""
-    return Session(number, Demand(n, prompt, first, 20, lambda tokens: tokens))
+    return Session(number, Demand(n, prompt, first, 20, lambda tokens: tokens, min_answers))
 
 
 @dataclass
@@ -62,6 +64,28 @@ def test_a_session_that_never_fits_is_refused(n: int, prompt: int, most: int) ->
     with pytest.raises(SlotsExceeded) as refused:
         room.queue.enter(session_of(0, n, prompt=prompt))
     assert (refused.value.capacity, refused.value.max_candidates) == (105, most)
+
+
+def test_slots_for_whole_answers_are_reserved() -> None:
+    """For as many as `min_answers`, also where others wait, and where N is left open."""
+    room = Room(5 + 4 * 20 + 19)
+    first = session_of(0, 6, min_answers=4)
+    room.queue.enter(first)
+    room.queue.enter(session_of(1, 4))
+    room.queue.narrow(first, 6, 3)
+    assert room.ledger.share_of(0) == 80
+    room.queue.narrow(first, 2, 3)  # the others have finished
+    assert room.ledger.share_of(0) == 40
+    room.leave(0)
+    room.leave(1)
+    room.queue.enter(session_of(2, 0, min_answers=5, prompt=0))
+    assert room.admitted == [(2, 8)]
+    with pytest.raises(SlotsExceeded) as refused:
+        room.queue.enter(session_of(3, 6, min_answers=6))
+    assert [violation.field for violation in refused.value.violations] == ["min_answers"]
+    assert refused.value.max_candidates == 4
+    with pytest.raises(InvalidRequest, match="min_answers: must be at most 100"):
+        room.queue.enter(session_of(4, 0, min_answers=101))
 
 
 def test_too_many_waiting_sessions_are_refused_and_cancelled_ones_leave() -> None:

@@ -105,6 +105,7 @@ _OTHER_ORDERS = [
     request(selection=replace(Selection(), **changed))
     for changed in (
         {"prefer_complete": False},
+        {"min_answers": 2},
         {"branching": Branching()},
         {"branching": Branching(keep=2)},
         {"branching": Branching(width=8)},

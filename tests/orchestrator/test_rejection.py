@@ -138,6 +138,24 @@ def test_vetoed_candidates_are_rejected_unless_no_other_is_left(
         assert last in candidates
 
 
+@given(SCORES, ALPHAS, st.integers(1, 70), st.integers(0, 70))
+def test_a_cut_keeps_the_best_of_a_least_number(
+    scores: dict[int, float], alpha: float, least: int, release: int
+) -> None:
+    """Guards promised answers against a high alpha, and against full slots, which must still
+    release a live candidate."""
+    live = live_of(scores)
+    outcome = cut(scores, live, alpha, least=least, release=release)
+    num_live = len(outcome.kept & live)
+    if not release:
+        assert outcome.kept == {*rank(scores)[: max(least, num_kept(len(scores), alpha))]}
+    elif len(live) > 1:
+        assert num_live < len(live)
+        assert num_live >= min(least, len(live) - 1) or len(outcome.kept) >= min(least, len(scores))
+    if least == 1:
+        assert outcome == cut(scores, live, alpha, release=release)
+
+
 def test_full_slots_release_the_worst_live_candidate() -> None:
     """Rejecting a finished one would free no slots."""
     scores = {0: 5.0, 1: 4.0, 2: 3.0, 3: 1.0}

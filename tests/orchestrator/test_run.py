@@ -52,7 +52,7 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import InternalError, RewardInvalid, Unavailable
+from specrej.errors import InternalError, RewardInvalid, SlotsExceeded, Unavailable
 from tests.orchestrator.runs import (
     PROMPT,
     SCHEDULES,
@@ -83,8 +83,19 @@ REQUESTS = st.builds(
 )
 
 
+def promising(any_request: GenerationRequest, most: int) -> GenerationRequest:
+    """With min_answers, as large as the request allows, at most `most`."""
+    selection = any_request.selection
+    keep = selection.branching.keep if selection.branching else most
+    least = min(most, keep, selection.n)
+    return replace(any_request, selection=replace(selection, min_answers=least))
+
+
+PROMISING = st.builds(promising, REQUESTS, st.integers(1, 12))
+
+
 @settings(max_examples=100, deadline=None)
-@given(REQUESTS, st.integers(70, 2000), st.integers(2, 80))
+@given(REQUESTS | PROMISING, st.integers(70, 2000), st.integers(2, 80))
 async def test_every_request_ends_with_an_answer_and_all_slots_free(
     any_request: GenerationRequest, capacity: int, end_every: int
 ) -> None:
@@ -93,13 +104,15 @@ async def test_every_request_ends_with_an_answer_and_all_slots_free(
     selection, max_tokens = any_request.selection, any_request.sampling.max_tokens
     first = first_round_tokens(selection.schedule, max_tokens)
     # Else the generator refuses the session.
-    assume(4 + max(selection.n * first, max_tokens) <= capacity)
+    assume(4 + max(selection.n * first, selection.min_answers * max_tokens) <= capacity)
     scorers: list[FixedScorer] = [LetterScorer(reward.name) for reward in selection.rewards]
     events = await events_of(any_request, generator, scorers or FixedScorer())
     assert isinstance(events[0], Admitted)
     assert isinstance(events[-1], Finished)
     _check_counts(events[-1].generation, selection.n)
     _check_ranking(events[-1].generation, selection)
+    if all(reward.veto_below is None for reward in selection.rewards):
+        _check_promise(events[-1].generation, selection.min_answers)
     generator.ledger.check_integrity()
     assert generator.ledger.owned == 0
     for event in events[1:-1]:
@@ -125,6 +138,15 @@ def _check_counts(generation: Generation, n: int) -> None:
         # One vetoed candidate may continue if no other is left.
         num_kept = trace.num_live - len(trace.forks)
         assert trace.num_rejected >= trace.num_vetoed - (num_kept <= 1)
+
+
+def _check_promise(generation: Generation, least: int) -> None:
+    """So many candidates of the start are live or complete after every cut."""
+    num_finished = 0
+    for trace in generation.rounds:
+        num_finished += trace.num_finished
+        assert trace.num_live - len(trace.forks) + num_finished >= least
+    assert len(generation.candidates) >= least
 
 
 def _check_ranking(generation: Generation, selection: Selection) -> None:
@@ -175,6 +197,24 @@ async def test_the_candidates_in_an_answers_rounds_are_bounded() -> None:
     assert len(traced) == 60
     assert sum(traced) == MAX_TRACED // 300 * 300
     assert [trace.num_started for trace in whole.rounds] == [300] * 60
+
+
+@pytest.mark.parametrize("branching", [None, Branching(8, 3)])
+async def test_promised_answers_survive_full_slots(branching: Branching | None) -> None:
+    """Guards against a share of slots in which fewer candidates than promised can end."""
+    whole = request(
+        16, 60, schedule=MemorySchedule(first=4), alpha=0.9, branching=branching, min_answers=3
+    )
+    toy = ToyGenerator(4 + 3 * 60, end_every=10**9)
+    generation = await answer(whole, toy, FixedScorer())
+    assert len(generation.candidates) == 3
+    assert {candidate.num_tokens for candidate in generation.candidates} == {60}
+    assert {trace.ended_by for trace in generation.rounds} >= {RoundEnd.SLOTS_FULL}
+    with pytest.raises(SlotsExceeded) as refused:
+        await answer(whole, ToyGenerator(4 + 3 * 60 - 1), FixedScorer())
+    assert [violation.field for violation in refused.value.violations] == ["min_answers"]
+    left_open = replace(whole, selection=replace(whole.selection, n=0, min_answers=12))
+    assert len((await answer(left_open, ToyGenerator(), FixedScorer())).candidates) >= 12
 
 
 async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:

@@ -134,6 +134,26 @@ async def test_a_short_deadline_still_gives_a_complete_answer(
 
 
 @pytest.mark.parametrize("allow_degraded", [True, False])
+async def test_a_deadline_before_the_promised_answers_are_complete(allow_degraded: bool) -> None:
+    """Guards against fewer answers than promised, and against a cut to fewer to be in time."""
+    promised = replace(request(16, min_answers=8), allow_degraded=allow_degraded)
+    generator = FaultyGenerator(10.0)
+    answering = answer(promised, generator, FixedScorer(), time_left_s=300.0, clock=generator.clock)
+    if allow_degraded:
+        generation = await answering
+        assert generation.degradations == (Degradation.DEADLINE,)
+        assert len(generation.candidates) >= 8
+    else:
+        with pytest.raises(DeadlineExceeded):
+            await answering
+    ample = await answer(
+        promised, generator, FixedScorer(), time_left_s=2000.0, clock=generator.clock
+    )
+    assert len(ample.candidates) >= 8 and not ample.degraded
+    assert generator.ledger.owned == 0
+
+
+@pytest.mark.parametrize("allow_degraded", [True, False])
 async def test_a_deadline_before_any_answer_is_complete(allow_degraded: bool) -> None:
     """With `allow_degraded` the best text so far is the answer."""
     generator = FaultyGenerator(100.0)

@@ -110,6 +110,7 @@ OPTIONS = Options(
     return_candidates=2,
     prefer_complete=False,
     branching=c.Branching(8, 2),
+    min_answers=2,
     max_tokens=64,
     temperature=0.7,
     top_k=50,

@@ -45,6 +45,7 @@ REQUEST = c.GenerationRequest(
         algorithm=c.Algorithm.BEST_OF_N,
         rewards=(c.WeightedReward("relevance"), c.WeightedReward("likelihood", 0.5)),
         return_candidates=2,
+        min_answers=2,
         prefer_complete=False,
         branching=c.Branching(8, 2),
     ),

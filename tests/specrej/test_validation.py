@@ -82,6 +82,7 @@ BAD_SELECTION: dict[str, tuple[Any, ...]] = {
     "n": (-1, CAP + 1, INT32_MAX),
     "alpha": (-0.1, 1.0, 1.1, NAN, INF, -INF),
     "return_candidates": (0, -1, 65),
+    "min_answers": (0, -1, CAP + 1),
 }
 BAD_GEOMETRIC: dict[str, tuple[Any, ...]] = {
     "first": (0, -1),
@@ -142,6 +143,9 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
         yield with_tokens(*tokens), "selection.schedule.tokens.decision_tokens"
     for branching, field in BAD_BRANCHING:
         yield with_selection(branching=branching), f"selection.branching.{field}"
+    yield with_selection(n=4, min_answers=5), "selection.min_answers"
+    branching = c.Branching(8, 2)
+    yield with_selection(n=4, branching=branching, min_answers=3), "selection.min_answers"
     best_of_n = with_selection(algorithm=c.Algorithm.BEST_OF_N, branching=c.Branching())
     yield best_of_n, "selection.branching"
     greedy = c.Selection(n=1, branching=c.Branching())
@@ -186,6 +190,8 @@ def test_too_many_min_tokens_name_the_range() -> None:
         *[with_selection(n=n) for n in (0, 1, CAP)],
         *[with_selection(alpha=alpha) for alpha in (0.0, 0.999)],
         *[with_selection(branching=c.Branching(*values)) for values in ((2, 1), (CAP, CAP - 1))],
+        *[with_selection(n=n, min_answers=n or CAP) for n in (0, 4)],
+        with_selection(branching=c.Branching(8, 2), min_answers=2),
         *[with_sampling(temperature=value) for value in (0.01, 2.0)],
         replace(with_sampling(temperature=0.0), selection=c.Selection(n=1)),
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),
