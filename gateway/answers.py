@@ -79,8 +79,8 @@ class Answer:
         found = len(generation.candidates)
         if found < self._num_choices:
             text = (
-                f"{self._num_choices} choices were requested and {found} candidates completed,"
-                " the others were rejected: lower specrej.alpha, or use best-of-n"
+                f"{self._num_choices} choices were requested and {found} candidates completed:"
+                " rewards have vetoed the others, or the answer is degraded"
             )
             raise InvalidRequest([Violation("n", text)])
         return generation.candidates[: self._num_choices]

@@ -16,7 +16,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from specrej.contracts import (
     MAX_SEED,
-    Algorithm,
     CacheControl,
     Message,
     Options,
@@ -338,6 +337,7 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
             option = rule.path.rpartition(".")[2]
             if option in Options.__annotations__:
                 options[option] = value
+    sources.setdefault("selection.min_answers", "n")
     options["model"] = model if has_preset else request.model
     _fill_in(options)
     call = Call(_prompt(request), cast(Options, options), request.specrej.timeout_s, sources)
@@ -356,8 +356,8 @@ def _fill_in(options: dict[str, Any]) -> None:
         options.setdefault("cache", CacheControl.BYPASS)  # no later request has this seed
     if "logprobs" in options:
         options["logprobs"] = options["logprobs"] is not False  # 0 asks for them, too
-    if options.get("return_candidates", 1) > 1 and not {"algorithm", "alpha"} & options.keys():
-        options["algorithm"] = Algorithm.BEST_OF_N
+    if (num_choices := options.get("return_candidates", 1)) > 1:
+        options.setdefault("min_answers", num_choices)
 
 
 def _prompt(request: Request) -> Prompt:

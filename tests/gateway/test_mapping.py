@@ -143,9 +143,10 @@ def test_options_arrive_as_the_clients() -> None:
         PRESETS,
     )  # fmt: skip
     assert call.options == c.Options(
-        model="m", n=32, return_candidates=2, temperature=0.5, top_p=0.9, stop=["\n"], seed=7,
-        max_tokens=9, logprobs=True, alpha=0.25, top_k=5, min_tokens=2, ignore_eos=True,
-        schedule=c.TokensSchedule((4, 8)), cache=c.CacheControl.REFRESH, allow_degraded=True,
+        model="m", n=32, return_candidates=2, min_answers=2, temperature=0.5, top_p=0.9,
+        stop=["\n"], seed=7, max_tokens=9, logprobs=True, alpha=0.25,
+        top_k=5, min_tokens=2, ignore_eos=True, schedule=c.TokensSchedule((4, 8)),
+        cache=c.CacheControl.REFRESH, allow_degraded=True,
         rewards=(c.WeightedReward("a", 2.0, c.Normalization("batch")),),
         presence_penalty=1.0, frequency_penalty=-0.5, logit_bias={50256: -100.0, 7: 1.5},
         min_p=0.1, repetition_penalty=1.2, bad_words=["x"], stop_token_ids=[3],
@@ -157,10 +158,15 @@ def test_options_arrive_as_the_clients() -> None:
     assert call.name_of("sampling.logit_bias[1].bias") == "logit_bias[1].bias"
 
 
-def test_several_choices_run_to_their_end_unless_told_otherwise() -> None:
-    assert call_of(chat(n=2), {}).options["algorithm"] is c.Algorithm.BEST_OF_N
-    assert "algorithm" not in call_of(chat(n=1), {}).options
-    assert "algorithm" not in call_of(chat(n=2, specrej={"alpha": 0.1}), {}).options
+def test_several_choices_are_promised() -> None:
+    """Guards against rejection that leaves fewer answers than choices."""
+    call = call_of(chat(n=3), {})
+    assert call.options["min_answers"] == 3
+    assert call.name_of("selection.min_answers") == "n"
+    assert "min_answers" not in call_of(chat(n=1), {}).options
+    call = call_of(chat(n=3, specrej={"min_answers": 1}), {})
+    assert call.options["min_answers"] == 1
+    assert call.name_of("selection.min_answers") == "specrej.min_answers"
 
 
 def test_contradictions_are_errors() -> None:

@@ -131,10 +131,14 @@ async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> Non
             messages=ASK,
             n=3,
             max_tokens=40,
-            extra_body=extra(alpha=0.9, ignore_eos=True),
+            extra_body=extra(branching={"width": 8, "keep": 2}),
         )
     assert refused.value.param == "n"
-    assert "specrej.alpha" in refused.value.message
+    assert "branching.keep (2)" in refused.value.message
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=ASK, n=3, max_tokens=40, extra_body=extra(alpha=0.9, ignore_eos=True)
+    )
+    assert len(answer.choices) == 3
 
 
 async def test_an_absent_seed_is_random_and_a_seed_repeats(client: AsyncOpenAI) -> None:
