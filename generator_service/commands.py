@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol, Self
 
 from generator_service.admission import Demand
-from specrej.contracts import FinishReason, RoundEnd, Sampling, SlotGauge, StartedCandidate
+from specrej.contracts import (
+    Candidate,
+    FinishReason,
+    RoundEnd,
+    Sampling,
+    SlotGauge,
+    StartedCandidate,
+    TokenText,
+)
 
 
 class CompletesStop(Protocol):
@@ -88,20 +97,36 @@ class Opened:
     reduced: bool = False  # as in `contracts.Session`
 
 
+# The most probable tokens of a step, best first, and their log-probabilities.
+Top = tuple[Sequence[int], Sequence[float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A candidate's tokens at a decision token; `new_logprobs` are of those of this round."""
+    """A candidate's tokens at a decision token; `new_logprobs` and `new_top` are of those of this
+    round, `new_top` only if requested."""
 
     id: int
     token_ids: tuple[int, ...]
     new_logprobs: tuple[float, ...]
     logprob: float
     finish: FinishReason | None
+    new_top: Sequence[Top] = ()
 
     @property
     def num_new(self) -> int:
         """Tokens of this round."""
         return len(self.new_logprobs)
+
+    @property
+    def new_top_token_ids(self) -> tuple[int, ...]:
+        """As of `contracts.Candidate`."""
+        return tuple(chain.from_iterable(ids for ids, _ in self.new_top))
+
+    @property
+    def new_top_logprobs(self) -> tuple[float, ...]:
+        """As of `contracts.Candidate`."""
+        return tuple(chain.from_iterable(values for _, values in self.new_top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +137,14 @@ class PrefixBatch:
     ended_by: RoundEnd
     num_tokens: int
     slots: SlotGauge
+
+
+def named_tokens(
+    candidates: Sequence[Candidate], bytes_of: Callable[[int], bytes]
+) -> tuple[TokenText, ...]:
+    """The bytes of every new token and every one that was most probable, each once."""
+    ids = {token for c in candidates for token in (*c.new_token_ids, *c.new_top_token_ids)}
+    return tuple(TokenText(token, bytes_of(token)) for token in sorted(ids))
 
 
 @dataclass(eq=False, slots=True)
@@ -125,6 +158,7 @@ class GrowingCandidate:
     new_logprobs: list[float] = field(default_factory=list)  # since the last report
     logprob: float = 0.0
     finish: FinishReason | None = None
+    new_top: list[Top] | None = None  # of each of `new_logprobs`; None: none
 
     def fork(self, candidate_id: int) -> GrowingCandidate:
         """A candidate of its own with the same tokens."""
@@ -134,12 +168,18 @@ class GrowingCandidate:
             completes_stop=self.completes_stop and self.completes_stop.copy(),
             token_ids=list(self.token_ids),
             new_logprobs=list(self.new_logprobs),
+            new_top=self.new_top and list(self.new_top),
         )
 
     def append(self, token_id: int, logprob: float) -> None:
         self.token_ids.append(token_id)
         self.new_logprobs.append(logprob)
         self.logprob += logprob
+
+    def note_top(self, top: Top) -> None:
+        """Keep the most probable tokens of the newest token's step."""
+        self.new_top = self.new_top or []
+        self.new_top.append(top)
 
     def take_given(self) -> None:
         """Append the next of the given tokens, which `logprob` includes and no round reports."""
@@ -151,4 +191,5 @@ class GrowingCandidate:
     def report(self) -> Prefix:
         """Its prefix; each token is new in one report only."""
         new, self.new_logprobs = tuple(self.new_logprobs), []
-        return Prefix(self.id, tuple(self.token_ids), new, self.logprob, self.finish)
+        top, self.new_top = self.new_top or (), None
+        return Prefix(self.id, tuple(self.token_ids), new, self.logprob, self.finish, top)

@@ -21,7 +21,7 @@ from torch import Tensor
 from generator_service.admission import AdmissionQueue
 from generator_service.commands import OpenCommand, Opened, PrefixBatch
 from generator_service.prompt_tree import PromptTree
-from generator_service.sampling import sample
+from generator_service.sampling import most_probable, sample
 from generator_service.session import Session, prompt_chunks
 from generator_service.steps import OnStep, Step
 from specrej.contracts import NO_FORKS, Forks, Pruned, RoundEnd, SlotGauge
@@ -280,6 +280,8 @@ class Engine:
         for candidate, token_id, logprob in drawn:
             candidate.append(token_id, logprob)
             candidate.finish = session.command.finish_of(candidate, eos_ids)
+        if sampling.top_logprobs:
+            session.note_top(most_probable(logits, tokens, logprobs, sampling.top_logprobs))
         for row in reversed(range(len(session.rows))):
             if session.rows[row].finish:
                 session.drop(row)

@@ -7,10 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from generator_service.commands import OpenCommand, Prefix, PrefixBatch
+from generator_service.commands import OpenCommand, Prefix, PrefixBatch, named_tokens
 from generator_service.steps import Load
 from generator_service.text import Text
-from specrej.contracts import Candidate, GeneratorDescription, Round, Sampling, SessionSpec
+from specrej.contracts import (
+    Candidate,
+    GeneratorDescription,
+    Round,
+    Sampling,
+    SessionSpec,
+)
 from specrej.errors import InvalidRequest, Violation
 from specrej.threads import WorkClock
 
@@ -90,11 +96,13 @@ class Frontend:
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
         """A prefix batch with texts."""
 
-        def candidates() -> tuple[Candidate, ...]:
-            return tuple(self._candidate(prefix, sampling) for prefix in batch.prefixes)
+        def ended() -> Round:
+            candidates = tuple(self._candidate(prefix, sampling) for prefix in batch.prefixes)
+            tokens = named_tokens(candidates, self.text.token) if sampling.logprobs else ()
+            slots = batch.slots
+            return Round(candidates, batch.ended_by, batch.num_tokens, slots, token_texts=tokens)
 
-        texts = await self._in_thread(candidates)
-        return Round(texts, batch.ended_by, batch.num_tokens, batch.slots)
+        return await self._in_thread(ended)
 
     async def _in_thread(self, do: Callable[[], T]) -> T:
         def timed() -> T:
@@ -114,6 +122,8 @@ class Frontend:
             finish=prefix.finish,
             new_token_ids=ids[len(ids) - prefix.num_new :],
             new_logprobs=prefix.new_logprobs if sampling.logprobs else (),
+            new_top_token_ids=prefix.new_top_token_ids,
+            new_top_logprobs=prefix.new_top_logprobs,
         )
 
     def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:

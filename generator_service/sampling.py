@@ -59,6 +59,21 @@ def sample(
     return torch.cat(tokens), torch.cat(logprobs)
 
 
+# Less than any log-probability that matters: JSON has no infinity.
+LEAST_LOGPROB = -9999.0
+
+
+def most_probable(
+    logits: Tensor, tokens: Tensor, logprobs: Tensor, count: int
+) -> list[tuple[list[int], list[float]]]:
+    """The `count` most probable tokens of each row, best first, and their log-probabilities, from
+    untouched logits [rows, vocabulary] and what `sample` returned for them."""
+    values, ids = logits.topk(min(count, logits.shape[1]))
+    total = logits.gather(1, tokens[:, None]) - logprobs[:, None]
+    top = (values - total).clamp_(LEAST_LOGPROB, 0.0)
+    return list(zip(ids.tolist(), top.tolist(), strict=True))
+
+
 def is_adjusted(sampling: Sampling) -> bool:
     """Whether draws need an `Adjustment`."""
     return is_penalized(sampling) or bool(sampling.logit_bias or sampling.bad_words)

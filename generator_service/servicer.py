@@ -28,7 +28,12 @@ from specrej.v1 import (
 from specrej.v1 import (
     generator_pb2 as pb,
 )
-from specrej.validation import check_candidates, check_prompt, check_sampling
+from specrej.validation import (
+    check_candidates,
+    check_prompt,
+    check_sampling,
+    check_top_logprobs,
+)
 
 MAX_FIRST_CANDIDATE_ID = 1_000_000
 
@@ -160,6 +165,8 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     yield from check_candidates(spec.n, description.max_candidates, "open.n")
     limits = (description.context_tokens, description.vocabulary)
     yield from check_sampling(spec.sampling, spec.n, *limits, "open.sampling")
+    candidates = spec.n or description.auto_candidates
+    yield from check_top_logprobs(spec.sampling, candidates, "open.sampling")
     if spec.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")
     if not 1 <= spec.min_answers <= description.max_candidates:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from generator_service.admission import Demand, own_slots
-from generator_service.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch
+from generator_service.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch, Top
 from generator_service.prompt_tree import RadixNode
 from generator_service.sampling import Adjustment, is_adjusted
 from specrej.contracts import Forks
@@ -80,6 +80,11 @@ class Session:
         self.rows = [*(self.rows[row] for row in kept), *forked]
         self.unreported = [c for c in self.unreported if c.finish or c.id in ids]
         self.unreported = sorted([*self.unreported, *forked], key=lambda candidate: candidate.id)
+
+    def note_top(self, tops: Sequence[Top]) -> None:
+        """Keep the most probable tokens of each row's newest step."""
+        for candidate, top in zip(self.rows, tops, strict=True):
+            candidate.note_top(top)
 
     def drop(self, row: int) -> None:
         """Remove a finished candidate: the last row takes its place."""

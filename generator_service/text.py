@@ -6,12 +6,14 @@ too long for an event loop; `StopTexts` decodes the newest tokens again with eac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from generator_service.commands import CompletesStop
 from specrej.contracts import Prompt
@@ -20,6 +22,10 @@ from specrej.inference.control_tokens import ControlTokens
 
 # A tokenizer decodes an incomplete character to this.
 _INCOMPLETE = "\ufffd"
+# How byte-level vocabularies write bytes, and others spaces and bytes.
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+_SPACE = "\u2581"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 # Tokens that `StopTexts` decodes at a time: from so many on it drops those before the last border,
 # and from so many on their incomplete characters count as complete, as no character has as many.
 _FEW_TOKENS, _MOST_TOKENS = 6, 24
@@ -34,6 +40,10 @@ class Text:
         self._end_ids = end_ids
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = frozenset(token_id for token_id, token in added if token.special)
+        self._added_ids = frozenset(token_id for token_id, _ in added)
+        # The steps from tokens to text, as JSON.
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._decoder = decoder.__getstate__().decode() if decoder else ""
 
     @classmethod
     def load(cls, directory: Path, end_ids: frozenset[int]) -> Text:
@@ -72,6 +82,21 @@ class Text:
         spelled = [prefix + word for word in bare for prefix in ("", " ")]
         ids = self._control_tokens.encode(spelled, add_special_tokens=False) if words else []
         return tuple(dict.fromkeys(tuple(word) for word in ids if word))
+
+    def token(self, token_id: int) -> bytes:
+        """The bytes of one token in UTF-8, perhaps not of whole characters; of a control token its
+        name; none of an id that the tokenizer has no token for."""
+        piece: str = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+        if token_id in self._added_ids:
+            return piece.encode()
+        if "ByteLevel" in self._decoder:
+            return bytes(_BYTES[character] for character in piece)
+        if "ByteFallback" in self._decoder and _BYTE.fullmatch(piece):
+            return bytes.fromhex(piece[3:-1])
+        if _SPACE in self._decoder:
+            return piece.replace(_SPACE, " ").encode()
+        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return text.encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens without special ones and without an incomplete last character."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from generator_service.admission import AdmissionQueue
-from generator_service.commands import GrowingCandidate, OpenCommand
+from generator_service.commands import GrowingCandidate, OpenCommand, named_tokens
 from generator_service.steps import Load, OnStep, Step
 from specrej.contracts import (
     NO_FORKS,
@@ -73,12 +73,14 @@ class ToySession:
             self._step()
             self._generator.report(Step(self._generator.step_s, rows, generated=rows))
         candidates = tuple(self._report(candidate) for candidate in self._unreported)
+        tokens = named_tokens(candidates, _token) if self._sampling.logprobs else ()
         self._unreported = list(self._live)
         return Round(
             candidates,
             ended_by if self._live else RoundEnd.ALL_FINISHED,
             self._num_tokens,
             self._gauge(),
+            token_texts=tokens,
         )
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
@@ -114,7 +116,12 @@ class ToySession:
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
         words = ((draw + shift) % len(_WORDS) for shift in range(len(_WORDS)))
         word = next((w for w in words if self._may_follow(candidate, w)), draw % len(_WORDS))
-        candidate.append(word, -(draw % 1000) / 500)
+        logprob = -(draw % 1000) / 500
+        candidate.append(word, logprob)
+        if sampling.top_logprobs:
+            others = [other for other in range(len(_WORDS)) if other != word]
+            ids = [word, *others][: sampling.top_logprobs]
+            candidate.note_top((ids, [logprob - rank for rank in range(len(ids))]))
         may_end = not sampling.ignore_eos and step >= sampling.min_tokens
         ends = may_end and draw // 1000 % self._generator.end_every == 0
         if ends or word in sampling.stop_token_ids:
@@ -140,6 +147,8 @@ class ToySession:
             finish=prefix.finish,
             new_token_ids=prefix.token_ids[num_tokens - prefix.num_new :],
             new_logprobs=prefix.new_logprobs if self._sampling.logprobs else (),
+            new_top_token_ids=prefix.new_top_token_ids,
+            new_top_logprobs=prefix.new_top_logprobs,
         )
 
     def _gauge(self) -> SlotGauge:
@@ -257,6 +266,10 @@ def _sequences(texts: Sequence[str]) -> list[tuple[int, ...]]:
     """The words of each text; without texts that have others."""
     split = [text.split() for text in texts]
     return [tuple(map(_WORDS.index, words)) for words in split if {*words} <= {*_WORDS}]
+
+
+def _token(word: int) -> bytes:
+    return f" {_WORDS[word]}".encode()
 
 
 def _num_words(prompt: Prompt) -> int:

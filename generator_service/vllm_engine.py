@@ -41,6 +41,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from generator_service import vllm_draw, vllm_prompts
 from generator_service.admission import BLOCK_TOKENS, SPARE_BLOCKS
 from generator_service.capacity import batched_tokens
+from generator_service.commands import Top
+from generator_service.sampling import LEAST_LOGPROB
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import OnStep, Step
 from generator_service.text import eos_ids
@@ -55,10 +57,12 @@ VERSION = vllm.__version__
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token, and its log-probability at temperature 1 over the whole distribution."""
+    """One token, its log-probability at temperature 1 over the whole distribution, and if requested
+    the most probable tokens of its step."""
 
     id: int
     logprob: float
+    top: Top | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +125,15 @@ class CandidateRequest:
     async def generate(self, count: int) -> AsyncGenerator[Token, None]:
         """At most `count` more tokens, fewer if one of them ends the text; then it pauses."""
         self._chunks.put_nowait(StreamingInput(self._next, self._params(count)))
-        finished = None
+        finished, most = None, self._sampling.top_logprobs
         while finished is None:
             output = await self._output()
             finished = output.finish_reason
             for token_id, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
                 self._num_tokens += 1
                 self._next = tokens_input([token_id])
-                yield Token(token_id, logprobs[token_id].logprob)
+                top = _top(logprobs, most) if most else None
+                yield Token(token_id, logprobs[token_id].logprob, top)
         if finished not in ("stop", "length"):
             raise InternalError(f"vLLM ended a candidate by {finished}")
 
@@ -158,7 +163,7 @@ class CandidateRequest:
             ignore_eos=True,
             stop_token_ids=sorted(sampling.stop_token_ids if sampling.ignore_eos else ends),
             detokenize=False,
-            logprobs=0,  # of the drawn token only
+            logprobs=sampling.top_logprobs,  # and of the drawn token
             output_kind=RequestOutputKind.DELTA,
             stream_interval=1 if self._streams else max(2, count),
             extra_args=vllm_draw.arguments(
@@ -171,6 +176,12 @@ class CandidateRequest:
                 self._bad_words,
             ),
         )
+
+
+def _top(logprobs: Mapping[int, Any], most: int) -> Top:
+    """The most probable tokens: vLLM returns the drawn one, too, with its rank."""
+    best = sorted(logprobs, key=lambda token_id: logprobs[token_id].rank)[:most]
+    return best, [max(logprobs[token_id].logprob, LEAST_LOGPROB) for token_id in best]
 
 
 class VLLMEngine:

@@ -183,6 +183,8 @@ class VLLMSession:
         async with aclosing(self._requests[candidate.id].generate(count)) as tokens:
             async for token in tokens:
                 candidate.append(token.id, token.logprob)
+                if token.top:
+                    candidate.note_top(token.top)
                 # Microseconds, so on the event loop: stop texts read the new token only.
                 candidate.finish = self.command.finish_of(candidate, eos_ids)
                 if candidate.finish:

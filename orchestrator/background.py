@@ -8,7 +8,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from specrej.contracts import Generation, RequestRecord, RoundCompleted, RoundTrace
+from specrej.contracts import (
+    Generation,
+    RankedCandidate,
+    RequestRecord,
+    RoundCompleted,
+    RoundTrace,
+)
 from specrej.errors import SpecrejError
 
 log = logging.getLogger(__name__)
@@ -32,7 +38,9 @@ def num_values(value: object) -> int:
     """Tokens and traced candidates of an event, an answer or a record."""
     match value:
         case object(generation=Generation(candidates, rounds)):
-            return sum(map(num_values, rounds)) + sum(len(c.token_ids) for c in candidates)
+            return sum(map(num_values, (*rounds, *candidates)))
+        case RankedCandidate():
+            return len(value.token_ids) + sum(len(top.tokens) for top in value.top_logprobs)
         case RequestRecord(rounds=recorded):
             return sum(num_values(done.trace) for done in recorded)
         case RoundCompleted(trace):

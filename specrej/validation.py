@@ -34,6 +34,7 @@ MAX_WEIGHT = 1e6
 MAX_REWARD = 1e12  # thresholds, means and deviations
 MIN_DEVIATION = 1e-12
 MAX_BIAS = 100.0
+MAX_ALL_TOP_LOGPROBS = 2**20  # of one request
 
 _REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
 
@@ -69,6 +70,8 @@ def check_sampling(
     if sampling.temperature == 0 and n != 1:
         yield Violation(f"{path}.temperature", f"0 is greedy: n must be 1, is {n}")
     yield from _check_ranges(sampling, path)
+    if sampling.top_logprobs > 0 and not sampling.logprobs:
+        yield Violation(f"{path}.top_logprobs", "must be 0 without logprobs")
     for index, text in enumerate(sampling.stop):
         if not text:
             yield Violation(f"{path}.stop[{index}]", "must not be empty")
@@ -76,6 +79,17 @@ def check_sampling(
         if not text.strip():
             yield Violation(f"{path}.bad_words[{index}]", "must not be blank")
     yield from _check_token_ids(sampling, vocabulary, path)
+
+
+def check_top_logprobs(
+    sampling: Sampling, candidates: int, path: str = "sampling"
+) -> Iterator[Violation]:
+    """Not too many over all candidates: each takes about 70 bytes."""
+    num = candidates * sampling.max_tokens * sampling.top_logprobs
+    if num > MAX_ALL_TOP_LOGPROBS:
+        most = MAX_ALL_TOP_LOGPROBS // (candidates * sampling.max_tokens)
+        tokens = f"{candidates} candidates of {sampling.max_tokens} tokens"
+        yield _out_of(f"{path}.top_logprobs", sampling.top_logprobs, f"0 .. {most} with {tokens}")
 
 
 def _check_lengths(sampling: Sampling, context_tokens: int, path: str) -> Iterator[Violation]:

@@ -329,7 +329,8 @@ def to_plain(
 ) -> dict[str, object]:
     """JSON types under proto field names; absent fields are left out.
 
-    Unlike protobuf's own JSON, 64-bit integers stay numbers. An event is one field of its name.
+    Unlike protobuf's own JSON, 64-bit integers stay numbers, and bytes are text. An event is one
+    field of its name.
     """
     match value:
         case c.Generation():
@@ -361,4 +362,9 @@ def _plain_value(field: Any, value: Any) -> object:
         return _plain(value)
     if field.enum_type:
         return field.enum_type.values_by_number[value].name
-    return value
+    return text_of(value) if isinstance(value, bytes) else value
+
+
+def text_of(token: bytes) -> str:
+    r"""The text of a token; bytes that are no whole character as `\xNN`."""
+    return token.decode(errors="backslashreplace")

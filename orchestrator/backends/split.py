@@ -187,4 +187,5 @@ def _joined(rounds: Sequence[Round]) -> Round:
         rounds[0].slots,
         sum(part.repeated_tokens for part in rounds),
         made_by=frozenset().union(*(part.made_by for part in rounds)),
+        token_texts=tuple(dict.fromkeys(text for part in rounds for text in part.token_texts)),
     )

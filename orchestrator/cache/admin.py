@@ -28,7 +28,6 @@ from orchestrator.cache.keys import FORMAT_VERSION, PREFIX, hashed_tenant
 from orchestrator.cache.redis_client import connection_options
 from orchestrator.cache.secret import Secret
 from orchestrator.settings import ENV_PREFIX, RedisSettings
-from specrej.contracts import Generation
 
 TIMEOUT_S = 5.0  # of each call
 MAX_BYTES = 64 << 20  # of a value that is read
@@ -43,7 +42,7 @@ _BAD_USAGE, _UNREACHABLE = 2, 3
 _COLUMNS = {"age_s": 7, "ttl_s": 7, "bytes": 9, "n": 5, "score": 10, "finish": 6}
 _COLUMNS |= {"vetoed": 6, "generator": 12, "reward": 12}
 
-_GENERATION = TypeAdapter(Generation)
+_ENTRY = TypeAdapter(CacheEntry)
 
 # The fields of an answer in JSON output; an unreadable value has only the first four.
 Fields = dict[str, str | int | float | bool | None]
@@ -174,7 +173,7 @@ def _show(store: _Store, arguments: argparse.Namespace) -> None:
     if entry is None:
         raise AdminError(f"not an answer of format {FORMAT_VERSION}, with this secret", 1)
     if arguments.json:
-        generation = _GENERATION.dump_python(entry.generation, mode="json")
+        generation = _ENTRY.dump_python(entry, mode="json")["generation"]
         _print_fields({**fields, "generation": generation}, as_json=True)
         return
     _print_fields(fields)

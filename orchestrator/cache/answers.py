@@ -50,7 +50,13 @@ end
 return #oldest
 """
 
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_STRICT = ConfigDict(
+    strict=True,
+    extra="forbid",
+    allow_inf_nan=False,
+    ser_json_bytes="base64",
+    val_json_bytes="base64",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from specrej.contracts import (
 )
 from specrej.errors import NotFound, Unavailable, Violation, raise_if_any
 from specrej.security import Share
-from specrej.validation import check_request
+from specrej.validation import check_request, check_top_logprobs
 
 T = TypeVar("T")
 
@@ -126,6 +126,7 @@ class Planner:
         adapter = _adapter(request, generator)
         selection = request.selection
         most = _most_candidates(request, generator)
+        raise_if_any(check_top_logprobs(request.sampling, most))
         if selection.algorithm is Algorithm.BEST_OF_N:
             selection = replace(selection, alpha=0.0)
         has_no_rewards = False
@@ -237,7 +238,7 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     grown = min(n * sampling.max_tokens, generator.slots.capacity)
     is_cut = selection.algorithm is not Algorithm.BEST_OF_N
     scored = n * (most_rounds(selection.schedule, sampling.max_tokens) if is_cut else 1)
-    values = sampling.max_tokens if sampling.logprobs else 1
+    values = sampling.max_tokens * (1 + sampling.top_logprobs) if sampling.logprobs else 1
     return grown + scored + min(selection.return_candidates, n) * values
 
 

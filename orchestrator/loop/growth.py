@@ -142,6 +142,8 @@ def _joined(first: Round, second: Round) -> Round:
                 later,
                 new_token_ids=before.new_token_ids + later.new_token_ids,
                 new_logprobs=before.new_logprobs + later.new_logprobs,
+                new_top_token_ids=before.new_top_token_ids + later.new_top_token_ids,
+                new_top_logprobs=before.new_top_logprobs + later.new_top_logprobs,
             )
         candidates[later.id] = later
     return replace(
@@ -150,4 +152,5 @@ def _joined(first: Round, second: Round) -> Round:
         repeated_tokens=first.repeated_tokens + second.repeated_tokens,
         lost=first.lost + second.lost,
         made_by=first.made_by | second.made_by,
+        token_texts=tuple(dict.fromkeys(first.token_texts + second.token_texts)),
     )

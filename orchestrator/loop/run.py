@@ -29,6 +29,7 @@ from orchestrator.loop.growth import Growth, OutOfTime
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run_state import RunState
 from orchestrator.loop.scoring import RawScores, RequestScorer
+from orchestrator.loop.token_log import TokenLog
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
@@ -100,7 +101,7 @@ async def run(
             session.n,
             session.prompt_tokens,
             rewards,
-            keeps_tokens=request.sampling.logprobs,
+            TokenLog(is_kept=request.sampling.logprobs),
             prefer_complete=request.selection.prefer_complete,
         )
         state.open_ms, state.reduced = (clock() - began) * 1e3, session.reduced

@@ -5,7 +5,6 @@ The run loop updates it after every round; it makes no decisions.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -13,6 +12,7 @@ from itertools import pairwise
 from orchestrator.loop import rejection
 from orchestrator.loop.composition import LIKELIHOOD, Verdict
 from orchestrator.loop.scoring import RawScores, fingerprint_of, judged
+from orchestrator.loop.token_log import TokenLog
 from specrej.contracts import (
     Candidate,
     CandidateTrace,
@@ -50,7 +50,7 @@ class RunState:
     n: int
     prompt_tokens: int
     rewards: tuple[WeightedReward, ...]
-    keeps_tokens: bool  # whether the answers include token ids and logprobs
+    tokens: TokenLog
     prefer_complete: bool  # whether a truncated answer ranks behind all complete ones
     live: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)  # with their generator, while they grew
@@ -58,8 +58,6 @@ class RunState:
     latest: dict[int, Candidate] = field(default_factory=dict)
     raw: dict[int, tuple[float, ...]] = field(default_factory=dict)  # one value per reward
     verdicts: dict[int, Verdict] = field(default_factory=dict)
-    token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    logprobs: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds: list[RoundTrace] = field(default_factory=list)
     degradations: list[Degradation] = field(default_factory=list)
     hurried: bool = False
@@ -100,10 +98,7 @@ class RunState:
         self.live -= {c.id for c in ended.candidates if c.finish is not None}
         if ended.lost and not (self.live or self.ended()):
             raise Unavailable("a generator was lost, and with it all candidates that were left")
-        if self.keeps_tokens:
-            for candidate in ended.candidates:
-                self.token_ids[candidate.id] += candidate.new_token_ids
-                self.logprobs[candidate.id] += candidate.new_logprobs
+        self.tokens.add(ended)
 
     def _lose(self, lost: Collection[int], *, may_degrade: bool) -> None:
         if not may_degrade:
@@ -195,9 +190,9 @@ class RunState:
     def keep(self, kept: frozenset[int]) -> None:
         """Remove all others from the ranking, and the texts of live ones among them."""
         for number in self.live - kept:
-            self.latest[number] = replace(self.latest[number], text="", new_token_ids=())
-            self.token_ids.pop(number, None)
-            self.logprobs.pop(number, None)
+            known = self.latest[number]
+            self.latest[number] = Candidate(number, "", known.num_tokens, known.logprob)
+            self.tokens.drop(number)
         self.ranked &= kept
         self.live &= kept
 
@@ -207,9 +202,7 @@ class RunState:
             self.latest[number] = replace(self.latest[parent], id=number)
             self.raw[number], self.verdicts[number] = self.raw[parent], self.verdicts[parent]
             self.forks[number] = parent, self.latest[parent].num_tokens
-            if self.keeps_tokens:
-                self.token_ids[number] = list(self.token_ids[parent])
-                self.logprobs[number] = list(self.logprobs[parent])
+            self.tokens.fork(number, parent)
         self.live |= forks.keys()
 
     def root(self, number: int) -> int:
@@ -327,7 +320,7 @@ class RunState:
         return next(iter(self.ranking({*self.ranked, *self.ended()})), None)
 
     def _ranked(self, number: int) -> RankedCandidate:
-        candidate = self.latest[number]
+        candidate, steps = self.latest[number], self.tokens.of(number)
         assert candidate.finish
         return RankedCandidate(
             id=number,
@@ -336,10 +329,12 @@ class RunState:
             finish=candidate.finish,
             num_tokens=candidate.num_tokens,
             mean_logprob=candidate.mean_logprob,
-            token_ids=tuple(self.token_ids[number]),
-            logprobs=tuple(self.logprobs[number]),
+            token_ids=steps.token_ids,
+            logprobs=steps.logprobs,
             rewards=self.raw[number],
             vetoed=self.verdicts[number].vetoed,
+            tokens=steps.tokens,
+            top_logprobs=steps.top_logprobs,
         )
 
 

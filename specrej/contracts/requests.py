@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypedDict, TypeVar
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_RETURN_CANDIDATES = 64
+MAX_TOP_LOGPROBS = 20
 
 T = TypeVar("T")
 
@@ -128,6 +129,11 @@ class Sampling:
         (), "Text whose tokens no candidate has in this order; repeatable."
     )
     stop_token_ids: tuple[int, ...] = option((), "Token that ends a candidate; repeatable.")
+    top_logprobs: int = option(
+        0,
+        "With --logprobs: report so many of the most probable tokens of each step, too.",
+        Accepted(f"0 .. {MAX_TOP_LOGPROBS}", lambda value: 0 <= value <= MAX_TOP_LOGPROBS),
+    )
 
 
 class Algorithm(Enum):
@@ -308,6 +314,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float] | Sequence[TokenBias]  # a mapping: token id -> bias
     bad_words: Sequence[str]
     stop_token_ids: Sequence[int]
+    top_logprobs: int
     model: str
     cache: CacheControl
     allow_degraded: bool

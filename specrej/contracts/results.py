@@ -19,6 +19,22 @@ class Degradation(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that could be drawn; `token` is a part of a text in UTF-8."""
+
+    token_id: int
+    token: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The most probable tokens of one step, in descending order."""
+
+    tokens: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankedCandidate:
     """A finished or truncated candidate and its reward."""
 
@@ -28,10 +44,12 @@ class RankedCandidate:
     finish: FinishReason
     num_tokens: int
     mean_logprob: float
-    token_ids: tuple[int, ...] = ()  # with their logprobs, if the sampling has `logprobs`
+    token_ids: tuple[int, ...] = ()  # with `logprobs` and `tokens`, if the sampling has `logprobs`
     logprobs: tuple[float, ...] = ()
     rewards: tuple[float, ...] = ()  # raw values, in the order of the request's rewards
     vetoed: bool = False
+    tokens: tuple[bytes, ...] = ()  # parts of a text in UTF-8
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # of each token, if the sampling has `top_logprobs`
 
 
 class Fate(Enum):

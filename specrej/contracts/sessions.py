@@ -33,7 +33,9 @@ class Candidate:
 
     `text` is decoded whole; `logprob` is the sum over its `num_tokens` tokens of their
     log-probability under the model at temperature 1, nothing cut off. `finish` is None while live.
-    `new_logprobs` are those of `new_token_ids`, if the sampling has `logprobs`.
+    `new_logprobs` are those of `new_token_ids`, if the sampling has `logprobs`. With
+    `top_logprobs`, `new_top_token_ids` has the most probable tokens of each step, best first, step
+    after step, equally many of each.
     """
 
     id: int
@@ -43,6 +45,8 @@ class Candidate:
     finish: FinishReason | None = None
     new_token_ids: tuple[int, ...] = ()
     new_logprobs: tuple[float, ...] = ()
+    new_top_token_ids: tuple[int, ...] = ()
+    new_top_logprobs: tuple[float, ...] = ()
 
     @property
     def mean_logprob(self) -> float:
@@ -63,12 +67,21 @@ class SlotGauge:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenText:
+    """The bytes of one token: a part of a text in UTF-8, perhaps not of whole characters."""
+
+    token_id: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """A prefix batch: every candidate that is live, or finished in this round, by ascending id.
 
     `num_tokens` is the token position reached by the live candidates. After the loss of a
     generator, `repeated_tokens` tokens were computed a second time and the candidates `lost` no
-    longer exist. `made_by` holds the fingerprints of the generators, if known.
+    longer exist. `made_by` holds the fingerprints of the generators, if known. With `logprobs`,
+    `token_texts` has every token that the candidates name.
     """
 
     candidates: tuple[Candidate, ...]
@@ -78,6 +91,7 @@ class Round:
     repeated_tokens: int = 0
     lost: tuple[int, ...] = ()
     made_by: frozenset[str] = frozenset()
+    token_texts: tuple[TokenText, ...] = ()
 
 
 # The id of a new candidate -> the id of the live candidate that it continues.

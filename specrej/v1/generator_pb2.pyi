@@ -403,6 +403,7 @@ class PrefixBatch(_message.Message):
     ENDED_BY_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     ended_by: Global___RoundEnd.ValueType
     """Why the round ended."""
     num_tokens: _builtins.int
@@ -415,6 +416,12 @@ class PrefixBatch(_message.Message):
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots at the end of the round."""
 
+    @_builtins.property
+    def token_texts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenText]:
+        """Every token of the prefixes' new_token_ids and new_top_token_ids, once; empty unless `logprobs` is
+        set in the sampling.
+        """
+
     def __init__(
         self,
         *,
@@ -422,10 +429,11 @@ class PrefixBatch(_message.Message):
         ended_by: Global___RoundEnd.ValueType = ...,
         num_tokens: _builtins.int = ...,
         slots: _common_pb2.SlotGauge | None = ...,
+        token_texts: _abc.Iterable[_common_pb2.TokenText] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,6 +453,8 @@ class Prefix(_message.Message):
     MEAN_LOGPROB_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     NEW_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NEW_TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NEW_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """The candidate's id; 0 or more."""
     text: _builtins.str
@@ -469,6 +479,16 @@ class Prefix(_message.Message):
         `logprobs` is set in the sampling.
         """
 
+    @_builtins.property
+    def new_top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each of new_token_ids, in their order, the most probable tokens at its step, best first; as
+        many for each; empty unless `top_logprobs` is set in the sampling.
+        """
+
+    @_builtins.property
+    def new_top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log-probabilities, in the same order; -9999 .. 0."""
+
     def __init__(
         self,
         *,
@@ -480,10 +500,12 @@ class Prefix(_message.Message):
         mean_logprob: _builtins.float = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         new_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        new_top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        new_top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "mean_logprob", b"mean_logprob", "new_logprobs", b"new_logprobs", "new_token_ids", b"new_token_ids", "num_tokens", b"num_tokens", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "mean_logprob", b"mean_logprob", "new_logprobs", b"new_logprobs", "new_token_ids", b"new_token_ids", "new_top_logprobs", b"new_top_logprobs", "new_top_token_ids", b"new_top_token_ids", "num_tokens", b"num_tokens", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

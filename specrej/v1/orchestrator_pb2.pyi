@@ -708,6 +708,8 @@ class RankedCandidate(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     VETOED_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """Its number."""
     text: _builtins.str
@@ -738,6 +740,16 @@ class RankedCandidate(_message.Message):
         rewards; 1 to 8 of them.
         """
 
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The bytes of each of token_ids, as in TokenText; empty unless the sampling has `logprobs`."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """Of each of token_ids the most probable tokens at its step; empty unless the sampling has
+        `top_logprobs`.
+        """
+
     def __init__(
         self,
         *,
@@ -751,14 +763,70 @@ class RankedCandidate(_message.Message):
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         rewards: _abc.Iterable[_builtins.float] | None = ...,
         vetoed: _builtins.bool = ...,
+        tokens: _abc.Iterable[_builtins.bytes] | None = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "rewards", b"rewards", "score", b"score", "text", b"text", "token_ids", b"token_ids", "vetoed", b"vetoed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "rewards", b"rewards", "score", b"score", "text", b"text", "token_ids", b"token_ids", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "vetoed", b"vetoed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankedCandidate: _TypeAlias = RankedCandidate  # noqa: Y015
+
+@_typing.final
+class TopLogprobs(_message.Message):
+    """The most probable tokens of one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """In descending order; 1 to 20 of them."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """A token that could be drawn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token; 0 .. vocabulary - 1."""
+    token: _builtins.bytes
+    """Its bytes, as in TokenText."""
+    logprob: _builtins.float
+    """Its log-probability under the model; -9999 .. 0."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token", b"token", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class RoundTrace(_message.Message):

@@ -438,6 +438,32 @@ async def test_logprobs_are_reported_if_requested(subject: Subject) -> None:
     assert {c.new_logprobs for c in await whole(subject.generator, 4, ENDLESS)} == {()}
 
 
+async def test_the_most_probable_tokens_are_reported_if_requested(subject: Subject) -> None:
+    """As many of each step, best first, over rounds, with the bytes of each token."""
+    sampling = replace(ENDLESS, top_k=3, temperature=2.0, logprobs=True, top_logprobs=5)
+    async with subject.generator.open(SessionSpec(PROMPT, 4, sampling, 8)) as session:
+        texts: dict[int, bytes] = {}
+        for until_tokens in (8, 9, 24):
+            ended = await session.extend(until_tokens)
+            texts |= {text.token_id: text.token for text in ended.token_texts}
+            for c in ended.candidates:
+                assert {*c.new_token_ids, *c.new_top_token_ids} <= texts.keys()
+                count = len(c.new_token_ids)
+                assert len(c.new_top_token_ids) == len(c.new_top_logprobs) == 5 * count
+                for at, (token, logprob) in enumerate(
+                    zip(c.new_token_ids, c.new_logprobs, strict=True)
+                ):
+                    step = slice(5 * at, 5 * at + 5)
+                    ids, values = c.new_top_token_ids[step], c.new_top_logprobs[step]
+                    assert len({*ids}) == 5
+                    assert list(values) == sorted(values, reverse=True)
+                    assert values[ids.index(token)] == pytest.approx(logprob, abs=1e-4)
+            await session.prune([c.id for c in ended.candidates][1:])
+    assert all(texts.values())
+    plain = await whole(subject.generator, 4, replace(ENDLESS, logprobs=True))
+    assert {(c.new_top_token_ids, c.new_top_logprobs) for c in plain} == {((), ())}
+
+
 async def test_the_likeliest_token_is_the_same_for_all(subject: Subject) -> None:
     if subject.is_toy:
         pytest.skip("a toy has no likeliest token")
@@ -592,6 +618,7 @@ async def test_a_session_that_does_not_fit_now_is_refused_or_waits(subject: Subj
         {"logit_bias": (TokenBias(7, 4.0), TokenBias(9, -100.0))},
         {"bad_words": ("a", "e ", "th")},
         {"stop_token_ids": (30, 31, 32), "min_tokens": 9},
+        {"top_logprobs": 4},
     ],
     ids=lambda changes: "-".join(changes) or "plain",
 )
@@ -604,3 +631,5 @@ async def test_engines_draw_equal_tokens(started: Started, changes: dict[str, An
     assert [(c.text, c.finish) for c in own] == [(c.text, c.finish) for c in other]
     for ours, theirs in zip(own, other, strict=True):
         assert ours.new_logprobs == pytest.approx(theirs.new_logprobs, abs=1e-3)
+        assert ours.new_top_token_ids == theirs.new_top_token_ids
+        assert ours.new_top_logprobs == pytest.approx(theirs.new_top_logprobs, abs=1e-3)

@@ -68,6 +68,9 @@ class Letters:
     def convert_tokens_to_ids(self, _: str) -> int:
         return -1
 
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self.decode([token_id])
+
     def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [[5 + len(word) for word in text.split()] for text in texts]}
 

@@ -269,6 +269,25 @@ def test_an_end_token_is_drawn_after_min_tokens_only(min_tokens: int, sampling: 
         assert all(logprob < -25 for logprob in prefix.new_logprobs[:-1])
 
 
+def test_most_probable_tokens_cost_nothing_unless_requested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a sort of the vocabulary in every step."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("computed")
+
+    engine = Engine(MODEL, 5000)
+    with monkeypatch.context() as patched:
+        patched.setattr("generator_service.engine.most_probable", fail)
+        session_id = admitted(engine, sampling=replace(ENDLESS, logprobs=True))
+        batch = grown(engine, session_id)
+    assert {prefix.new_top for prefix in batch.prefixes} == {()}
+    wanted = replace(ENDLESS, logprobs=True, top_logprobs=3)
+    for prefix in grown(engine, admitted(engine, sampling=wanted)).prefixes:
+        assert [len(ids) for ids, _ in prefix.new_top] == [3] * prefix.num_new
+
+
 @pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 1), (5, 5), (24, 24)])
 def test_a_stop_text_counts_from_min_tokens_on(min_tokens: int, length: int) -> None:
     engine = Engine(MODEL, 5000)

@@ -11,7 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generator_service.sampling import Adjustment, _sample_block, is_adjusted, sample, uniforms
+from generator_service.sampling import (
+    Adjustment,
+    _sample_block,
+    is_adjusted,
+    most_probable,
+    sample,
+    uniforms,
+)
 from specrej.contracts import Sampling, TokenBias
 
 CPU = torch.device("cpu")
@@ -25,6 +32,23 @@ def drawn(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 def frequencies(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return torch.bincount(tokens, minlength=vocabulary) / len(tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_most_probable_tokens_are_those_of_the_model(temperature: float) -> None:
+    """Guards against those of the tempered, cut or adjusted distribution, and infinite ones."""
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(5))
+    logits[2, 1:] = -torch.inf
+    sampling = Sampling(temperature=temperature, top_k=3)
+    tokens, logprobs = sample(logits, sampling, IDS[:6], 4)
+    expected = logits.log_softmax(dim=-1).clamp(min=-9999.0)
+    for row, (ids, values) in enumerate(most_probable(logits, tokens, logprobs, 5)):
+        best = expected[row].topk(5)
+        torch.testing.assert_close(torch.tensor(values), best.values, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(expected[row, ids], best.values)
+        assert tokens[row] in ids
+    ((ids, _),) = most_probable(logits[:1], tokens[:1], logprobs[:1], 60)
+    assert sorted(ids) == list(range(50))
 
 
 def test_frequencies_are_the_softmax() -> None:

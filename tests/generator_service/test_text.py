@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -151,6 +151,33 @@ def test_every_prefix_decodes_to_a_prefix(text: Text, whole: str) -> None:
     for end in range(len(token_ids) + 1):
         assert whole.startswith(text.decode(token_ids[:end]))
     assert text.decode([*token_ids, END]) == whole
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufdd0\ufdd1")))
+def test_bytes_of_tokens_are_those_of_their_text(whole: str) -> None:
+    """Guards against signs of the vocabulary, such as \u0120 for a space, and replacement marks."""
+    text = cached_text()
+    ids = text.encode(Prompt(text=f"x{whole}"))
+    assume(text.decode(ids) == f"x{whole}")  # the vocabulary has not all bytes
+    assert b"".join(map(text.token, ids)).decode() == f"x{whole}"
+
+
+def test_bytes_of_other_vocabularies() -> None:
+    """Those with a sign for spaces and tokens of bytes; control tokens, and ids without a token."""
+    assert cached_text().token(END) == b"<|im_end|>"
+    assert cached_text().token(10**6) == b""
+    assert (
+        b"".join(map(cached_text().token, torn_tokens("\u00e9\u2026"))) == "\u00e9\u2026".encode()
+    )
+    pieces = ["\u2581the", "re", "<0xC3>", "<0xA9>", "<0xZZ>", "\u2581"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    bpe = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    llama = Text(PreTrainedTokenizerFast(tokenizer_object=bpe), frozenset())
+    expected = [b" the", b"re", b"\xc3", b"\xa9", b"<0xZZ>", b" "]
+    assert [llama.token(number) for number in range(6)] == expected
 
 
 def completed_by(text: Text, token_ids: Sequence[int], stop: Sequence[str]) -> list[int]:

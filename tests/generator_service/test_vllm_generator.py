@@ -74,6 +74,7 @@ class DoubleToken:
 
     id: int
     logprob: float = -0.5
+    top: None = None
 
 
 @dataclass(eq=False, slots=True)

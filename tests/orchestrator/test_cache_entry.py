@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 
 from orchestrator.cache import Secret
 from orchestrator.cache.answers import CacheEntry, mac, pack, unpack
-from specrej.contracts import Generation
+from specrej.contracts import Generation, TokenLogprob, TopLogprobs
 from tests.orchestrator.caching import MAX_BYTES, SECRET, generation
 
-SMALL, LARGE = replace(generation("short"), rounds=()), generation("x" * 5000)
+LARGE = generation("x" * 5000)
+SMALL = replace(
+    LARGE, rounds=(), candidates=(replace(LARGE.best, text="short", tokens=(), top_logprobs=()),)
+)
 
 
 def packed(generation: Generation, max_bytes: int = MAX_BYTES) -> bytes:
@@ -44,12 +47,21 @@ def text_in(value: bytes) -> bytes:
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@given(text=st.text(), score=_FLOATS, logprobs=st.lists(_FLOATS, max_size=5))
-def test_any_finite_answer_survives_packing(text: str, score: float, logprobs: list[float]) -> None:
-    """Guards against rounded numbers, altered texts or lost tokens."""
+@given(st.text(), _FLOATS, st.lists(_FLOATS, max_size=5), st.binary(max_size=5))
+def test_any_finite_answer_survives_packing(
+    text: str, score: float, logprobs: list[float], token: bytes
+) -> None:
+    """Guards against rounded numbers, altered texts or lost tokens, such as half a character."""
     answer = generation(text, score)
     ids = tuple(range(len(logprobs)))
-    best = replace(answer.best, token_ids=ids, logprobs=tuple(logprobs))
+    top = tuple(TopLogprobs((TokenLogprob(i, token, logprobs[i]),)) for i in ids)
+    best = replace(
+        answer.best,
+        token_ids=ids,
+        logprobs=tuple(logprobs),
+        tokens=(token,) * len(ids),
+        top_logprobs=top,
+    )
     answer = replace(answer, candidates=(best,))
     assert unpacked(packed(answer)) == answer
 

@@ -73,6 +73,7 @@ _OTHER_SAMPLING = [
         {"ignore_eos": True},
         {"min_tokens": 1},
         {"logprobs": True},
+        {"logprobs": True, "top_logprobs": 1},
         {"min_p": 0.1},
         {"repetition_penalty": 1.1},
         {"presence_penalty": 0.5},

@@ -599,6 +599,28 @@ async def test_the_memory_decides_n_by_the_first_decision_token(first: int, n: i
     assert n * ended.decision_token == 8 * 16  # all slots
 
 
+async def test_tokens_of_forks_and_their_most_probable_ones() -> None:
+    """Guards against tokens of another candidate, step or round."""
+    selection = replace(request(8, 60, schedule=GeometricSchedule(8)).selection)
+    reporting = GenerationRequest(
+        PROMPT,
+        Sampling(60, logprobs=True, top_logprobs=3),
+        replace(selection, branching=Branching(8, 2)),
+    )
+    within = WithinRounds(emit=lambda event: None)
+    generation = await answer(reporting, ToyGenerator(end_every=99), FixedScorer(), within=within)
+    assert any(candidate.id >= 8 for candidate in generation.candidates), "no fork has ended"
+    for candidate in generation.candidates:
+        assert b"".join(candidate.tokens).decode().strip() == candidate.text
+        assert len(candidate.top_logprobs) == candidate.num_tokens
+        steps = zip(candidate.top_logprobs, candidate.token_ids, candidate.tokens, strict=True)
+        for top, token_id, token in steps:
+            assert len(top.tokens) == 3
+            assert (top.tokens[0].token_id, top.tokens[0].token) == (token_id, token)
+        drawn = tuple(top.tokens[0].logprob for top in candidate.top_logprobs)
+        assert drawn == candidate.logprobs
+
+
 @pytest.mark.parametrize(
     "values",
     [

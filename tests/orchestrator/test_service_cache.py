@@ -44,7 +44,8 @@ BYPASS = pb.CACHE_CONTROL_BYPASS
 
 async def test_second_equal_request_comes_from_the_cache(cached_service: Whole) -> None:
     """Its usage and timings are those of the run that made the answer."""
-    message = small_request(sampling={"logprobs": True}, selection={"return_candidates": 3})
+    sampling = {"logprobs": True, "top_logprobs": 2}
+    message = small_request(sampling=sampling, selection={"return_candidates": 3})
     first = await answer(cached_service, message)
     second = await answer(cached_service, message)
     (third,) = await events(cached_service, message)
@@ -53,7 +54,9 @@ async def test_second_equal_request_comes_from_the_cache(cached_service: Whole) 
     for reply in (second, third.finished):
         assert reply.cached
         assert reply.timings.extend_ms == first.timings.extend_ms
-        assert all(len(c.logprobs) == len(c.token_ids) == c.num_tokens for c in reply.candidates)
+        for c in reply.candidates:
+            assert len(c.logprobs) == len(c.token_ids) == len(c.tokens) == c.num_tokens
+            assert [len(top.tokens) for top in c.top_logprobs] == [2] * c.num_tokens
         reply.cached = False
         assert generation(reply) == generation(first)
     assert len({first.request_id, second.request_id, third.finished.request_id}) == 3

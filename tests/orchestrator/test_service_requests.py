@@ -63,6 +63,15 @@ async def test_all_violations_are_reported_at_once(service: Whole, stream: bool)
     assert service.generator.num_opened == 0
 
 
+async def test_log_probabilities_of_one_request_are_bounded(service: Whole) -> None:
+    """Guards against gigabytes of them; N is at most 8 where it is left open."""
+    sampling = {"max_tokens": 4000, "logprobs": True, "top_logprobs": 20}
+    error = await refusal(service, small_request(sampling=sampling, selection={"n": 64}))
+    assert set(violations_of(error)) == {"sampling.top_logprobs"}
+    best = (await answer(service, small_request(sampling=sampling, selection={"n": 0}))).candidates
+    assert {len(top.tokens) for top in best[0].top_logprobs} == {8}  # the toy's vocabulary
+
+
 @pytest.mark.parametrize(
     ("message", "names"),
     [

@@ -39,9 +39,16 @@ def trace(number: int, **changes: Any) -> c.RoundTrace:
 
 
 def candidate(number: int, text: str, score: float) -> c.RankedCandidate:
-    tokens, logprobs = (3, 1, 2), (-0.5, -0.25, -0.75)
+    token_ids, logprobs, tokens = (3, 1, 2), (-0.5, -0.25, -0.75), (b"th", b"e\xc3", b"\xa9")
+    top = tuple(
+        c.TopLogprobs((c.TokenLogprob(*one), c.TokenLogprob(7, b"x", -3.0)))
+        for one in zip(token_ids, tokens, logprobs, strict=True)
+    )
     return c.RankedCandidate(
-        number, text, score, c.FinishReason.STOP, 3, -0.5, tokens, logprobs, rewards=(score,)
+        *(number, text, score, c.FinishReason.STOP, 3, -0.5, token_ids, logprobs),
+        rewards=(score,),
+        tokens=tokens,
+        top_logprobs=top,
     )
 
 
@@ -127,6 +134,7 @@ OPTIONS = Options(
     logit_bias={7: -100.0, 8: 1.5},
     bad_words=["in", "fact"],
     stop_token_ids=[3, 4],
+    top_logprobs=2,
     model="tiny",
     cache=c.CacheControl.REFRESH,
     allow_degraded=True,

@@ -109,7 +109,7 @@ async def test_every_flag_reaches_the_server(
         " --seed 7 --ignore-eos --min-tokens 5 --logprobs --model tiny --cache refresh"
         " --min-p 0.05 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -0.5"
         " --logit-bias 7=-100 --logit-bias 8=1.5 --bad-words in --bad-words fact"
-        " --stop-token-ids 3 --stop-token-ids 4 --allow-degraded"
+        " --stop-token-ids 3 --stop-token-ids 4 --top-logprobs 2 --allow-degraded"
     )
     system = ("--system", "Be brief.")
     out, _ = await command("generate", "why?", "--address", address, *system, *flags.split())

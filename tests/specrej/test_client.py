@@ -37,6 +37,7 @@ REQUEST = c.GenerationRequest(
         logit_bias=(c.TokenBias(7, -100.0), c.TokenBias(8, 1.5)),
         bad_words=("in", "fact"),
         stop_token_ids=(3, 4),
+        top_logprobs=2,
     ),
     selection=c.Selection(
         n=8,

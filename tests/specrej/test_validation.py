@@ -68,6 +68,7 @@ BAD_SAMPLING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (0.0, -1.0, 0.009, 101.0, NAN, INF),
     "presence_penalty": (-2.1, 2.1, NAN, INF),
     "frequency_penalty": (-2.1, 2.1, NAN, -INF),
+    "top_logprobs": (-1, 1, 21),  # without logprobs, too
 }
 BIAS = c.TokenBias(3, 1.0)
 BAD_LISTS: list[tuple[str, tuple[Any, ...], str]] = [
@@ -196,6 +197,7 @@ def test_too_many_min_tokens_name_the_range() -> None:
         replace(with_sampling(temperature=0.0), selection=c.Selection(n=1)),
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),
         with_sampling(max_tokens=5, min_tokens=5),
+        *[with_sampling(logprobs=True, top_logprobs=value) for value in (0, 20)],
         *[with_sampling(min_p=value) for value in (0.0, 1.0)],
         *[with_sampling(repetition_penalty=value) for value in (0.01, 100.0)],
         *[with_sampling(presence_penalty=v, frequency_penalty=-v) for v in (2.0, -2.0)],

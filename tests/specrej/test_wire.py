@@ -26,6 +26,7 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
     int: INT32,
     float: st.floats(allow_nan=False),
     bool: st.booleans(),
+    bytes: st.binary(max_size=5),
     str: st.text(st.characters(codec="utf-8"), max_size=20),
     c.Normalization: st.one_of(
         st.sampled_from((c.Normalization(), c.Normalization("batch"))),
