@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from specrej import wire
-from specrej.contracts import Generation, RankedCandidate, RoundCompleted
+from specrej.contracts import Generation, RankedCandidate, RoundCompleted, TopLogprobs
 from specrej.errors import InvalidRequest, Violation
 
 JSON = dict[str, Any]
+
+
+def _chat_logprobs(candidate: RankedCandidate) -> JSON:
+    tops = candidate.top_logprobs or [TopLogprobs(())] * len(candidate.tokens)
+    content = [
+        {**_token(token, value), "top_logprobs": [_token(t.token, t.logprob) for t in top.tokens]}
+        for token, value, top in zip(candidate.tokens, candidate.logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: bytes, logprob: float) -> JSON:
+    return {"token": wire.text_of(token), "bytes": list(token), "logprob": logprob}
+
+
+def _text_logprobs(candidate: RankedCandidate) -> JSON:
+    """Offsets are characters of the answer before each token."""
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    lengths = [len(decoder.decode(token)) for token in candidate.tokens]
+    tops = [
+        {wire.text_of(t.token): t.logprob for t in top.tokens} for top in candidate.top_logprobs
+    ]
+    return {
+        "tokens": [*map(wire.text_of, candidate.tokens)],
+        "token_logprobs": list(candidate.logprobs),
+        "top_logprobs": tops or None,
+        "text_offset": [*accumulate(lengths[:-1], initial=0)],
+    }
 
 
 class Answer:
@@ -102,16 +132,9 @@ class Answer:
         return self._chunk(request_id, [choice])
 
     def _end(self, candidate: RankedCandidate) -> JSON:
-        """A token is named by its id: the core returns no texts of tokens."""
         end: JSON = {"finish_reason": candidate.finish.value, "logprobs": None}
-        tokens = [f"token_id:{token}" for token in candidate.token_ids]
-        if self._logprobs and self._is_chat:
-            pairs = zip(tokens, candidate.logprobs, strict=True)
-            rest: JSON = {"bytes": None, "top_logprobs": []}
-            content = [{"token": token, "logprob": value, **rest} for token, value in pairs]
-            end["logprobs"] = {"content": content, "refusal": None}
-        elif self._logprobs:
-            end["logprobs"] = {"tokens": tokens, "token_logprobs": list(candidate.logprobs)}
+        if self._logprobs:
+            end["logprobs"] = (_chat_logprobs if self._is_chat else _text_logprobs)(candidate)
         return end
 
     def _about(self, generation: Generation) -> JSON:

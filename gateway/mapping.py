@@ -73,6 +73,7 @@ TABLE: Mapping[str, Rule] = {
     "logit_bias": Maps("sampling.logit_bias"),
     "seed": Maps("sampling.seed"),
     "logprobs": Maps("sampling.logprobs"),
+    "top_logprobs": Maps("sampling.top_logprobs"),
     "stream": Maps("stream"),
     "stream_options": Maps("stream"),
     "specrej": Maps("specrej"),
@@ -88,7 +89,6 @@ TABLE: Mapping[str, Rule] = {
     "suffix": Refused("is not supported: text is only continued", ("",)),
     "tool_choice": Refused(_TOOLS, ("none", "auto")),
     "tools": Refused(_TOOLS, ([],)),
-    "top_logprobs": Refused("is not supported: only those of drawn tokens", (0,)),
     "verbosity": Refused(_THOUGHT, ("medium",)),
     "web_search_options": Refused("is not supported: there is no search"),
     "metadata": Ignored("it labels stored conversations"),
@@ -219,6 +219,7 @@ class ChatRequest(Request):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 def _one(value: object) -> object:
@@ -228,10 +229,10 @@ def _one(value: object) -> object:
 
 
 class CompletionRequest(Request):
-    """Raw text, without the model's chat template. `logprobs` 0: those of drawn tokens."""
+    """Raw text, without the model's chat template. `logprobs`: so many of each step's tokens."""
 
     prompt: Annotated[str, BeforeValidator(_one), Field(min_length=1)]
-    logprobs: Literal[0] | None = None
+    logprobs: int | None = None
 
 
 # Calls
@@ -338,6 +339,7 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
             if option in Options.__annotations__:
                 options[option] = value
     sources.setdefault("selection.min_answers", "n")
+    sources.setdefault("sampling.top_logprobs", "logprobs")
     options["model"] = model if has_preset else request.model
     _fill_in(options)
     call = Call(_prompt(request), cast(Options, options), request.specrej.timeout_s, sources)
@@ -354,8 +356,8 @@ def _fill_in(options: dict[str, Any]) -> None:
     elif "seed" not in options:
         options["seed"] = secrets.randbelow(MAX_SEED)
         options.setdefault("cache", CacheControl.BYPASS)  # no later request has this seed
-    if "logprobs" in options:
-        options["logprobs"] = options["logprobs"] is not False  # 0 asks for them, too
+    if not isinstance(options.get("logprobs", False), bool):  # a number, of completions
+        options |= {"logprobs": True, "top_logprobs": options["logprobs"]}
     if (num_choices := options.get("return_candidates", 1)) > 1:
         options.setdefault("min_answers", num_choices)
 

@@ -130,7 +130,7 @@ def test_options_arrive_as_the_clients() -> None:
     call = call_of(
         chat(
             model="m:sr-32", n=2, temperature=0.5, top_p=0.9, stop="\n", seed=7, max_tokens=9,
-            logprobs=True, presence_penalty=1, frequency_penalty=-0.5,
+            logprobs=True, top_logprobs=3, presence_penalty=1, frequency_penalty=-0.5,
             logit_bias={"50256": -100, "7": 1.5},
             specrej={
                 "min_p": 0.1, "repetition_penalty": 1.2, "bad_words": ["x"], "stop_token_ids": [3],
@@ -144,7 +144,7 @@ def test_options_arrive_as_the_clients() -> None:
     )  # fmt: skip
     assert call.options == c.Options(
         model="m", n=32, return_candidates=2, min_answers=2, temperature=0.5, top_p=0.9,
-        stop=["\n"], seed=7, max_tokens=9, logprobs=True, alpha=0.25,
+        stop=["\n"], seed=7, max_tokens=9, logprobs=True, top_logprobs=3, alpha=0.25,
         top_k=5, min_tokens=2, ignore_eos=True, schedule=c.TokensSchedule((4, 8)),
         cache=c.CacheControl.REFRESH, allow_degraded=True,
         rewards=(c.WeightedReward("a", 2.0, c.Normalization("batch")),),
@@ -167,6 +167,15 @@ def test_several_choices_are_promised() -> None:
     call = call_of(chat(n=3, specrej={"min_answers": 1}), {})
     assert call.options["min_answers"] == 1
     assert call.name_of("selection.min_answers") == "specrej.min_answers"
+
+
+def test_completions_name_a_number_of_log_probabilities() -> None:
+    for number in (0, 5):
+        body = {"model": "m", "prompt": "x", "logprobs": number}
+        call = call_of(parsed(CompletionRequest, json.dumps(body).encode()), PRESETS)
+        assert (call.options["logprobs"], call.options["top_logprobs"]) == (True, number)
+        assert call.name_of("sampling.top_logprobs") == "logprobs"
+    assert call_of(chat(logprobs=False), {}).options["logprobs"] is False
 
 
 def test_contradictions_are_errors() -> None:

@@ -86,14 +86,18 @@ async def test_rounds_stream_on_request(client: AsyncOpenAI, style: str) -> None
 
 async def test_raw_text_is_continued(client: AsyncOpenAI) -> None:
     answer = await client.completions.create(
-        model=MODEL, prompt=["Once"], best_of=4, n=2, logprobs=0, max_tokens=8
+        model=MODEL, prompt=["Once"], best_of=4, n=2, logprobs=2, max_tokens=8
     )
     assert answer.object == "text_completion"
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice in answer.choices:
         assert choice.text
-        assert choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs
-        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
+        made = choice.logprobs
+        assert made and made.tokens and made.token_logprobs and made.text_offset
+        assert made.top_logprobs and all(len(top) == 2 for top in made.top_logprobs)
+        pairs = zip(made.tokens, made.token_logprobs, made.top_logprobs, strict=True)
+        assert all(top[token] == logprob for token, logprob, top in pairs)
+        assert [f" {choice.text}"[at] for at in made.text_offset] == [" "] * len(made.tokens)
     stream = await client.completions.create(
         model=MODEL, prompt="Once", max_tokens=8, stream=True, seed=1, extra_body=extra()
     )
@@ -106,14 +110,21 @@ async def test_raw_text_is_continued(client: AsyncOpenAI) -> None:
 
 async def test_log_probabilities_of_drawn_tokens(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
-        model=MODEL, messages=ASK, logprobs=True, max_tokens=8, extra_body=extra()
+        model=MODEL, messages=ASK, logprobs=True, top_logprobs=3, max_tokens=8, extra_body=extra()
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs and logprobs.content and answer.usage
     assert len(logprobs.content) == answer.usage.completion_tokens
-    assert all(
-        item.token.startswith("token_id:") and item.logprob <= 0 for item in logprobs.content
-    )
+    text = "".join(item.token for item in logprobs.content)
+    assert text == f" {answer.choices[0].message.content}"
+    for item in logprobs.content:
+        assert item.bytes and bytes(item.bytes).decode() == item.token
+        assert item.logprob <= 0
+        assert [top.token for top in item.top_logprobs].index(item.token) == 0
+        assert len(item.top_logprobs) == 3
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model=MODEL, messages=ASK, top_logprobs=3)
+    assert refused.value.param == "top_logprobs"
 
 
 async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> None:
