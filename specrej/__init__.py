@@ -56,11 +56,14 @@ from specrej.errors import (
 )
 
 if TYPE_CHECKING:
-    from specrej.client import Client, RewardClient
+    from specrej.client import Client, Retries, RewardClient
+    from specrej.sync_client import SyncClient
 
 __all__ = [
     "Client",
+    "Retries",
     "RewardClient",
+    "SyncClient",
     # What goes in
     "Algorithm",
     "Branching",
@@ -103,6 +106,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("Client", "RewardClient"):
+    if name in ("Client", "Retries", "RewardClient"):
         return getattr(importlib.import_module("specrej.client"), name)
+    if name == "SyncClient":
+        return importlib.import_module("specrej.sync_client").SyncClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

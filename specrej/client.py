@@ -7,11 +7,16 @@ stays absent on the wire, so that the server's default applies.
 
 from __future__ import annotations
 
+import asyncio
+import random
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import grpc.aio
+from google.protobuf.message import Message as ProtobufMessage
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej import telemetry, wire
@@ -34,7 +39,16 @@ from specrej.contracts import (
 )
 from specrej.contracts import Options as Options
 from specrej.credentials import Credentials, check_token
-from specrej.errors import InternalError, InvalidRequest, Unauthenticated, Violation
+from specrej.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RetryableError,
+    SpecrejError,
+    Unauthenticated,
+    Unavailable,
+    Violation,
+)
 from specrej.status import from_rpc_error
 from specrej.v1 import (
     common_pb2,
@@ -81,18 +95,70 @@ def build_request(
     return request
 
 
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Repeats a call that ends with an error of `on` before its first event.
+
+    The wait is what the server's RetryInfo demands (1 s if it sends none), and up to a fifth more
+    at random. If that is above `max_wait_s`, or ends after the call's deadline, the error is
+    raised. The server identifies a request by its content: a repeated one joins an equal one that
+    still runs, or receives its stored answer, unless its `cache` is bypass.
+    """
+
+    attempts: int = 4  # in all
+    max_wait_s: float = 10.0
+    on: tuple[type[RetryableError], ...] = (Unavailable, Overloaded)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a value out of range."""
+        if self.attempts < 1 or not self.max_wait_s >= 0:
+            raise ValueError("attempts must be 1 or more, max_wait_s 0 or more")
+
+
+class _Attempts:
+    """The attempts of one call, all before its deadline in `timeout_s` seconds."""
+
+    def __init__(self, retries: Retries | None, timeout_s: float) -> None:
+        self._retries = retries
+        self._num_failed = 0
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline."""
+        return self._deadline - time.monotonic()
+
+    async def after(self, error: SpecrejError) -> None:
+        """Wait for the next attempt; raises the error if there is none."""
+        self._num_failed += 1
+        retries, wait_s = self._retries, error.retry_after_s
+        if retries is None or wait_s is None or not isinstance(error, retries.on):
+            raise error
+        least_s, wait_s = wait_s, wait_s * random.uniform(1, 1.2)
+        is_last = self._num_failed >= retries.attempts
+        if is_last or least_s > retries.max_wait_s or wait_s >= self.left_s:
+            raise error
+        await asyncio.sleep(wait_s)
+
+
 class _Connection:
-    """A channel, open for its context, and the default deadline of its calls.
+    """A channel, open for its context, and the default deadline and retries of its calls.
 
     Create it inside a running event loop; it connects at the first call.
     """
 
-    def __init__(self, address: str, timeout_s: float, credentials: Credentials) -> None:
+    _service: str  # its full name
+    _stub: Any
+
+    def __init__(
+        self, address: str, timeout_s: float, retries: Retries | None, credentials: Credentials
+    ) -> None:
         try:
-            self._channel = open_channel(address, **credentials)
+            # Retries are in one layer: without ours, the channel has those of its service config.
+            self._channel = open_channel(address, retries=retries is None, **credentials)
         except (OSError, ValueError) as error:
             raise InvalidRequest([Violation("credentials", str(error))]) from error
-        self._timeout_s = timeout_s
+        self._timeout_s, self._retries = timeout_s, retries
         self._address, self._credentials = address, credentials
 
     async def __aenter__(self) -> Self:
@@ -105,8 +171,26 @@ class _Connection:
         """Cancel running calls and disconnect."""
         await self._channel.close()
 
-    def _deadline(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else timeout_s
+    def _attempts(self, timeout_s: float | None) -> _Attempts:
+        return _Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
+
+    async def _call(
+        self,
+        method: str,
+        request: ProtobufMessage,
+        timeout_s: float | None,
+        token: str = "",
+        metadata: Metadata = (),
+    ) -> Any:
+        """The answer to a unary call."""
+        attempts, start = self._attempts(timeout_s), getattr(self._stub, method)
+        while True:
+            try:
+                with _calling(f"{self._service}/{method}") as span:
+                    sent = self._metadata(span, token, metadata)
+                    return await start(request, timeout=attempts.left_s, metadata=sent)
+            except SpecrejError as error:
+                await attempts.after(error)
 
     def _metadata(self, span: telemetry.ClientSpan, token: str, metadata: Metadata) -> Metadata:
         """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext."""
@@ -122,8 +206,8 @@ class _Connection:
 class Client(_Connection):
     """A client of the orchestrator at `address` ("host:port").
 
-    Every call has a deadline of `timeout_s` seconds, or its own. A call to an unavailable server is
-    retried a few times within two seconds. `credentials` are the fields of
+    Every call has a deadline of `timeout_s` seconds, or its own. Without `retries`, a call to an
+    unavailable server is retried a few times within two seconds. `credentials` are the fields of
     `specrej.credentials.Credentials`: tokens, TLS and client certificates. A call's own `token`
     replaces theirs; its `metadata` is sent with it.
 
@@ -131,14 +215,17 @@ class Client(_Connection):
         InvalidRequest: the credentials cannot be used, or not with this address.
     """
 
+    _service = _ORCHESTRATOR
+
     def __init__(
         self,
         address: str = "127.0.0.1:50050",
         *,
         timeout_s: float = 300.0,
+        retries: Retries | None = None,
         **credentials: Unpack[Credentials],
     ) -> None:
-        super().__init__(address, timeout_s, credentials)
+        super().__init__(address, timeout_s, retries, credentials)
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     async def generate(
@@ -156,12 +243,7 @@ class Client(_Connection):
             SpecrejError: one of its kinds.
         """
         request = build_request(prompt, **options)
-        with _calling(f"{_ORCHESTRATOR}/Generate") as span:
-            answer = await self._stub.Generate(
-                request,
-                timeout=self._deadline(timeout_s),
-                metadata=self._metadata(span, token, metadata),
-            )
+        answer = await self._call("Generate", request, timeout_s, token, metadata)
         return wire.generation_from_message(answer)
 
     async def stream(
@@ -188,36 +270,36 @@ class Client(_Connection):
         request = orchestrator_pb2.GenerateStreamRequest(
             request=build_request(prompt, **options), progress=progress, text_deltas=text_deltas
         )
-        finished = False
-        with _calling(f"{_ORCHESTRATOR}/GenerateStream") as span:
-            call = self._stub.GenerateStream(
-                request,
-                timeout=self._deadline(timeout_s),
-                metadata=self._metadata(span, token, metadata),
-            )
+        attempts = self._attempts(timeout_s)
+        event: Event | None = None
+        while not isinstance(event, Finished):
             try:
-                async for message in call:
-                    event = wire.event_from_message(message)
-                    if finished := isinstance(event, Finished):
-                        span.end(
-                            grpc.StatusCode.OK.name
-                        )  # callers may leave the loop after the answer
-                    yield event
-            finally:
-                call.cancel()
-        if not finished:
-            raise InternalError("the stream ended without an answer")
+                with _calling(f"{_ORCHESTRATOR}/GenerateStream") as span:
+                    sent = self._metadata(span, token, metadata)
+                    call = self._stub.GenerateStream(
+                        request, timeout=attempts.left_s, metadata=sent
+                    )
+                    try:
+                        async for message in call:
+                            event = wire.event_from_message(message)
+                            if isinstance(event, Finished):  # after which callers may leave
+                                span.end(grpc.StatusCode.OK.name)
+                            yield event
+                    finally:
+                        call.cancel()
+                if not isinstance(event, Finished):
+                    raise InternalError("the stream ended without an answer")
+            except SpecrejError as error:
+                if event:
+                    raise
+                await attempts.after(error)
 
     async def describe(
         self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()
     ) -> ServiceDescription:
         """Models, rewards, limits and defaults."""
-        with _calling(f"{_ORCHESTRATOR}/Describe") as span:
-            answer = await self._stub.Describe(
-                orchestrator_pb2.OrchestratorServiceDescribeRequest(),
-                timeout=self._deadline(timeout_s),
-                metadata=self._metadata(span, token, metadata),
-            )
+        request = orchestrator_pb2.OrchestratorServiceDescribeRequest()
+        answer = await self._call("Describe", request, timeout_s, token, metadata)
         return wire.from_message(answer, ServiceDescription)
 
     async def is_serving(self, *, timeout_s: float = 1.0) -> bool:
@@ -243,26 +325,25 @@ class Client(_Connection):
         Raises:
             NotFound: the server has no record of it for this tenant.
         """
-        with _calling(f"{_ORCHESTRATOR}/GetRecord") as span:
-            answer = await self._stub.GetRecord(
-                orchestrator_pb2.GetRecordRequest(request_id=request_id),
-                timeout=self._deadline(timeout_s),
-                metadata=self._metadata(span, token, metadata),
-            )
+        request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
+        answer = await self._call("GetRecord", request, timeout_s, token, metadata)
         return wire.from_message(answer.record, RequestRecord)
 
 
 class RewardClient(_Connection):
     """A client of the reward service at `address` ("host:port"); arguments as of `Client`."""
 
+    _service = _REWARD
+
     def __init__(
         self,
         address: str = "127.0.0.1:50052",
         *,
         timeout_s: float = 60.0,
+        retries: Retries | None = None,
         **credentials: Unpack[Credentials],
     ) -> None:
-        super().__init__(address, timeout_s, credentials)
+        super().__init__(address, timeout_s, retries, credentials)
         self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
 
     async def score(
@@ -284,20 +365,13 @@ class RewardClient(_Connection):
         request = reward_pb2.ScoreRequest(
             reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
         )
-        with _calling(f"{_REWARD}/Score") as span:
-            answer = await self._stub.Score(
-                request, timeout=self._deadline(timeout_s), metadata=span.metadata
-            )
+        answer = await self._call("Score", request, timeout_s)
         return Scores(tuple(answer.scores), answer.computed_tokens)
 
     async def describe(self, *, timeout_s: float | None = None) -> tuple[RewardDescription, ...]:
         """The rewards that are served; the first is the default."""
-        with _calling(f"{_REWARD}/Describe") as span:
-            answer = await self._stub.Describe(
-                reward_pb2.RewardServiceDescribeRequest(),
-                timeout=self._deadline(timeout_s),
-                metadata=span.metadata,
-            )
+        request = reward_pb2.RewardServiceDescribeRequest()
+        answer = await self._call("Describe", request, timeout_s)
         return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
 
 

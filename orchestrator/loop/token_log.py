@@ -39,7 +39,7 @@ class TokenLog:
                 self._rounds[candidate.id].append(replace(candidate, text=""))
 
     def drop(self, number: int) -> None:
-        """Forget a rejected candidate."""
+        """Remove a rejected candidate."""
         self._rounds.pop(number, None)
 
     def fork(self, number: int, parent: int) -> None:

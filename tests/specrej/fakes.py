@@ -143,7 +143,7 @@ OPTIONS = Options(
 
 class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Raises `failures` first, one per call. With `hangs`, a call waits for `released` after its
-    first event; with `holds`, before it."""
+    first event; with `holds`, before it. A stream raises `after_events` at its end."""
 
     def __init__(self) -> None:
         self.requests: list[orchestrator_pb2.GenerateRequest] = []
@@ -151,6 +151,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self.times_left: list[float] = []
         self.failures: list[Exception] = []
         self.events = EVENTS
+        self.after_events: Exception | None = None
         self.hangs = False
         self.holds = False
         self.received = asyncio.Event()
@@ -177,6 +178,8 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         await self._take(request.request, context)
         for event in self.events:
             await context.write(wire.event_to_message(event))
+        if self.after_events:
+            raise self.after_events
 
     async def Describe(  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.OrchestratorServiceDescribeRequest, context: Context

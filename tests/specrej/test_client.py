@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import specrej
 from deploy.local.stack import Ports
-from specrej import Client, RewardClient, errors, wire
+from specrej import Client, Retries, RewardClient, errors, wire
 from specrej import contracts as c
 from specrej.channel import SERVICE_CONFIG, options
 from specrej.client import Options, build_request
@@ -28,6 +29,7 @@ from tests.specrej.fakes import (
     FakeReward,
 )
 
+NAN = float("nan")
 JITTER = 0.2  # of gRPC's waits, both ways
 VIOLATION = errors.Violation("selection.n", "too many")
 REQUEST = c.GenerationRequest(
@@ -160,6 +162,71 @@ async def test_unavailable_is_retried(
     async with Client(address) as client:
         assert await answer_of(client, streamed) == GENERATION
     assert len(orchestrator.requests) == 3
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("retries", "delay_s", "timeout_s", "num_sent"),
+    [
+        (Retries(), 0.02, 20, 3),
+        (Retries(attempts=2), 0.02, 20, 2),
+        (Retries(attempts=1), 0.02, 20, 1),
+        (Retries(max_wait_s=0.5), 1.0, 20, 1),
+        (Retries(), 5.0, 3, 1),
+        (Retries(on=(errors.Overloaded,)), 0.02, 20, 2),
+    ],
+    ids=["all", "attempts", "one", "long wait", "deadline", "other error"],
+)
+async def test_retries_wait_as_the_server_demands(
+    address: str,
+    orchestrator: FakeOrchestrator,
+    retries: Retries,
+    delay_s: float,
+    timeout_s: float,
+    num_sent: int,
+    streamed: bool,
+) -> None:
+    """Guards against grpc's own attempts beside these, and waits that are shorter than demanded."""
+    failures: list[Exception] = [
+        errors.Overloaded("full", retry_after_s=delay_s),
+        errors.Unavailable("loading", retry_after_s=delay_s),
+    ]
+    orchestrator.failures = [*failures]
+    began = time.monotonic()
+    async with Client(address, retries=retries) as client:
+        answering = answer_of(client, streamed, timeout_s=timeout_s)
+        if num_sent == 3:
+            assert await answering == GENERATION
+        else:
+            with pytest.raises(type(failures[num_sent - 1])):
+                await answering
+    assert time.monotonic() - began >= (num_sent - 1) * delay_s
+    assert len(orchestrator.requests) == num_sent
+
+
+async def test_a_stream_with_an_event_is_not_retried(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against events of two runs in one stream."""
+    orchestrator.hangs = True
+    async with (
+        Client(address, retries=Retries()) as client,
+        aclosing(client.stream("why?", timeout_s=20)) as events,
+    ):
+        assert await anext(events) == EVENTS[0]
+        await asyncio.wait_for(orchestrator.received.wait(), 10)
+        orchestrator.events = ()
+        orchestrator.after_events = errors.Unavailable("draining", retry_after_s=0.01)
+        orchestrator.released.set()
+        with pytest.raises(errors.Unavailable):
+            await anext(events)
+    assert len(orchestrator.requests) == 1
+
+
+@pytest.mark.parametrize("values", [{"attempts": 0}, {"max_wait_s": -1.0}, {"max_wait_s": NAN}])
+def test_bad_retries_are_a_value_error(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Retries(**values)
 
 
 async def test_no_server_is_unavailable() -> None:

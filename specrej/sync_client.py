@@ -1,0 +1,120 @@
+"""A client that blocks: `specrej.client.Client` on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+
+from specrej.client import Client, Retries
+from specrej.contracts import Event
+from specrej.credentials import Credentials
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _blocking(
+    method: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncClient, P], T]:
+    @wraps(method)
+    def call(self: SyncClient, /, *args: P.args, **options: P.kwargs) -> T:
+        return self._result(lambda: method(self._client, *args, **options))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[Client, P], AsyncGenerator[Event, None]],
+) -> Callable[Concatenate[SyncClient, P], Generator[Event, None, None]]:
+    @wraps(method)
+    def call(
+        self: SyncClient, /, *args: P.args, **options: P.kwargs
+    ) -> Generator[Event, None, None]:
+        events = method(self._client, *args, **options)
+        try:
+            while event := self._result(lambda: anext(events, None)):
+                yield event
+        finally:
+            if not self._loop.is_closed():
+                self._result(events.aclose)
+
+    return call
+
+
+class SyncClient:
+    """The methods of `Client`, which block; `stream` is an iterator; its `close` cancels the call.
+
+    Arguments and errors are those of `Client`. Any number of threads may call it. Close it, or use
+    it as a context manager: its thread runs until then. A closed client raises RuntimeError.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50050",
+        *,
+        timeout_s: float = 300.0,
+        retries: Retries | None = None,
+        **credentials: Unpack[Credentials],
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="specrej-client", daemon=True
+        )
+        self._thread.start()
+
+        async def client() -> Client:
+            return Client(address, timeout_s=timeout_s, retries=retries, **credentials)
+
+        try:
+            self._client = self._result(client)
+        except BaseException:
+            self._stop()
+            raise
+
+    generate = _blocking(Client.generate)
+    stream = _iterating(Client.stream)
+    describe = _blocking(Client.describe)
+    is_serving = _blocking(Client.is_serving)
+    record = _blocking(Client.record)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel running calls and disconnect; no effect if it is closed."""
+        if not self._loop.is_closed():
+            self._result(self._end)
+            self._stop()
+
+    async def _end(self) -> None:
+        await self._client.close()
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _result(self, start: Callable[[], Awaitable[T]]) -> T:
+        """Raises RuntimeError: the client is closed."""
+        if self._loop.is_closed():
+            raise RuntimeError("the client is closed")
+
+        async def awaited() -> T:
+            return await start()
+
+        running = asyncio.run_coroutine_threadsafe(awaited(), self._loop)
+        try:
+            return running.result()
+        finally:
+            running.cancel()  # no effect unless the wait was interrupted

@@ -1,0 +1,89 @@
+"""The blocking client against a real server, from threads."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from specrej import Client, Retries, SyncClient, errors
+from tests.serving import until
+from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, RECORD, SERVICE, FakeOrchestrator
+
+
+def test_it_has_the_methods_of_the_client() -> None:
+    """Guards against a method or an argument that one of the two lacks."""
+    names = {name for name in vars(Client) if not name.startswith("_")}
+    assert {name for name in vars(SyncClient) if not name.startswith("_")} == names | {"close"}
+    for name in (*names, "__init__"):
+        parameters = [
+            list(inspect.signature(getattr(kind, name)).parameters.values())
+            for kind in (Client, SyncClient)
+        ]
+        assert parameters[0] == parameters[1]
+
+
+async def test_values_are_those_of_the_client(address: str, orchestrator: FakeOrchestrator) -> None:
+    orchestrator.failures = [errors.Overloaded("full", retry_after_s=0.01)]
+
+    def calls() -> None:
+        with SyncClient(address, retries=Retries()) as client:
+            assert client.generate("why?", **OPTIONS) == GENERATION
+            assert tuple(client.stream("why?", **OPTIONS)) == EVENTS
+            assert client.describe() == SERVICE
+            assert client.is_serving()
+            assert client.record("r1") == RECORD
+            with pytest.raises(errors.NotFound):
+                client.record("r2")
+
+    await asyncio.to_thread(calls)
+    assert len(orchestrator.requests) == 3
+    assert not [t for t in threading.enumerate() if t.name == "specrej-client"]
+
+
+async def test_leaving_a_stream_cancels_the_call(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against candidates that grow after the end of their call."""
+    orchestrator.hangs = True
+
+    def first_event(client: SyncClient) -> object:
+        events = client.stream("why?")
+        event = next(events)
+        events.close()
+        return event
+
+    with await asyncio.to_thread(SyncClient, address) as client:
+        assert await asyncio.to_thread(first_event, client) == EVENTS[0]
+        await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
+        await asyncio.to_thread(client.close)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_closing_ends_calls_of_other_threads(
+    address: str, orchestrator: FakeOrchestrator, streamed: bool
+) -> None:
+    """Guards against threads that wait for ever."""
+    orchestrator.hangs = True
+    client = await asyncio.to_thread(SyncClient, address)
+
+    def call() -> object:
+        return list(client.stream("why?")) if streamed else client.generate("why?")
+
+    calling = asyncio.ensure_future(asyncio.to_thread(call))
+    await until(lambda: bool(orchestrator.requests))
+    await asyncio.to_thread(client.close)
+    with pytest.raises((errors.Cancelled, CancelledError, RuntimeError, asyncio.CancelledError)):
+        await asyncio.wait_for(calling, 10)
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        client.describe()
+    client.close()
+
+
+def test_bad_credentials_leave_no_thread() -> None:
+    with pytest.raises(errors.InvalidRequest, match="credentials"):
+        SyncClient("example.com:1", token="t")
+    assert not [t for t in threading.enumerate() if t.name == "specrej-client"]
