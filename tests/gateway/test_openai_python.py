@@ -130,7 +130,7 @@ async def test_log_probabilities_of_drawn_tokens(client: AsyncOpenAI) -> None:
 async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> None:
     """Guards against fewer choices than n because rejection ended the others."""
     answer = await client.chat.completions.create(
-        model=MODEL, messages=ASK, n=3, max_tokens=40, extra_body={"specrej": {"n": 8}}
+        model=MODEL, messages=ASK, n=3, max_tokens=40, extra_body=extra(n=8, prefer_complete=False)
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.model_extra and answer.model_extra["specrej"]["n"] == 8
