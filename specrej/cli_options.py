@@ -16,11 +16,16 @@ from specrej.contracts import (
     Branching,
     GenerationRequest,
     GeometricSchedule,
+    Grammar,
+    JsonObject,
+    JsonSchema,
     MemorySchedule,
     Normalization,
+    Regex,
     Sampling,
     Schedule,
     Selection,
+    StructuredOutput,
     TokenBias,
     TokensSchedule,
     WeightedReward,
@@ -28,6 +33,7 @@ from specrej.contracts import (
 from specrej.credentials import TOKEN_VARIABLE, Credentials
 
 BIAS_SYNTAX = "TOKEN=BIAS"
+STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):(TEXT|@FILE)"
 REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]"
 
 
@@ -84,6 +90,26 @@ def parse_bias(text: str) -> TokenBias:
         raise typer.BadParameter(f"{text!r}: use {BIAS_SYNTAX}") from None
 
 
+def parse_structured_output(text: str) -> StructuredOutput:
+    """`json_schema:TEXT`, `regex:TEXT`, `grammar:TEXT` or `json_object`; TEXT may be `@FILE`."""
+    kind, _, given = text.partition(":")
+    if given.startswith("@"):
+        try:
+            given = Path(given[1:]).read_text()
+        except (OSError, UnicodeError) as error:
+            raise typer.BadParameter(f"{given[1:]}: {error}") from None
+    match kind:
+        case "json_object" if not given:
+            return JsonObject()
+        case "json_schema" if given:
+            return JsonSchema(given)
+        case "regex" if given:
+            return Regex(given)
+        case "grammar" if given:
+            return Grammar(given)
+    raise typer.BadParameter(f"{text!r}: use {STRUCTURED_SYNTAX}")
+
+
 def _normalization(parts: Mapping[str, str]) -> Normalization:
     match sorted(parts.items()):
         case []:
@@ -122,6 +148,9 @@ def _flag_of(item: Field[Any], hint: Any) -> inspect.Parameter:
             flag, kind, more = "--reward", list[str], {"metavar": REWARD_SYNTAX}
         case "logit_bias":
             kind, more = list[str], {"metavar": BIAS_SYNTAX}
+        case "structured_output":
+            kind = JsonObject
+            more = {"parser": parse_structured_output, "metavar": STRUCTURED_SYNTAX}
         case "schedule":
             # typer accepts no union as a type; the parser makes the value.
             kind, more = GeometricSchedule, {"parser": parse_schedule, "metavar": "SCHEDULE"}

@@ -8,6 +8,7 @@ stays absent on the wire, so that the server's default applies.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from specrej.contracts import (
     Finished,
     Generation,
     GenerationRequest,
+    JsonSchema,
     Message,
     Prompt,
     RequestRecord,
@@ -83,6 +85,8 @@ def build_request(
         given["rewards"] = [WeightedReward(name, weight) for name, weight in rewards.items()]
     if isinstance(biases := given.get("logit_bias"), Mapping):
         given["logit_bias"] = [TokenBias(token_id, bias) for token_id, bias in biases.items()]
+    if isinstance(schema := given.get("structured_output"), Mapping):
+        given["structured_output"] = JsonSchema(json.dumps(schema))
     try:
         request = wire.part_to_message(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
         sampling = wire.part_to_message(Sampling, given, common_pb2.Sampling)

@@ -5,6 +5,7 @@ They work on contract values, after `specrej.limits` has bounded the lengths of 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
@@ -14,8 +15,11 @@ from specrej.contracts import (
     Algorithm,
     GenerationRequest,
     GeometricSchedule,
+    Grammar,
+    JsonSchema,
     Normalization,
     Prompt,
+    Regex,
     Sampling,
     Schedule,
     Selection,
@@ -79,6 +83,31 @@ def check_sampling(
         if not text.strip():
             yield Violation(f"{path}.bad_words[{index}]", "must not be blank")
     yield from _check_token_ids(sampling, vocabulary, path)
+    yield from _check_structured_output(sampling, path)
+
+
+def _check_structured_output(sampling: Sampling, path: str) -> Iterator[Violation]:
+    """The generator checks the rest, as it depends on the tokenizer."""
+    where = f"{path}.structured_output"
+    match sampling.structured_output:
+        case None:
+            return
+        case JsonSchema(schema) if not _is_object(schema):
+            yield Violation(f"{where}.json_schema.schema", "must be an object in JSON")
+        case Regex(pattern) if not pattern:
+            yield Violation(f"{where}.regex.pattern", "must not be empty")
+        case Grammar(lark) if not lark.strip():
+            yield Violation(f"{where}.grammar.lark", "must not be blank")
+    for name in ("stop", "stop_token_ids", "ignore_eos"):
+        if getattr(sampling, name):
+            yield Violation(f"{path}.{name}", "must be absent: structured_output decides the end")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def check_top_logprobs(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**63 - 1
@@ -76,6 +76,41 @@ class TokenBias:
 
 
 @dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """JSON that a JSON Schema, itself in JSON, describes."""
+
+    schema: str = ""
+    kind: Literal["json_schema"] = "json_schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """Text that a regular expression matches as a whole, in the syntax of Rust's regex crate."""
+
+    pattern: str = ""
+    kind: Literal["regex"] = "regex"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Text of a context-free grammar in Lark's syntax, with the rule `start`."""
+
+    lark: str = ""
+    kind: Literal["grammar"] = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """Any JSON object."""
+
+    kind: Literal["json_object"] = "json_object"
+
+
+# What every candidate that ends by itself conforms to.
+StructuredOutput = JsonSchema | Regex | Grammar | JsonObject
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn; fields as in `specrej.v1.Sampling`."""
 
@@ -133,6 +168,9 @@ class Sampling:
         0,
         "With --logprobs: report so many of the most probable tokens of each step, too.",
         Accepted(f"0 .. {MAX_TOP_LOGPROBS}", lambda value: 0 <= value <= MAX_TOP_LOGPROBS),
+    )
+    structured_output: StructuredOutput | None = option(
+        None, "What complete answers conform to: json_schema, regex, grammar or json_object."
     )
 
 
@@ -315,6 +353,7 @@ class Options(TypedDict, total=False):
     bad_words: Sequence[str]
     stop_token_ids: Sequence[int]
     top_logprobs: int
+    structured_output: StructuredOutput | Mapping[str, Any]  # a mapping: a JSON Schema
     model: str
     cache: CacheControl
     allow_degraded: bool

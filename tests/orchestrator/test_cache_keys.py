@@ -19,10 +19,14 @@ from specrej.contracts import (
     CacheControl,
     GenerationRequest,
     GeometricSchedule,
+    Grammar,
+    JsonObject,
+    JsonSchema,
     MemorySchedule,
     Message,
     Normalization,
     Prompt,
+    Regex,
     Sampling,
     Selection,
     TokenBias,
@@ -84,6 +88,10 @@ _OTHER_SAMPLING = [
         {"bad_words": ("x",)},
         {"stop_token_ids": (1,)},
     )
+]
+_OTHER_SAMPLING += [
+    request(sampling=Sampling(structured_output=output))
+    for output in (JsonObject(), JsonSchema("a"), JsonSchema("b"), Regex("a"), Grammar("a"))
 ]
 _OTHER_REWARDS = [
     request(selection=Selection(rewards=rewards))

@@ -135,6 +135,7 @@ OPTIONS = Options(
     bad_words=["in", "fact"],
     stop_token_ids=[3, 4],
     top_logprobs=2,
+    structured_output={"a": 1},
     model="tiny",
     cache=c.CacheControl.REFRESH,
     allow_degraded=True,

@@ -21,7 +21,7 @@ import typer
 from deploy.local.stack import Ports
 from specrej import cli, errors, wire
 from specrej import contracts as c
-from specrej.cli_options import parse_reward, parse_schedule
+from specrej.cli_options import parse_reward, parse_schedule, parse_structured_output
 from specrej.client import Options, build_request
 from specrej.rounds_view import plain_line, summary_line
 from specrej.security import Access
@@ -45,6 +45,7 @@ FLAGS: Options = {
     "rewards": [c.WeightedReward("relevance"), VETO],
     "stop": ["END", "FIN"],
     "logit_bias": [c.TokenBias(7, -100.0), c.TokenBias(8, 1.5)],
+    "structured_output": c.JsonSchema('{"a": 1}'),
 }
 
 
@@ -111,7 +112,7 @@ async def test_every_flag_reaches_the_server(
         " --logit-bias 7=-100 --logit-bias 8=1.5 --bad-words in --bad-words fact"
         " --stop-token-ids 3 --stop-token-ids 4 --top-logprobs 2 --allow-degraded"
     )
-    system = ("--system", "Be brief.")
+    system = ("--system", "Be brief.", "--structured-output", 'json_schema:{"a": 1}')
     out, _ = await command("generate", "why?", "--address", address, *system, *flags.split())
     lines = ["[0.5000, candidate 3] the best", "[0.2500, candidate 1, vetoed] the next"]
     assert out.splitlines() == lines
@@ -254,6 +255,18 @@ def test_bad_schedules(text: str) -> None:
     """Guards against a typing error that becomes some other schedule."""
     with pytest.raises(typer.BadParameter):
         parse_schedule(text)
+
+
+def test_structured_output(tmp_path: Path) -> None:
+    """A text, a file's text, or any object. Guards against a file's name taken for a schema."""
+    file = tmp_path / "grammar.lark"
+    file.write_text('start: "a:b"')
+    assert parse_structured_output(f"grammar:@{file}") == c.Grammar('start: "a:b"')
+    assert parse_structured_output("regex:a:b") == c.Regex("a:b")
+    assert parse_structured_output("json_object") == c.JsonObject()
+    for bad in ("", "json", "json_schema", "regex:", "json_object:{}", f"regex:@{tmp_path}/none"):
+        with pytest.raises(typer.BadParameter):
+            parse_structured_output(bad)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,28 @@ def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
     assert set(paths(request_)) == {path}
 
 
+@pytest.mark.parametrize(
+    ("output", "path"),
+    [
+        *((c.JsonSchema(text), "json_schema.schema") for text in ("", "{", "true", "[" * 60_000)),
+        (c.Regex(""), "regex.pattern"),
+        (c.Grammar(" \n"), "grammar.lark"),
+    ],
+)
+def test_bad_structured_outputs(output: c.StructuredOutput, path: str) -> None:
+    """Guards against texts that the generator's library would read, or that overflow a stack."""
+    assert paths(with_sampling(structured_output=output)) == [f"sampling.structured_output.{path}"]
+
+
+@pytest.mark.parametrize(
+    "end", [{"stop": ("x",)}, {"stop_token_ids": (3,)}, {"ignore_eos": True}], ids=str
+)
+def test_a_structured_output_alone_decides_the_end(end: dict[str, Any]) -> None:
+    """Guards against candidates that end, and do not conform."""
+    (name,) = end
+    assert paths(with_sampling(structured_output=c.JsonObject(), **end)) == [f"sampling.{name}"]
+
+
 def test_too_many_min_tokens_name_the_range() -> None:
     """Guards against a refusal without the max_tokens of the comparison."""
     (violation,) = check_request(
@@ -198,6 +220,10 @@ def test_too_many_min_tokens_name_the_range() -> None:
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),
         with_sampling(max_tokens=5, min_tokens=5),
         *[with_sampling(logprobs=True, top_logprobs=value) for value in (0, 20)],
+        *[
+            with_sampling(structured_output=output, min_tokens=3, bad_words=("x",))
+            for output in (c.JsonSchema("{}"), c.Regex("a"), c.Grammar("start:"), c.JsonObject())
+        ],
         *[with_sampling(min_p=value) for value in (0.0, 1.0)],
         *[with_sampling(repetition_penalty=value) for value in (0.01, 100.0)],
         *[with_sampling(presence_penalty=v, frequency_penalty=-v) for v in (2.0, -2.0)],

@@ -45,6 +45,10 @@ LOCAL = {
     c.MemorySchedule: {"kind"},
     c.TokensSchedule: {"kind"},
     c.GeometricSchedule: {"kind"},
+    c.JsonSchema: {"kind"},
+    c.Regex: {"kind"},
+    c.Grammar: {"kind"},
+    c.JsonObject: {"kind"},
 }
 
 
