@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from generator_service.admission import Demand
 from specrej.contracts import (
@@ -17,6 +17,9 @@ from specrej.contracts import (
     StartedCandidate,
     TokenText,
 )
+
+if TYPE_CHECKING:
+    from generator_service.grammar import CompiledGrammar
 
 
 class CompletesStop(Protocol):
@@ -48,6 +51,7 @@ class OpenCommand:
     adapter: str = ""
     bad_words: Sequence[Sequence[int]] = ()  # of the sampling, as tokens
     min_answers: int = 1
+    grammar: CompiledGrammar | None = None  # of the sampling's structured output
 
     @property
     def num_given(self) -> int:

@@ -1,7 +1,7 @@
 """Draws from whole distributions on a CPU: one compiled pass per row instead of many over all.
 
 What `sampling._sample_block` does with torch for a draw that is not cut by top_k or top_p, and for
-the most likely token.
+the most likely token; with or without a structured output.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrej.inference.cpu_jobs import OPTIONS, Kernel, layout, vector, words
 from specrej.inference.cpu_tiles import exp, maximum, next_share, pointer
 
 _DRAW = layout(
-    "shares rows logits vocabulary uniform forbidden num_forbidden tokens logprobs", "temperature"
+    "shares rows logits vocabulary uniform forbidden num_forbidden allowed num_words tokens "
+    "logprobs",
+    "temperature",
 )
 
 # Weights that are summed up together, and in which the token is then looked for.
@@ -31,12 +34,16 @@ _INLINED = {**_WITH_INFINITY, "inline": "always"}
 
 
 def draw(
-    logits: Tensor, temperature: float, uniform: Tensor | None, forbidden: Collection[int]
+    logits: Tensor,
+    temperature: float,
+    uniform: Tensor | None,
+    forbidden: Collection[int],
+    allowed: NDArray[np.uint32] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Next tokens [rows] and their log-probabilities [rows] under the untouched distribution.
 
     logits: float32 [rows, vocabulary]; uniform: float64 [rows], None for the most likely tokens;
-    `forbidden` tokens are not drawn.
+    `forbidden` tokens are not drawn; allowed: bits [rows, words] of the tokens that are.
     """
     rows, vocabulary = logits.shape
     logits = logits.contiguous()
@@ -50,6 +57,8 @@ def draw(
         uniform=0 if uniform is None else uniform.data_ptr(),
         forbidden=undrawn.ctypes.data,
         num_forbidden=len(undrawn),
+        allowed=0 if allowed is None else allowed.ctypes.data,
+        num_words=0 if allowed is None else allowed.shape[1],
         tokens=tokens.data_ptr(),
         logprobs=logprobs.data_ptr(),
         temperature=temperature,
@@ -102,20 +111,35 @@ def _passes(weights: Any, target: Any) -> Any:
     return last, before
 
 
+@numba.njit(**_WITH_INFINITY)
+def _select(logits: Any, words: Any, selected: Any) -> None:
+    """Set `selected` to the logits whose bits are set, and minus infinity elsewhere."""
+    for number in range(min(words.size, -(-logits.size // 32))):
+        word, part = words[number], logits[32 * number :][:32]
+        for j in range(part.size):
+            is_set = (word >> np.uint32(j)) & np.uint32(1)
+            selected[32 * number + j] = part[j] if is_set else np.float32(-np.inf)
+
+
 @numba.njit(**_INLINED)
-def _draw_row(job: Any, row: int, weights: Any, sums: Any, held: Any) -> None:
+def _draw_row(job: Any, row: int, weights: Any, sums: Any, held: Any, selected: Any) -> None:
     vocabulary, one = job.vocabulary, np.float32(1)
-    logits = vector(job.logits + 4 * row * vocabulary, vocabulary)
+    logits = untouched_logits = vector(job.logits + 4 * row * vocabulary, vocabulary)
     untouched = _highest(logits)
     total = sum_of_weights = _weigh_blocks(logits, untouched, one, weights, sums)
+    if job.allowed:
+        address = pointer(job.allowed + 4 * row * job.num_words)
+        _select(logits, numba.carray(address, job.num_words, np.uint32), selected)
+        logits = selected
     forbidden = numba.carray(pointer(job.forbidden), job.num_forbidden, np.int64)
     for number in range(forbidden.size):
         held[number] = logits[forbidden[number]]
         logits[forbidden[number]] = -np.inf
-    most = _highest(logits) if forbidden.size else untouched
+    is_cut = forbidden.size or job.allowed
+    most = _highest(logits) if is_cut else untouched
     if job.uniform:
         scale = np.float32(1 / job.temperature)
-        if scale != one or forbidden.size:
+        if scale != one or is_cut:
             sum_of_weights = _weigh_blocks(logits, most, scale, weights, sums)
         uniform = numba.carray(pointer(job.uniform), job.rows, np.float64)[row]
         # The token at which the running sum of weights passes the target: its block, then itself.
@@ -129,7 +153,7 @@ def _draw_row(job: Any, row: int, weights: Any, sums: Any, held: Any) -> None:
         while logits[token] != most and token + 1 < vocabulary:
             token += 1
     numba.carray(pointer(job.tokens), job.rows, np.int64)[row] = token
-    vector(job.logprobs, job.rows)[row] = logits[token] - untouched - math.log(total)
+    vector(job.logprobs, job.rows)[row] = untouched_logits[token] - untouched - math.log(total)
     for number in range(forbidden.size):
         logits[forbidden[number]] = held[number]
 
@@ -138,10 +162,11 @@ def _draw(address: Any) -> None:
     """Some rows; every thread runs it until none is left."""
     job = numba.carray(pointer(address), 1, _DRAW)[0]
     weights, held = np.empty(_BLOCK, np.float32), np.empty(job.num_forbidden, np.float32)
+    selected = np.empty(job.vocabulary if job.allowed else 0, np.float32)
     sums = np.empty(-(-job.vocabulary // _BLOCK), np.float64)
     row = next_share(address)
     while row < job.rows:
-        _draw_row(job, row, weights, sums, held)
+        _draw_row(job, row, weights, sums, held, selected)
         row = next_share(address)
 
 

@@ -272,8 +272,12 @@ class Engine:
         forbidden = session.command.ends(eos_ids) if step < sampling.min_tokens else ()
         ids = [candidate.id for candidate in session.rows]
         texts = [candidate.token_ids for candidate in session.rows]
-        adjustment = session.adjustment
-        tokens, logprobs = sample(logits, sampling, ids, step, forbidden, adjustment, texts)
+        allowed = None
+        if session.matchers:  # on a GPU, while the forward pass computes
+            allowed, forbidden = session.matchers.allowed(ids, texts, forbidden), ()
+        tokens, logprobs = sample(
+            logits, sampling, ids, step, forbidden, session.adjustment, texts, allowed
+        )
         session.num_tokens += 1
         self._tally.generated += len(ids)
         drawn = zip(session.rows, tokens.tolist(), logprobs.tolist(), strict=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from generator_service.commands import OpenCommand, Prefix, PrefixBatch, named_tokens
+from generator_service.grammar import CompiledGrammar, Grammars
 from generator_service.steps import Load
 from generator_service.text import Text
 from specrej.contracts import (
@@ -16,6 +18,7 @@ from specrej.contracts import (
     Round,
     Sampling,
     SessionSpec,
+    StructuredOutput,
 )
 from specrej.errors import InvalidRequest, Violation
 from specrej.threads import WorkClock
@@ -56,13 +59,20 @@ class ModelCard:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Frontend:
     """A model's text and limits; tokenizer work is done off the event loop."""
 
     text: Text
     card: ModelCard
     _clock: WorkClock = field(default_factory=WorkClock)
+    _grammars: Grammars = field(init=False)
+    # One thread, so that outputs that take long delay no prompts. Its work has a bound of its own.
+    _compiler: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._grammars = self.text.grammars(self.card.vocabulary)
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def heartbeat_s(self) -> float:
         """Seconds that the oldest text under way takes already."""
@@ -72,7 +82,8 @@ class Frontend:
         """A session's spec in tokens.
 
         Raises:
-            InvalidRequest: the prompt has no tokens, or exceeds the context with max_tokens.
+            InvalidRequest: the prompt has no tokens, or exceeds the context with max_tokens; the
+                structured output is not supported.
         """
         text, words = self.text, spec.sampling.bad_words
         prompt_ids, bad_words = await self._in_thread(
@@ -91,6 +102,7 @@ class Frontend:
             spec.adapter,
             bad_words,
             spec.min_answers,
+            await self._compiled(spec.sampling.structured_output),
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
@@ -103,6 +115,12 @@ class Frontend:
             return Round(candidates, batch.ended_by, batch.num_tokens, slots, token_texts=tokens)
 
         return await self._in_thread(ended)
+
+    async def _compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
+        if output is None:
+            return None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compiler, self._grammars.compile, output)
 
     async def _in_thread(self, do: Callable[[], T]) -> T:
         def timed() -> T:

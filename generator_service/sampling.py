@@ -3,9 +3,10 @@
 A candidate's draw depends neither on its row nor on other rows, so a prune changes no survivor.
 
 From logits to a draw, in the order of vLLM's sampler: `Adjustment` adds biases and subtracts
-penalties; tokens that complete a bad word or would end a candidate too early are excluded; the
-logits are divided by the temperature; min_p, top_k and top_p leave a set of tokens to draw from.
-Reported log-probabilities are those of the untouched logits.
+penalties; tokens that complete a bad word, would end a candidate too early or do not conform to a
+structured output (grammar.py) are excluded; the logits are divided by the temperature; min_p, top_k
+and top_p leave a set of tokens to draw from. Reported log-probabilities are those of the untouched
+logits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from generator_service.grammar import unpacked
 from specrej.contracts import Sampling
 from specrej.inference.sizes import DRAW_BLOCK, rows_at_once
 
@@ -33,11 +35,13 @@ def sample(
     forbidden: Collection[int] = (),
     adjustment: Adjustment | None = None,
     texts: Sequence[Sequence[int]] = (),
+    allowed: NDArray[np.uint32] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Next tokens [rows] and their log-probabilities [rows] under the untouched distribution.
 
     logits: float32 [rows, vocabulary]; step: 0 for a candidate's first token; `forbidden` tokens
-    are not drawn; texts: the `step` tokens of each candidate, only for an `adjustment`.
+    are not drawn; texts: the `step` tokens of each candidate, only for an `adjustment`; allowed:
+    `Matchers.allowed`, which leaves at least one token of each row.
     """
     uncut = sampling.top_p == 1 and not (sampling.min_p or 0 < sampling.top_k < logits.shape[1])
     is_plain = adjustment is None and (uncut or sampling.temperature == 0)
@@ -48,12 +52,14 @@ def sample(
         uniform = None
         if sampling.temperature:
             uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
-        return cpu_sampling.draw(logits, sampling.temperature, uniform, forbidden)
+        return cpu_sampling.draw(logits, sampling.temperature, uniform, forbidden, allowed)
     block = rows_at_once(logits.shape[1], logits.device.type)
     parts = []
     for at, part in enumerate(torch.split(logits, block)):
         rows = slice(at * block, (at + 1) * block)
         adjusted = adjustment.apply(part, texts[rows]) if adjustment else part
+        if allowed is not None:
+            adjusted = _only(allowed[rows], adjusted, part)
         parts.append(_sample_block(part, adjusted, sampling, candidate_ids[rows], step, forbidden))
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
@@ -149,6 +155,16 @@ class Adjustment:
             if len(text) >= length
             for last in self._completions.get(tuple(text[len(text) - length :]), ())
         ]
+
+
+def _only(allowed: NDArray[np.uint32], adjusted: Tensor, logits: Tensor) -> Tensor:
+    """`adjusted` for the allowed tokens; where bad words exclude all of these, the logits."""
+    others = torch.from_numpy(~unpacked(allowed, logits.shape[1])).to(logits.device)
+    adjusted = adjusted.masked_fill(others, -torch.inf)
+    if adjusted.amax(dim=-1).isneginf().any():
+        excluded = adjusted.amax(dim=-1, keepdim=True).isneginf()
+        adjusted = torch.where(excluded, logits.masked_fill(others, -torch.inf), adjusted)
+    return adjusted
 
 
 def _divided(logits: Tensor, penalty: float) -> Tensor:

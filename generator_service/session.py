@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from generator_service.admission import Demand, own_slots
 from generator_service.commands import GrowingCandidate, OpenCommand, Opened, PrefixBatch, Top
+from generator_service.grammar import Matchers
 from generator_service.prompt_tree import RadixNode
 from generator_service.sampling import Adjustment, is_adjusted
 from specrej.contracts import Forks
@@ -32,9 +33,12 @@ class Session:
     num_tokens: int = 0  # tokens of every live candidate
     until: int = 0
     adjustment: Adjustment | None = field(init=False, default=None)
+    matchers: Matchers | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         command = self.command
+        if command.grammar:
+            self.matchers = command.grammar.matchers()
         if is_adjusted(command.sampling):
             self.adjustment = Adjustment(command.sampling, command.prompt_ids, command.bad_words)
 
@@ -75,6 +79,8 @@ class Session:
         kept = [row for row, candidate in enumerate(self.rows) if candidate.id in ids]
         if not forks and len(kept) == len(self.rows):
             return
+        if self.matchers:
+            self.matchers.keep(by_id.keys() & set(ids), forks)
         forked = [self.rows[by_id[parent]].fork(number) for number, parent in forks.items()]
         self.suffix.keep([*kept, *(by_id[parent] for parent in forks.values())])
         self.rows = [*(self.rows[row] for row in kept), *forked]

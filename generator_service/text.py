@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from generator_service.commands import CompletesStop
+from generator_service.grammar import Grammars, TokenizerSpec
 from specrej.contracts import Prompt
 from specrej.errors import InvalidRequest, Violation
 from specrej.inference.control_tokens import ControlTokens
@@ -97,6 +98,10 @@ class Text:
             return piece.replace(_SPACE, " ").encode()
         text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text.encode()
+
+    def grammars(self, vocabulary: int) -> Grammars:
+        """A compiler of structured outputs, for a model of so many logits. Takes a second."""
+        return Grammars(TokenizerSpec.of(self._tokenizer, vocabulary), self._end_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens without special ones and without an incomplete last character."""

@@ -1,8 +1,8 @@
 """A test double that ships: a generator of deterministic words with real slot accounting.
 
 Every token is a hash of (seed, candidate, step), so a survivor's text never depends on its
-neighbours; bad words and stop tokens change it. No model, no torch, no threads; a session that does
-not fit is refused and never waits.
+neighbours; bad words, stop tokens and structured outputs change it. No model, no torch, no threads;
+a session that does not fit is refused and never waits.
 Options make its steps slow or fail, so that tests can interrupt a request under way.
 """
 
@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 
 from generator_service.admission import AdmissionQueue
 from generator_service.commands import GrowingCandidate, OpenCommand, named_tokens
+from generator_service.grammar import CompiledGrammar, Grammars, TokenizerSpec, unpacked
 from generator_service.steps import Load, OnStep, Step
 from specrej.contracts import (
     NO_FORKS,
@@ -29,10 +32,14 @@ from specrej.contracts import (
     RoundEnd,
     SessionSpec,
     SlotGauge,
+    StructuredOutput,
 )
+from specrej.errors import InvalidRequest, Violation
 from specrej.inference.slots import SlotLedger
 
 _WORDS = ("amber", "birch", "cloud", "delta", "ember", "fjord", "grove", "heath")
+_ALL = range(len(_WORDS))
+_END = 2 * len(_WORDS)  # a token of structured outputs
 _FAILING_STEP = 10
 _AUTO_CANDIDATES = 8
 
@@ -53,6 +60,7 @@ class ToySession:
         self._live: list[GrowingCandidate] = []
         self._unreported: list[GrowingCandidate] = []
         self._num_tokens = 0
+        self._matchers = command.grammar and command.grammar.matchers()
 
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""
@@ -115,19 +123,31 @@ class ToySession:
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
         words = ((draw + shift) % len(_WORDS) for shift in range(len(_WORDS)))
-        word = next((w for w in words if self._may_follow(candidate, w)), draw % len(_WORDS))
+        ordered = sorted(words, key=lambda word: not self._may_follow(candidate, word))
+        conforming, _ = self._next(candidate)
+        word = next((word for word in ordered if word in conforming), ordered[0])
         logprob = -(draw % 1000) / 500
         candidate.append(word, logprob)
         if sampling.top_logprobs:
             others = [other for other in range(len(_WORDS)) if other != word]
             ids = [word, *others][: sampling.top_logprobs]
             candidate.note_top((ids, [logprob - rank for rank in range(len(ids))]))
-        may_end = not sampling.ignore_eos and step >= sampling.min_tokens
+        following, is_complete = self._next(candidate)
+        may_end = not sampling.ignore_eos and step >= sampling.min_tokens and is_complete
         ends = may_end and draw // 1000 % self._generator.end_every == 0
-        if ends or word in sampling.stop_token_ids:
+        if ends or word in sampling.stop_token_ids or (is_complete and not following):
             candidate.finish = FinishReason.STOP
         elif step + 1 == sampling.max_tokens:
             candidate.finish = FinishReason.LENGTH
+
+    def _next(self, candidate: GrowingCandidate) -> tuple[Collection[int], bool]:
+        """The words that a structured output allows next, and whether it allows the end."""
+        if not self._matchers:
+            return _ALL, True
+        text = [word + len(_WORDS) * (at > 0) for at, word in enumerate(candidate.token_ids)]
+        bits = unpacked(self._matchers.allowed([candidate.id], [text]), _END + 1)[0]
+        spelled = len(_WORDS) * bool(text)
+        return [word for word in _ALL if bits[word + spelled]], bool(bits[_END])
 
     def _may_follow(self, candidate: GrowingCandidate, word: int) -> bool:
         if word in self._sampling.stop_token_ids and self._num_tokens < self._sampling.min_tokens:
@@ -194,6 +214,7 @@ class ToyGenerator:
             started=spec.started,
             bad_words=_sequences(spec.sampling.bad_words),
             min_answers=spec.min_answers,
+            grammar=await self._compiled(spec.sampling.structured_output),
         )
         session = ToySession(self, next(self._ids), command)
         self.queue.enter(session)  # admitted or refused: none may wait
@@ -204,6 +225,35 @@ class ToyGenerator:
             self.ledger.close(session.id)
             self.ledger.retire(session.prompt_tokens)
             self.ledger.forget(session.prompt_tokens)
+
+    async def _compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
+        if output is None:
+            return None
+        grammar = await asyncio.to_thread(self._grammars.compile, output)
+        first = unpacked(grammar.matchers().allowed([0], [[]]), _END + 1)[0]
+        if not first[[*_ALL, _END]].any():
+            refused = "must begin with a word of the toy"
+            raise InvalidRequest([Violation("sampling.structured_output", refused)])
+        return grammar
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        """Its tokens are the words, the words after a space, the end, and others, which are never
+        drawn: characters, and what words are merged from."""
+        space, end = "\u0120", {"id": _END, "content": "</s>", "special": True}
+        end |= dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
+        merges = [(word[:at], word[at]) for word in _WORDS for at in range(1, len(word))]
+        merges += [(space, word) for word in _WORDS]
+        tokens = [*_WORDS, *(space + word for word in _WORDS), "</s>", space]
+        tokens += [chr(code) for code in range(33, 127)]  # of ASCII
+        tokens = list(dict.fromkeys([*tokens, *map("".join, merges)]))
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        model = {"type": "BPE", "vocab": vocabulary, "merges": merges}
+        part = {"type": "ByteLevel"} | dict.fromkeys(("add_prefix_space", "use_regex"), False)
+        part |= {"trim_offsets": True}
+        tokenizer = {"version": "1.0", "added_tokens": [end], "model": model}
+        tokenizer |= {"decoder": part, "pre_tokenizer": part}
+        return Grammars(TokenizerSpec(json.dumps(tokenizer), len(tokens), _END), [_END])
 
     def report(self, step: Step) -> None:
         if self._on_step:

@@ -105,6 +105,7 @@ class CandidateRequest:
         streams: bool,
         adapter: LoRARequest | None,
         bad_words: Sequence[Sequence[int]],
+        grammar: str,
     ) -> None:
         """`streams`: vLLM returns each token as soon as it is drawn, not at the end of a chunk."""
         self.name = name
@@ -112,6 +113,7 @@ class CandidateRequest:
         self._candidate = candidate
         self._eos_ids = eos_ids
         self._bad_words = bad_words
+        self._grammar = grammar
         self._session = session
         self._streams = streams
         self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
@@ -170,10 +172,11 @@ class CandidateRequest:
                 sampling,
                 self._candidate,
                 self._num_tokens,
-                sorted(ends) if sampling.min_tokens else (),
+                sorted(ends) if sampling.min_tokens or self._grammar else (),
                 self._session,
                 self._prompt_tokens,
                 self._bad_words,
+                self._grammar,
             ),
         )
 
@@ -235,6 +238,7 @@ class VLLMEngine:
         streams: bool = False,
         adapter: str = "",
         bad_words: Sequence[Sequence[int]] = (),
+        grammar: str = "",
     ) -> CandidateRequest:
         """A candidate's request, which takes no resources before `generate`.
 
@@ -244,7 +248,7 @@ class VLLMEngine:
         ends = self.eos_ids
         return CandidateRequest(
             *(self._llm, name, prompt_ids, given, sampling, candidate, ends, session, salt),
-            *(streams, self._adapters[adapter] if adapter else None, bad_words),
+            *(streams, self._adapters[adapter] if adapter else None, bad_words, grammar),
         )
 
     async def abort(self, requests: Sequence[CandidateRequest]) -> None:

@@ -95,6 +95,7 @@ class VLLMSession:
             streams=command.stop_texts is not None,
             adapter=command.adapter,
             bad_words=command.bad_words,
+            grammar=command.grammar.source if command.grammar else "",
         )
 
     async def extend(self, until_tokens: int) -> Round:

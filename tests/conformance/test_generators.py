@@ -6,22 +6,30 @@ Leaving a session's context frees all it holds; the fixture checks that after ea
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from specrej.contracts import (
     Candidate,
     FinishReason,
     Generator,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    Regex,
     Round,
     RoundEnd,
     Sampling,
     Session,
     SessionSpec,
     StartedCandidate,
+    StructuredOutput,
     TokenBias,
 )
 from specrej.errors import InvalidRequest, Overloaded, SpecrejError
@@ -47,7 +55,23 @@ ADJUSTED = replace(
     min_p=0.001,
     bad_words=("delta", "birch cloud", "e", "ab"),
 )
-WITH_ADJUSTED = pytest.mark.parametrize("sampling", [ENDLESS, ADJUSTED], ids=["plain", "adjusted"])
+# Its texts could end at any word, but for min_tokens.
+STRUCTURED = Sampling(
+    max_tokens=24, seed=3, min_tokens=24, structured_output=Regex("[a-z]+( [a-z]+)*")
+)
+IN_ALL_WAYS = pytest.mark.parametrize(
+    "sampling", [ENDLESS, ADJUSTED, STRUCTURED], ids=["plain", "adjusted", "structured"]
+)
+WORDS = Regex("(amber|birch)( cloud| delta){0,3}")
+LIST = Grammar('start: "fjord" (" " word){0,2}\nword: "grove" | /heath/')
+SIZE = {"type": "integer", "minimum": 0, "maximum": 120}
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": SIZE, "of": {"enum": ["x", "yy"]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+OUTPUTS = (WORDS, LIST, JsonSchema(json.dumps(SCHEMA)), JsonObject())
 
 Tokens = dict[int, tuple[int, ...]]
 
@@ -182,7 +206,7 @@ async def has_owned(subject: Subject, slots: int) -> None:
         assert await is_equal()
 
 
-@WITH_ADJUSTED
+@IN_ALL_WAYS
 async def test_a_cut_changes_no_survivor(subject: Subject, sampling: Sampling) -> None:
     """In place: the tokens of a run without cuts in one round, wherever rounds end."""
     expected = await tokens_in_one_round(subject.generator, 8, sampling)
@@ -196,7 +220,7 @@ async def test_a_cut_changes_no_survivor(subject: Subject, sampling: Sampling) -
         assert (await to_the_end(session, [1, 2, 3, 16, 23, 24]))[0] == expected
 
 
-@WITH_ADJUSTED
+@IN_ALL_WAYS
 async def test_a_fork_continues_its_parent(subject: Subject, sampling: Sampling) -> None:
     """It has its parent's tokens, then those that a candidate of its id draws; survivors have the
     tokens of a run without forks. The parent of one is rejected."""
@@ -300,7 +324,7 @@ async def test_a_candidate_is_the_same_in_any_session(subject: Subject) -> None:
         assert ids((await session.extend(8)).candidates) == [1001]
 
 
-@WITH_ADJUSTED
+@IN_ALL_WAYS
 async def test_a_session_goes_on_from_given_tokens(subject: Subject, sampling: Sampling) -> None:
     """They are neither drawn again nor reported, and their log-probability is kept."""
     expected = await tokens_in_one_round(subject.generator, 6, sampling)
@@ -422,6 +446,75 @@ async def test_stop_tokens_end_a_candidate(subject: Subject) -> None:
         assert any(stops) == (candidate.finish is FinishReason.STOP) == stops[-1]
     late = await whole(subject.generator, 4, replace(sampling, min_tokens=at + 1))
     assert tokens[at] not in late[0].new_token_ids[: at + 1]
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.kind)
+async def test_answers_conform_to_a_structured_output(
+    subject: Subject, output: StructuredOutput
+) -> None:
+    """All that end by themselves, also after cuts and as forks, which have their parents' states;
+    survivors have the tokens of a run without cuts."""
+    sampling = Sampling(max_tokens=60, seed=6, structured_output=output)
+    if subject.is_toy and output.kind.startswith("json"):
+        assert await refused_fields(subject, output) == ["sampling.structured_output"]
+        return
+    expected = {c.id: c for c in await whole(subject.generator, 8, sampling)}
+    complete = [c for c in expected.values() if c.finish is FinishReason.STOP]
+    assert complete
+    async with subject.generator.open(SessionSpec(PROMPT, 8, sampling, 8)) as session:
+        tokens: Tokens = {}
+        for round_, until_tokens in enumerate((1, 2, 4, 9, 60)):
+            ended = await session.extend(until_tokens)
+            add(tokens, ended)
+            complete += [c for c in ended.candidates if c.finish is FinishReason.STOP]
+            live = [c.id for c in ended.candidates if c.finish is None]
+            forks = {100 * (round_ + 1) + at: parent for at, parent in enumerate(live[:2])}
+            await session.prune(live[::2], forks)
+            tokens |= {number: tokens[parent] for number, parent in forks.items()}
+    for number, made in tokens.items():
+        assert number >= 100 or made == expected[number].new_token_ids[: len(made)]
+    assert not [c.text for c in complete if not conforms(c.text, output)]
+
+
+def conforms(text: str, output: StructuredOutput) -> bool:
+    if isinstance(output, (JsonObject, JsonSchema)):
+        schema = SCHEMA if isinstance(output, JsonSchema) else {"type": "object"}
+        jsonschema.validate(json.loads(text), schema)
+        return True
+    pattern = output.pattern if isinstance(output, Regex) else "fjord( grove| heath){0,2}"
+    return bool(re.fullmatch(pattern, text))
+
+
+async def test_a_structured_output_comes_before_other_limits(subject: Subject) -> None:
+    """Where it allows one token, that one is drawn. Guards against rows without a token."""
+    sampling = Sampling(
+        *(60, 1.0, 0, 1.0, (), 3), min_tokens=50, bad_words=("amber",), min_p=1.0,
+        structured_output=Regex("amber"),
+    )  # fmt: skip
+    made = await whole(subject.generator, 2, sampling)
+    assert {(c.text, c.finish) for c in made} == {("amber", FinishReason.STOP)}
+
+
+async def refused_fields(subject: Subject, output: StructuredOutput) -> list[str]:
+    sampling = Sampling(max_tokens=9, structured_output=output)
+    with pytest.raises(InvalidRequest) as refused:
+        async with subject.generator.open(SessionSpec(PROMPT, 2, sampling, 8)):
+            pass
+    return [violation.field for violation in refused.value.violations]
+
+
+async def test_outputs_that_are_not_supported_are_refused(subject: Subject) -> None:
+    """Before slots are taken, with the path; work without end among them."""
+    schemas = ('{"type": "array", "uniqueItems": true}', '{"type": "array", "maxItems": 999999999}')
+    for schema in schemas:
+        fields = await refused_fields(subject, JsonSchema(schema))
+        assert fields == ["sampling.structured_output.json_schema.schema"]
+    assert await refused_fields(subject, Regex("a(?=b)")) == [
+        "sampling.structured_output.regex.pattern"
+    ]
+    assert await refused_fields(subject, Grammar("begin: ")) == [
+        "sampling.structured_output.grammar.lark"
+    ]
 
 
 async def test_logprobs_are_reported_if_requested(subject: Subject) -> None:
@@ -619,6 +712,8 @@ async def test_a_session_that_does_not_fit_now_is_refused_or_waits(subject: Subj
         {"bad_words": ("a", "e ", "th")},
         {"stop_token_ids": (30, 31, 32), "min_tokens": 9},
         {"top_logprobs": 4},
+        {"structured_output": OUTPUTS[-1]},
+        {"structured_output": OUTPUTS[-2], "repetition_penalty": 1.5, "top_p": 0.9},
     ],
     ids=lambda changes: "-".join(changes) or "plain",
 )

@@ -8,6 +8,7 @@ draw in a hundred thousand may change when a prompt is read in other chunks, whi
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,14 @@ from generator_service import prompt_tree
 from generator_service.commands import OpenCommand, Opened, Prefix, PrefixBatch
 from generator_service.engine import Engine
 from generator_service.model import CausalLM
-from specrej.contracts import FinishReason, RoundEnd, Sampling, StartedCandidate, TokenBias
+from specrej.contracts import (
+    FinishReason,
+    Regex,
+    RoundEnd,
+    Sampling,
+    StartedCandidate,
+    TokenBias,
+)
 from specrej.errors import InternalError, SlotsExceeded
 from tests.generator_service import tiny
 from tests.generator_service.stepping import Recorder, grown, opened
@@ -42,6 +50,10 @@ ADJUSTED = replace(
     min_p=0.1,
 )
 BAD_WORDS = ((31,), (30, 32), (30, 30))
+# Lines of words that end at any of them; tokens 3 .. 96 are the characters of ASCII.
+PATTERN = "([a-h]{1,3}[0-9])+"
+STRUCTURED = replace(PLAIN, structured_output=Regex(PATTERN))
+GRAMMAR = tiny.grammars().compile(Regex(PATTERN))
 
 # Between two commands.
 STEPS = st.sampled_from([0, 0, 0, 1, 2, 4])
@@ -59,7 +71,8 @@ def command_of(
     prompt: Sequence[int], n: int, sampling: Sampling, first: int = 1, **more: Any
 ) -> OpenCommand:
     words = BAD_WORDS if sampling.logit_bias else ()
-    return OpenCommand(prompt, n, sampling, first, bad_words=words, **more)
+    grammar = GRAMMAR if sampling.structured_output else None
+    return OpenCommand(prompt, n, sampling, first, bad_words=words, grammar=grammar, **more)
 
 
 @cache
@@ -153,6 +166,9 @@ class Client:
         assert prefix.logprob == pytest.approx(logprob, abs=1e-5)
         if length == len(expected.token_ids) and expected.finish is FinishReason.STOP:
             assert prefix.finish is FinishReason.STOP
+            if self.command.grammar:
+                text = "".join(chr(token + 30) for token in prefix.token_ids[:-1])
+                assert re.fullmatch(PATTERN, text)
         else:
             assert prefix.finish is (FinishReason.LENGTH if length == self.max_tokens else None)
 
@@ -196,7 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from([0, 1, 3, 8, MAX_N]),
         max_tokens=st.sampled_from([1, 7, MAX_TOKENS]),
         first=st.integers(1, 8),
-        sampling=st.sampled_from([PLAIN, ADJUSTED]),
+        sampling=st.sampled_from([PLAIN, ADJUSTED, STRUCTURED]),
         then=STEPS,
     )
     def open_session(

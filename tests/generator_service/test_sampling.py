@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from generator_service.sampling import (
     Adjustment,
@@ -172,6 +174,47 @@ def test_compiled_draws_equal_torch_draws(
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, before, rtol=0, atol=0)
     assert not set(tokens.tolist()) & set(forbidden)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 31, 32, 257, 5000])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("changes", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.2}])
+def test_only_allowed_tokens_are_drawn(
+    vocabulary: int, temperature: float, changes: dict[str, float]
+) -> None:
+    """As if there were no others: the tokens of a row with minus infinity in their places, compiled
+    and with torch. Log-probabilities are of all tokens."""
+    random = torch.Generator().manual_seed(vocabulary)
+    logits = 4 * torch.randn(40, vocabulary, generator=random)
+    mask = torch.rand(40, vocabulary, generator=random) < 0.2
+    mask[torch.arange(40), torch.randint(vocabulary, (40,), generator=random)] = True
+    before, ids = logits.clone(), list(range(40))
+    sampling = Sampling(temperature=temperature, seed=9, **changes)  # type: ignore[arg-type]
+    tokens, logprobs = sample(logits, sampling, ids, 5, allowed=packed(mask, vocabulary + 70))
+    others = logits.masked_fill(~mask, -torch.inf)
+    expected, _ = _sample_block(others, others, sampling, ids, 5, ())
+    assert tokens.tolist() == expected.tolist()
+    assert mask.gather(1, tokens[:, None]).all()
+    untouched = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, untouched, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, before, rtol=0, atol=0)
+
+
+def packed(mask: torch.Tensor, vocabulary: int) -> NDArray[np.uint32]:
+    """Bits in words; a tokenizer may have more tokens than the model has logits."""
+    bits = torch.nn.functional.pad(mask, (0, -(-vocabulary // 32) * 32 - mask.shape[1]))
+    return np.packbits(bits.numpy(), axis=1, bitorder="little").view(np.uint32)
+
+
+def test_bad_words_give_way_where_nothing_else_is_allowed() -> None:
+    """Guards against rows without a token, whose draw is arbitrary."""
+    sampling = Sampling(bad_words=("x",))
+    adjustment = Adjustment(sampling, [], [[2]])
+    mask = torch.tensor([[False, False, True, False], [False, True, True, False]])
+    tokens, _ = sample(
+        torch.zeros(2, 4), sampling, [0, 1], 0, (), adjustment, [[], []], packed(mask, 4)
+    )
+    assert tokens.tolist() == [2, 1]
 
 
 # Biases, penalties, bad words and min_p

@@ -1,0 +1,324 @@
+"""Structured output: which tokens may follow a candidate's tokens, by llguidance. No torch.
+
+A session's output is compiled once. Its `Matchers` have one state per candidate, which depends on
+the candidate's tokens alone: cuts change no state, a fork copies its parent's, and after a failover
+it is computed anew from the tokens. Nothing here depends on logits or draws.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
+from specrej.errors import InternalError, InvalidRequest, Violation
+
+# llguidance is imported at the first use: the engine runs without it, too.
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+Mask = NDArray[np.uint32]
+
+_PATH = "sampling.structured_output"
+_BITS = 32  # of a mask's words
+
+# Processor time for the masks of a session: at the start, and more for each token of a candidate.
+# JSON takes some 20 microseconds.
+_FIRST_S, _TOKEN_S = 1.0, 0.002
+
+# A schema's own "x-guidance" replaces options that are not set here; lenient ones ignore keywords
+# that are not supported. White space is at most one space after a comma or a colon: models that
+# repeat it would never end.
+_JSON: JsonCompileOptions = {
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """A tokenizer of transformers as JSON, the model's number of logits, and an end token."""
+
+    json: str
+    vocabulary: int
+    eos_id: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocabulary: int) -> TokenizerSpec:
+        """The spec of a tokenizer; one that is slow has an empty JSON, which is not supported."""
+        backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+        if backend is None:
+            return cls("", vocabulary, None)
+        backend.no_padding()
+        backend.no_truncation()
+        return cls(backend.to_str(), max(vocabulary, len(tokenizer)), tokenizer.eos_token_id)
+
+    def load(self) -> LLTokenizer:
+        """llguidance's tokenizer. Holds Python's lock for half a second.
+
+        Raises:
+            ValueError: tokenizers of its kind are not supported.
+        """
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self.json, self.vocabulary, self.eos_id)
+
+
+class Vocabulary:
+    """A tokenizer's tokens as bits of masks."""
+
+    def __init__(self, tokenizer: LLTokenizer, end_ids: Collection[int]) -> None:
+        """`end_ids` end a candidate; they and special tokens are part of no text."""
+        self.tokenizer = tokenizer
+        self.num_words = -(-tokenizer.vocab_size // _BITS)
+        self.ends = self.mask(end_ids)
+        special = filter(tokenizer.is_special_token, range(tokenizer.vocab_size))
+        self.texts = ~self.mask({*end_ids, *special})
+
+    def mask(self, token_ids: Collection[int]) -> Mask:
+        """Bits [words] of these tokens, token 0 in the lowest one."""
+        mask = np.zeros(self.num_words, np.uint32)
+        for token_id in token_ids:
+            mask[token_id // _BITS] |= np.uint32(1 << token_id % _BITS)
+        return mask
+
+
+class Grammars:
+    """Compiles structured outputs for one model; of one thread at a time."""
+
+    def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
+        """Takes a second."""
+        self._try = lru_cache(maxsize=64)(Trials(spec, end_ids).run)
+        self._vocabulary: Vocabulary | None = None
+        self._problem = ""
+        try:
+            self._vocabulary = Vocabulary(spec.load(), end_ids)
+        except ValueError as error:
+            self._problem = f"the model's tokenizer: {error}"
+
+    def compile(self, output: StructuredOutput) -> CompiledGrammar:
+        """Takes some milliseconds; a second or two at first, and after one that takes too long.
+
+        Raises:
+            InvalidRequest: it is malformed, not supported or too large.
+        """
+        try:
+            if self._vocabulary is None:
+                raise ValueError(self._problem)
+            source = _source(output)
+            self._try(source)
+            return CompiledGrammar.of(source, self._vocabulary)
+        except ValueError as error:
+            line = " ".join(str(error).split())
+            violation = Violation(_field(output), f"is not supported: {line[:200]}")
+            raise InvalidRequest([violation]) from None
+
+
+class Trials:
+    """A process that compiles grammars with bounded time and memory; of one thread at a time."""
+
+    def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
+        self._opening = [spec.json, spec.vocabulary, spec.eos_id, sorted(end_ids)]
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, source: str) -> None:
+        """Raises ValueError: it cannot be compiled, or not within the bounds."""
+        process = self._process = self._process or self._start()
+        with suppress(BrokenPipeError):
+            _send(process, source)
+        assert process.stdout
+        answer = process.stdout.readline()
+        if not answer:
+            self._process, code = None, process.wait()
+            self._end()
+            if code > 0:
+                raise InternalError("the generator cannot compile structured outputs")
+            raise ValueError("takes too much time or memory")
+        if error := json.loads(answer):
+            raise ValueError(error)
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "generator_service.grammar_trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self._end = weakref.finalize(self, _end, process)
+        _send(process, self._opening)
+        return process
+
+
+def _send(process: subprocess.Popen[str], value: object) -> None:
+    assert process.stdin
+    process.stdin.write(json.dumps(value) + "\n")
+    process.stdin.flush()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar in its first state; `source` is what a vLLM worker compiles."""
+
+    source: str
+    _first: LLMatcher
+    _vocabulary: Vocabulary
+
+    @classmethod
+    def of(cls, source: str, vocabulary: Vocabulary) -> CompiledGrammar:
+        """Raises ValueError: it cannot be compiled."""
+        from llguidance import LLMatcher
+
+        first = LLMatcher(vocabulary.tokenizer, source, limits=_limits(), log_level=0)
+        if first.is_error():
+            raise ValueError(first.get_error())
+        return cls(source, first, vocabulary)
+
+    def matchers(self) -> Matchers:
+        """The states of a session's candidates."""
+        return Matchers(self._first, self._vocabulary)
+
+
+class Matchers:
+    """The states of a session's candidates; of one thread."""
+
+    def __init__(self, first: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._first = first
+        self._vocabulary = vocabulary
+        # By candidate, with the number of tokens that it has read.
+        self._states: dict[int, tuple[LLMatcher, int]] = {}
+        self._left_s = _FIRST_S
+
+    def allowed(
+        self, ids: Sequence[int], texts: Sequence[Sequence[int]], excluded: Collection[int] = ()
+    ) -> Mask:
+        """Bits [candidates, words] of the tokens that may come next.
+
+        `texts` are all tokens of each candidate. An end token is allowed exactly where the grammar
+        may end. `excluded` tokens are not allowed, unless no other one is. A candidate that the
+        grammar has lost may have any token but those that end it, and is cut off at max_tokens:
+        after tokens that do not conform, at a limit of the library, or if the session's masks take
+        much more processor time than any useful grammar's.
+        """
+        masks = np.zeros((len(ids), self._vocabulary.num_words), np.uint32)
+        self._left_s += len(ids) * _TOKEN_S
+        for candidate, text, mask in zip(ids, texts, masks, strict=True):
+            if self._left_s > 0:
+                began = time.thread_time()
+                self._set_next(mask, self._read(candidate, text))
+                self._left_s -= time.thread_time() - began
+        if excluded:
+            rest = masks & ~self._vocabulary.mask(excluded)
+            has_rest = rest.any(axis=1)
+            masks[has_rest] = rest[has_rest]
+        masks[~masks.any(axis=1)] = self._vocabulary.texts
+        return masks
+
+    def walk(self, num_tokens: int, random: Random) -> None:
+        """Follow the grammar with so many random tokens. Raises ValueError: it has no way on."""
+        matcher, mask = self._first.deep_copy(), self._vocabulary.mask(())
+        for _ in range(num_tokens):
+            self._set_next(mask, matcher)
+            if not mask.any():
+                raise ValueError(matcher.get_error() or "no text of the model's tokens conforms")
+            mask &= self._vocabulary.texts
+            (tokens,) = unpacked(mask[None], self._vocabulary.tokenizer.vocab_size)
+            choices = np.flatnonzero(tokens)
+            if not choices.size:
+                return
+            matcher.consume_token(int(random.choice(choices)))
+
+    def keep(self, ids: Collection[int], forks: Mapping[int, int]) -> None:
+        """Forget all candidates but `ids`; `forks` have copies of their parents' states."""
+        states = {number: state for number, state in self._states.items() if number in ids}
+        for number, parent in forks.items():
+            if parent in self._states:
+                matcher, num_read = self._states[parent]
+                states[number] = matcher.deep_copy(), num_read
+        self._states = states
+
+    def _set_next(self, mask: Mask, matcher: LLMatcher) -> None:
+        """Set bits [words] to the tokens that may come next, none after an error."""
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        mask &= 0 if matcher.is_error() else self._vocabulary.texts
+        if matcher.is_accepting():
+            mask |= self._vocabulary.ends
+
+    def _read(self, candidate: int, text: Sequence[int]) -> LLMatcher:
+        """The candidate's state after all of `text`."""
+        matcher, num_read = self._states.get(candidate) or (self._first.deep_copy(), 0)
+        if num_read < len(text):
+            matcher.consume_tokens(list(text[num_read:]))
+        self._states[candidate] = matcher, len(text)
+        return matcher
+
+
+def unpacked(masks: Mask, vocabulary: int) -> NDArray[np.bool_]:
+    """Masks as booleans [candidates, vocabulary]."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
+    return bits.view(np.bool_)
+
+
+def _source(output: StructuredOutput) -> str:
+    """llguidance's text of an output. Raises ValueError: a schema is no object of JSON."""
+    from llguidance import LLMatcher
+
+    match output:
+        case JsonSchema(schema):
+            return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+        case JsonObject():
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
+        case Regex(pattern):
+            return LLMatcher.grammar_from_regex(pattern)
+        case Grammar(lark):
+            return LLMatcher.grammar_from_lark(lark)
+
+
+def _limits() -> Any:
+    """Of the work for one grammar, and for one token of one candidate."""
+    from llguidance._lib import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def _field(output: StructuredOutput) -> str:
+    match output:
+        case JsonSchema():
+            return f"{_PATH}.json_schema.schema"
+        case Regex():
+            return f"{_PATH}.regex.pattern"
+        case Grammar():
+            return f"{_PATH}.grammar.lark"
+        case JsonObject():
+            return f"{_PATH}.json_object"

@@ -1,0 +1,205 @@
+"""Structured outputs by tokens of one byte each, compared with parsers of the same languages.
+
+tests/conformance has them in every generator.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generator_service.grammar import Grammars, Matchers, TokenizerSpec, unpacked
+from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
+from specrej.errors import InvalidRequest
+from tests.reward_service.tiny import make_tokenizer
+
+VOCABULARY = 261  # two logits more than the tokenizer has tokens
+EOS, OTHER_END = 2, 100
+TOKENIZER = make_tokenizer("<pad>")
+SPEC = TokenizerSpec.of(TOKENIZER, VOCABULARY)
+SIZE = JsonSchema(
+    '{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 120}},'
+    ' "required": ["n"], "additionalProperties": false}'
+)
+WORDS = Regex(r"([a-c]{2,3}-)+[0-9]?")
+SUMS = Grammar('start: term ("+" term)*\nterm: /[0-9]/ | "(" start ")"')
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(SPEC, [EOS, OTHER_END])
+
+
+def matchers(output: StructuredOutput) -> Matchers:
+    return grammars().compile(output).matchers()
+
+
+def tokens(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return ids
+
+
+def next_of(states: Matchers, *texts: list[int], excluded: Sequence[int] = ()) -> list[set[int]]:
+    masks = states.allowed(range(len(texts)), texts, excluded)
+    return [{*np.flatnonzero(row).tolist()} for row in unpacked(masks, VOCABULARY)]
+
+
+def refusal(output: StructuredOutput, compiler: Grammars | None = None) -> tuple[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        (compiler or grammars()).compile(output)
+    (violation,) = caught.value.violations
+    return violation.field, violation.description
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "following", "may_end"),
+    [
+        (SIZE, "", "{", False),
+        (SIZE, '{"n":', " 0123456789", False),
+        (SIZE, '{"n": 12', "0}", False),
+        (SIZE, '{"n": 12}', "", True),
+        (WORDS, "ab", "abc-", False),
+        (WORDS, "ab-", "abc0123456789", True),
+        (WORDS, "ab-7", "", True),
+        (SUMS, "(1", "+)", False),
+        (SUMS, "(1)", "+", True),
+    ],
+)
+def test_tokens_that_may_come_next(
+    output: StructuredOutput, text: str, following: str, may_end: bool
+) -> None:
+    """End tokens exactly where a text may end, also those whose bytes the text may have."""
+    (allowed,) = next_of(matchers(output), tokens(text))
+    ends = {EOS, OTHER_END} if may_end else set()
+    assert allowed == {*tokens(following)} - {OTHER_END} | ends
+
+
+@given(seed=st.integers(0, 10_000), output=st.sampled_from([SIZE, WORDS, SUMS, JsonObject()]))
+@settings(deadline=None, max_examples=60)
+def test_texts_that_end_conform(seed: int, output: StructuredOutput) -> None:
+    """Random walks; each state is that of a candidate that reads all its tokens at once."""
+    states, random, text = matchers(output), Random(seed), list[int]()
+    while len(text) < 80:
+        (allowed,) = next_of(states, text)
+        assert allowed == next_of(matchers(output), text)[0]
+        token = random.choice(sorted(allowed))
+        if token in (EOS, OTHER_END):
+            assert conforms(output, TOKENIZER.decode(text))
+            return
+        text.append(token)
+
+
+def conforms(output: StructuredOutput, text: str) -> bool:
+    match output:
+        case Regex(pattern):
+            return bool(re.fullmatch(pattern, text))
+        case Grammar():
+            return bool(re.fullmatch(r"[0-9+()]+", text)) and bool(eval(text) + 1)
+        case JsonObject():
+            return isinstance(json.loads(text), dict)
+        case JsonSchema():
+            value = json.loads(text)
+            return [*value] == ["n"] and 0 <= value["n"] <= 120
+    return False
+
+
+def test_forks_and_cuts_change_no_state() -> None:
+    """A fork has its parent's state, and the two go on apart; a candidate of the same number may
+    come again with other tokens after a cut."""
+    states = matchers(WORDS)
+    next_of(states, tokens("ab"), tokens("abc"))
+    states.keep([1], {7: 1, 8: 0, 9: 5})
+    masks = states.allowed([1, 7, 8], [tokens("abc-"), tokens("abc"), tokens("ab")])
+    rows = [{*np.flatnonzero(row).tolist()} for row in unpacked(masks, VOCABULARY)]
+    assert rows == [next_of(matchers(WORDS), tokens(text))[0] for text in ("abc-", "abc", "ab")]
+    assert next_of(states, tokens("b"))[0] == {*tokens("abc")}
+
+
+def test_excluded_tokens_are_allowed_where_nothing_else_is() -> None:
+    """Guards against rows without a token: min_tokens longer than every text that conforms."""
+    ends = [EOS, OTHER_END]
+    early, complete = next_of(matchers(WORDS), tokens("ab-"), tokens("ab-7"), excluded=ends)
+    assert not early & {*ends}
+    assert complete == {*ends}
+
+
+def test_a_candidate_whose_tokens_do_not_conform_never_ends() -> None:
+    """Guards against an answer that counts as complete. Others of the session go on."""
+    lost, found = next_of(matchers(WORDS), tokens("ax"), tokens("ab"))
+    assert {*tokens("xyz-1")} <= lost
+    assert not lost & {EOS, OTHER_END, 0, 1}
+    assert found == {*tokens("abc-")}
+
+
+def test_masks_that_take_too_long_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against one session's grammar in every step of all sessions."""
+    monkeypatch.setattr("generator_service.grammar._FIRST_S", -1.0)
+    (lost,) = next_of(matchers(WORDS), tokens("ab"))
+    assert {*tokens("xyz-1")} <= lost
+    assert not lost & {EOS, OTHER_END}
+
+
+@pytest.mark.parametrize(
+    ("output", "field", "reason"),
+    [
+        (JsonSchema('{"type": "array", "uniqueItems": true}'), "json_schema.schema", "uniqueItems"),
+        (JsonSchema('{"not": {}}'), "json_schema.schema", "not"),
+        (
+            JsonSchema('{"x-guidance": {"lenient": true}, "contains": {}}'),
+            "json_schema.schema",
+            "contains",
+        ),
+        (JsonSchema('{"type": "integer", "minimum": 3, "maximum": 2}'), "json_schema.schema", "3"),
+        (JsonSchema('{"$ref": "#"}'), "json_schema.schema", ""),
+        (JsonSchema("{"), "json_schema.schema", ""),
+        (Regex("a(?=b)"), "regex.pattern", "look-ahead"),
+        (Regex("("), "regex.pattern", "unclosed group"),
+        (Regex("[^\\s\\S]"), "regex.pattern", ""),
+        (Grammar("begin: "), "grammar.lark", "start"),
+        (Grammar("start: <|nothing|>"), "grammar.lark", ""),
+        (Grammar("start: <s>"), "grammar.lark", ""),
+    ],
+)
+def test_what_is_not_supported_is_refused(
+    output: StructuredOutput, field: str, reason: str
+) -> None:
+    """Guards against keywords that are ignored, and grammars without a text."""
+    path, description = refusal(output)
+    assert path == f"sampling.structured_output.{field}"
+    assert description.startswith("is not supported: ")
+    assert reason in description
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        JsonSchema('{"type": "array", "maxItems": 1000000000}'),
+        JsonSchema('{"type": "integer", "multipleOf": 999983}'),
+        Grammar('start: %json {"type": "array", "maxItems": 10000000}'),
+        Grammar("start: r0\n" + "".join(f'r{i}: r{i + 1} "a" | r{i + 1}\n' for i in range(2000))
+                + 'r2000: "b"'),
+    ],
+)  # fmt: skip
+def test_work_without_end_is_refused(output: StructuredOutput) -> None:
+    """A few characters can describe work of hours. The next output is compiled again."""
+    began = time.monotonic()
+    refusal(output)
+    assert time.monotonic() - began < 60
+    assert next_of(matchers(Regex("abc")), [])[0] == {*tokens("a")}
+
+
+def test_a_tokenizer_of_another_kind_is_refused() -> None:
+    """The generator starts with it."""
+    spec = TokenizerSpec.of(object(), VOCABULARY)
+    path, description = refusal(JsonObject(), Grammars(spec, [EOS]))
+    assert path == "sampling.structured_output.json_object"
+    assert "the model's tokenizer" in description
