@@ -7,22 +7,34 @@ that OpenAI's API has no field for are in `specrej`, which is built from the cli
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from specrej.contracts import (
     MAX_SEED,
     CacheControl,
+    JsonObject,
+    JsonSchema,
     Message,
     Options,
     Prompt,
     Sampling,
     Schedule,
     Selection,
+    StructuredOutput,
     WeightedReward,
 )
 from specrej.errors import InvalidRequest, Violation, raise_if_any
@@ -74,6 +86,7 @@ TABLE: Mapping[str, Rule] = {
     "seed": Maps("sampling.seed"),
     "logprobs": Maps("sampling.logprobs"),
     "top_logprobs": Maps("sampling.top_logprobs"),
+    "response_format": Maps("sampling.structured_output"),
     "stream": Maps("stream"),
     "stream_options": Maps("stream"),
     "specrej": Maps("specrej"),
@@ -84,7 +97,6 @@ TABLE: Mapping[str, Rule] = {
     "modalities": Refused(_AUDIO, (["text"],)),
     "moderation": Refused("is not supported: answers are not moderated"),
     "reasoning_effort": Refused(_THOUGHT, ("none",)),
-    "response_format": Refused("is not supported: only type text", ({"type": "text"},)),
     "store": Refused("is not supported: conversations are not stored", (False,)),
     "suffix": Refused("is not supported: text is only continued", ("",)),
     "tool_choice": Refused(_TOOLS, ("none", "auto")),
@@ -115,6 +127,9 @@ MESSAGE_TABLE: Mapping[str, Rule] = {
 }
 STREAM_TABLE: Mapping[str, Rule] = {"include_obfuscation": Ignored("chunks are not padded")}
 
+# Options that are fields of OpenAI's and of `specrej`, which has more values; not both at once.
+_BOTH = {"selection.n": "best_of", "sampling.structured_output": "response_format"}
+
 # Unknown fields are kept, for the tables.
 _JSON = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -135,9 +150,10 @@ def path_of(option: str) -> str:
 
 def _options_of(part: str = "") -> dict[str, Any]:
     """Types of the options without a field of OpenAI, all with default None."""
-    own = {rule.path for name, rule in TABLE.items() if isinstance(rule, Maps)} - {"selection.n"}
+    own = {rule.path for rule in TABLE.values() if isinstance(rule, Maps)} - _BOTH.keys()
     hints = get_type_hints(Options) | {
         "schedule": Annotated[Schedule, Field(discriminator="kind")],
+        "structured_output": Annotated[StructuredOutput, Field(discriminator="kind")],
         "rewards": dict[str, float] | tuple[WeightedReward, ...],
     }
     paths = {name: path_of(name) for name in hints}
@@ -213,9 +229,40 @@ class ChatMessage(BaseModel):
     content: Annotated[str, BeforeValidator(_joined)] = ""
 
 
+class SchemaFormat(BaseModel):
+    """A JSON schema with its name; answers always conform, also where `strict` is false."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have json_schema if its type is json_schema, else not")
+        return self
+
+    @property
+    def output(self) -> StructuredOutput | None:
+        if self.json_schema:
+            return JsonSchema(json.dumps(self.json_schema.schema_))
+        return JsonObject() if self.type == "json_object" else None
+
+
 class ChatRequest(Request):
     """A conversation."""
 
+    response_format: ResponseFormat | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -297,8 +344,10 @@ def _violations(request: Request) -> Iterator[Violation]:
         yield from _extra(request.stream_options, STREAM_TABLE, "stream_options.")
         if not request.stream:
             yield Violation("stream_options", "needs stream: true")
-    if None not in (request.best_of, getattr(request.specrej, "n", None)):
-        yield Violation("specrej.n", "is best_of: set one of them")
+    for path, name in _BOTH.items():
+        option = path.rpartition(".")[2]
+        if None not in (getattr(request, name, None), getattr(request.specrej, option, None)):
+            yield Violation(f"specrej.{option}", f"is {name}: set one of them")
 
 
 def _extra(given: BaseModel, table: Mapping[str, Rule], path: str = "") -> Iterator[Violation]:
@@ -356,6 +405,8 @@ def _fill_in(options: dict[str, Any]) -> None:
     elif "seed" not in options:
         options["seed"] = secrets.randbelow(MAX_SEED)
         options.setdefault("cache", CacheControl.BYPASS)  # no later request has this seed
+    if isinstance(given := options.get("structured_output"), ResponseFormat):
+        options["structured_output"] = given.output
     if not isinstance(options.get("logprobs", False), bool):  # a number, of completions
         options |= {"logprobs": True, "top_logprobs": options["logprobs"]}
     if (num_choices := options.get("return_candidates", 1)) > 1:

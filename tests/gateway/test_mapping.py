@@ -100,8 +100,8 @@ def test_ignored_fields_change_nothing() -> None:
 
 
 def test_all_bad_fields_are_reported_at_once() -> None:
-    found = violations(tools=[{}], suffix="x", unknown=1, response_format={"type": "x"})
-    assert found.keys() == {"tools", "suffix", "unknown", "response_format"}
+    found = violations(tools=[{}], suffix="x", unknown=1, verbosity="high")
+    assert found.keys() == {"tools", "suffix", "unknown", "verbosity"}
     assert violations(n="2", temperature="hot").keys() == {"n", "temperature"}
 
 
@@ -176,6 +176,41 @@ def test_completions_name_a_number_of_log_probabilities() -> None:
         assert (call.options["logprobs"], call.options["top_logprobs"]) == (True, number)
         assert call.name_of("sampling.top_logprobs") == "logprobs"
     assert call_of(chat(logprobs=False), {}).options["logprobs"] is False
+
+
+def test_response_formats() -> None:
+    """As the official client sends them, and errors at the caller's own path."""
+    schema = {"type": "object", "title": "a"}
+    named = {"name": "a", "schema": schema, "strict": False}
+    for given, output in (
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, c.JsonObject()),
+        ({"type": "json_schema", "json_schema": named}, c.JsonSchema(json.dumps(schema))),
+    ):
+        call = call_of(chat(response_format=given), PRESETS)
+        assert call.options["structured_output"] == output
+        path = "sampling.structured_output.json_schema.schema"
+        assert call.name_of(path) == "response_format.json_schema.schema"
+    for bad, field in (
+        ({"type": "json_schema"}, "response_format"),
+        ({"type": "json_object", "json_schema": named}, "response_format"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a"}},
+            "response_format.json_schema.schema",
+        ),
+        ({"type": "text", "colour": 1}, "response_format.colour"),
+    ):
+        assert violations(response_format=bad).keys() == {field}
+
+
+def test_other_structured_outputs_are_options() -> None:
+    grammar = {"kind": "grammar", "lark": "start: x"}
+    call = call_of(chat(specrej={"structured_output": grammar}), PRESETS)
+    assert call.options["structured_output"] == c.Grammar("start: x")
+    both = violations(
+        response_format={"type": "json_object"}, specrej={"structured_output": grammar}
+    )
+    assert both.keys() == {"specrej.structured_output"}
 
 
 def test_contradictions_are_errors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import openai
@@ -195,6 +196,19 @@ async def test_presets_are_models(client: AsyncOpenAI) -> None:
         assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
 
 
+async def test_answers_conform_to_a_regular_expression(client: AsyncOpenAI) -> None:
+    """tests/e2e/test_gateway.py has JSON, which a toy cannot write."""
+    pattern = "amber( birch| cloud){0,2}"
+    answer = await client.chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        extra_body=extra(structured_output={"kind": "regex", "pattern": pattern}),
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert re.fullmatch(pattern, choice.message.content or "")
+
+
 async def test_embeddings_are_refused_with_a_pointer(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="specrej score"):
         await client.embeddings.create(model=MODEL, input="x")
@@ -212,6 +226,11 @@ async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) ->
         ({"extra_body": extra(stop_token_ids=[10**6])}, "specrej.stop_token_ids[0]"),
         ({"messages": [*ASK, {"role": "assistant", "content": "x"}]}, "messages[1].role"),
         ({"extra_body": extra(alpha=1)}, "specrej.alpha"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"extra_body": extra(structured_output={"kind": "regex", "pattern": "("})},
+            "specrej.structured_output.regex.pattern",
+        ),
         ({"extra_body": {"best_of": 10**6}}, "best_of"),
         (
             {"extra_body": extra(schedule={"kind": "tokens", "tokens": [2, 1]})},
