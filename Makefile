@@ -133,7 +133,7 @@ bench-rejection: $(READY) models ## tokens and seconds of Speculative Rejection 
 bench-overlap: $(READY) models ## growth while scores are computed elsewhere, against waiting for them
 	@$(BIN)/python -m benchmarks.overlap $(ARGS)
 
-bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, memory
+bench-engine: $(READY) models ## share of the bound, concurrent sessions, long prompts, a JSON schema, memory
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
 bench-services: $(READY) models ## cost of services and gRPC against one process

@@ -1,13 +1,15 @@
 """The engine beyond its throughput: `make bench-engine`.
 
-Four figures on the embedded model: decode throughput as a share of the bound that its matrix
+Five figures on the embedded model: decode throughput as a share of the bound that its matrix
 products set; eight sessions at once against the same eight one after another; a step after a long
-prompt against one after a short prompt; peak memory of a run in a quarter of the slots it could
-use. Compared runs take turns; figures are medians.
+prompt against one after a short prompt; decode throughput with a JSON schema against without; peak
+memory of a run in a quarter of the slots it could use. Compared runs take turns; figures are
+medians.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import statistics
@@ -25,13 +27,37 @@ from benchmarks.harness import MODEL, log, parse_arguments, prompt_ids, report, 
 from generator_service.commands import OpenCommand, PrefixBatch
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
+from generator_service.grammar import CompiledGrammar
 from generator_service.model import CausalLM
-from specrej.contracts import RoundEnd, Sampling
+from generator_service.text import Text
+from specrej.contracts import JsonSchema, RoundEnd, Sampling
 
+# No text of it ends within a run. As in requests: texts, numbers, choices, nested objects.
+_SCHEMA = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "status": {"enum": ["active", "retired", "unknown"]},
+            "address": {
+                "type": "object",
+                "properties": {"street": {"type": "string"}, "zip": {"pattern": "^[0-9]{5}$"}},
+                "required": ["street"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["name", "age", "status"],
+        "additionalProperties": False,
+    },
+}
 _FIGURES = {
     "gemm": ("share_of_bound", "N=128: decode throughput / bound of the products"),
     "sessions": ("speed_up", "8 sessions of N=16 at once / one after another"),
     "prompt": ("ratio", "N=128: step after 512 prompt tokens / after 40"),
+    "structured": ("speed", "N=64: decode throughput with a JSON schema / without"),
     "memory": ("peak_over_computed", "a quarter of the slots: peak memory / weights + capacity"),
 }
 
@@ -44,6 +70,7 @@ def main() -> None:
         "gemm": lambda: _gemm(model, rounds),
         "sessions": lambda: _sessions(model, rounds),
         "prompt": lambda: _prompt(model, rounds),
+        "structured": lambda: _structured(model, rounds),
         "memory": _memory_in_own_process,
     }
     results = {}
@@ -89,11 +116,18 @@ class Sessions:
     """Open sessions, one per prompt, that grow together without cuts."""
 
     def __init__(
-        self, engine: EngineThread, prompts: Sequence[Sequence[int]], n: int, max_tokens: int
+        self,
+        engine: EngineThread,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        max_tokens: int,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         self._engine = engine
-        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-        opened = [engine.open(OpenCommand(prompt, n, sampling, 1)) for prompt in prompts]
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=grammar is None)
+        opened = [
+            engine.open(OpenCommand(prompt, n, sampling, 1, grammar=grammar)) for prompt in prompts
+        ]
         for _, future in opened:
             future.result()
         self.ids = [session_id for session_id, _ in opened]
@@ -215,6 +249,34 @@ def _prompt(model: CausalLM, rounds: int, n: int = 128, new_tokens: int = 32) ->
         "step_ms_after_512": round(long_ms, 1),
         f"slots_held_after_40_and_{new_tokens}": slots[40],
         f"slots_held_after_512_and_{new_tokens}": slots[512],
+    }
+
+
+def _structured(
+    model: CausalLM, rounds: int, n: int = 64, new_tokens: int = 64
+) -> dict[str, float]:
+    """Alternate a few steps of a session with a schema, compiled for it, and of one without."""
+    at_once = 4
+    grammars = Text.load(MODEL, model.eos_ids).grammars(model.vocabulary)
+
+    def one_round() -> tuple[float, float]:
+        compiled = grammars.compile(JsonSchema(json.dumps(_SCHEMA)))
+        structured = Sessions(engine, [prompt_ids(40)], n, new_tokens, compiled)
+        plain = Sessions(engine, [prompt_ids(40)], n, new_tokens)
+        structured_s = plain_s = 0.0
+        for _ in range(0, new_tokens, at_once):
+            structured_s += timed(lambda: structured.grow(at_once))
+            plain_s += timed(lambda: plain.grow(at_once))
+        structured.close()
+        plain.close()
+        return structured_s, plain_s
+
+    with _running(model, 2 * n * new_tokens + 40) as engine:
+        structured_s, plain_s, speed = _medians(one_round, rounds)
+    return {
+        "speed": round(speed, 3),
+        "tokens_per_s": round(n * new_tokens / structured_s, 1),
+        "tokens_per_s_without": round(n * new_tokens / plain_s, 1),
     }
 
 
