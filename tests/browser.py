@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 import urllib.request
@@ -14,6 +15,7 @@ from typing import Any
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 _ARGUMENTS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
+    "--hide-scrollbars",
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 
@@ -24,26 +26,61 @@ class Page:
     def __init__(self, session_url: str) -> None:
         self._url = session_url
 
-    async def open(self, path: Path, width: int, height: int = 900) -> None:
-        """Show a file on a screen of that size in CSS pixels."""
+    async def open(self, where: Path | str, width: int, height: int = 900) -> None:
+        """Show a file or an address on a screen of that size in CSS pixels."""
+        await self.resize(width, height)
+        url = where if isinstance(where, str) else where.as_uri()
+        await _send(f"{self._url}/url", {"url": url})
+
+    async def resize(self, width: int, height: int) -> None:
+        """Change the size of the screen, in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": size}
-        await _send(f"{self._url}/goog/cdp/execute", command)
-        await _send(f"{self._url}/url", {"url": path.as_uri()})
+        await self.command("Emulation.setDeviceMetricsOverride", size)
 
-    async def prefer(self, scheme: str) -> None:
-        """Set the color scheme that pages should use: "light" or "dark"."""
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
-        await _send(f"{self._url}/goog/cdp/execute", command)
+    async def prefer(self, scheme: str, **features: str) -> None:
+        """Set the color scheme that pages should use, "light" or "dark", and further preferences,
+        such as `forced_colors="active"`."""
+        named = {"prefers-color-scheme": scheme}
+        named |= {name.replace("_", "-"): value for name, value in features.items()}
+        chosen = [{"name": name, "value": value} for name, value in named.items()]
+        await self.command("Emulation.setEmulatedMedia", {"features": chosen})
 
-    async def evaluate(self, script: str) -> Any:
-        """The value that the script returns."""
-        return await _send(f"{self._url}/execute/sync", {"script": script, "args": []})
+    async def evaluate(self, script: str, *arguments: Any) -> Any:
+        """The value that the script returns, or that its promise resolves to."""
+        body = {"script": script, "args": list(arguments)}
+        return await _send(f"{self._url}/execute/sync", body)
 
-    async def log(self) -> list[Any]:
-        """The browser's log entries since the last call."""
-        entries: list[Any] = await _send(f"{self._url}/se/log", {"type": "browser"})
+    async def press(self, *keys: str) -> None:
+        """Press keys one after another; special keys by their code points in WebDriver."""
+        steps = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        actions = [{"type": "key", "id": "keyboard", "actions": steps}]
+        await _send(f"{self._url}/actions", {"actions": actions})
+
+    async def chord(self, held: str, key: str) -> None:
+        """Press a key while another one is held."""
+        keys = (("keyDown", held), ("keyDown", key), ("keyUp", key), ("keyUp", held))
+        steps = [{"type": kind, "value": value} for kind, value in keys]
+        actions = [{"type": "key", "id": "keyboard", "actions": steps}]
+        await _send(f"{self._url}/actions", {"actions": actions})
+
+    async def picture(self, path: Path, height: int | None = None) -> None:
+        """Write a PNG of the page from its top: of `height` pixels, or of all of it."""
+        width, whole = await self.evaluate(
+            "const e = document.documentElement; return [e.clientWidth, e.scrollHeight]"
+        )
+        clip = {"x": 0, "y": 0, "width": width, "height": height or whole, "scale": 1}
+        options = {"clip": clip, "captureBeyondViewport": True}
+        shot = await self.command("Page.captureScreenshot", options)
+        await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
+
+    async def command(self, name: str, parameters: dict[str, Any]) -> Any:
+        """The result of a command of Chromium's DevTools protocol."""
+        body = {"cmd": name, "params": parameters}
+        return await _send(f"{self._url}/goog/cdp/execute", body)
+
+    async def log(self, kind: str = "browser") -> list[Any]:
+        """The log entries since the last call: of the "browser", or of its "performance"."""
+        entries: list[Any] = await _send(f"{self._url}/se/log", {"type": kind})
         return entries
 
 
@@ -59,7 +96,7 @@ async def browser(profile: Path) -> AsyncIterator[Page]:
                 "binary": CHROMIUM,
                 "args": [*_ARGUMENTS, f"--user-data-dir={profile}"],
             },
-            "goog:loggingPrefs": {"browser": "ALL"},
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
         }
         session = await _send(base, {"capabilities": {"alwaysMatch": chrome}})
         try:

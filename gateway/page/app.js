@@ -1,0 +1,257 @@
+// The page: routes by the address's hash, runs requests, replays records.
+
+import { get, setToken, stream, token } from './api.js';
+import { arrange, bodyOf, byBestOfN, codeOf, offer } from './ask.js';
+import { count, h, seconds, setText } from './dom.js';
+import { Operate } from './operate.js';
+import { cost, fixed, initial, reduce } from './reduce.js';
+import { eventsOf, Player } from './replay.js';
+import './race.js';
+
+const KEPT = 32; // runs of this page whose events are kept
+const WATCHED_MS = 250; // between drawings of the comparison
+
+const NAMES = { 'speculative-rejection': 'Speculative Rejection', 'best-of-n': 'Best-of-N' };
+
+const $ = (id) => document.getElementById(id);
+const form = $('ask');
+const remembered = new Map(); // events by request id: unlike records, they have texts
+let description = null;
+let runs = [];
+
+class Run {
+  constructor(race) {
+    this.race = race;
+    this.reset();
+  }
+
+  reset() {
+    this.state = initial();
+    this.events = [];
+    this.ended = null;
+    this.began = performance.now();
+    this.abort = new AbortController();
+  }
+
+  get clock() {
+    return () => (this.ended ?? performance.now()) - this.began;
+  }
+
+  async start(body) {
+    this.reset();
+    this.isBusy = true;
+    this.race.removeAttribute('idle');
+    this.race.setAttribute('busy', '');
+    this.race.parts.actions.replaceChildren();
+    this.race.show(this.state, this.clock);
+    try {
+      await stream(body, this.abort.signal, (name, data) => this.take(name, data));
+      if (!['finished', 'failed'].includes(this.state.phase)) throw new Error('The stream ended without an answer.');
+    } catch (error) {
+      if (error.name === 'AbortError') this.take('stopped', {});
+      else this.take('error', { error: { message: error.message } });
+      if (error.needsToken) askToken();
+    } finally {
+      this.isBusy = false;
+      this.race.removeAttribute('busy');
+      this.keep();
+    }
+  }
+
+  take(name, data) {
+    const event = { at: performance.now() - this.began, name, data };
+    if (['finished', 'error', 'stopped'].includes(name)) this.ended = performance.now();
+    this.events.push(event);
+    this.state = reduce(this.state, event);
+    this.race.show(this.state, this.clock);
+  }
+
+  keep() {
+    const { id } = this.state;
+    if (!id) return;
+    remembered.set(id, this.events);
+    if (remembered.size > KEPT) remembered.delete(remembered.keys().next().value);
+    this.race.parts.actions.replaceChildren(h('a', { href: `#record=${id}`, text: 'Replay' }));
+  }
+}
+
+// Watch
+
+const main = new Run($('live'));
+const other = new Run($('other'));
+
+async function ask(event) {
+  event.preventDefault();
+  stop();
+  const body = bodyOf(form), isCompared = form.elements.compare.checked && body.specrej.algorithm !== 'best-of-n';
+  $('live').label = NAMES[body.specrej.algorithm] ?? 'Branching';
+  setText($('compare').querySelector('.ours'), NAMES[body.specrej.algorithm] ?? 'Branching');
+  $('other').hidden = $('compare').hidden = !isCompared;
+  document.body.classList.toggle('compared', isCompared);
+  runs = isCompared ? [main, other] : [main];
+  $('stop').disabled = false;
+  const started = [main.start(body), ...(isCompared ? [other.start(byBestOfN(body))] : [])];
+  const mine = runs;
+  const watching = isCompared ? setInterval(compare, WATCHED_MS) : 0;
+  if (isCompared) compare();
+  await Promise.all(started);
+  clearInterval(watching);
+  if (isCompared) compare();
+  if (runs === mine) $('stop').disabled = true;
+}
+
+function stop() {
+  for (const run of runs) if (run.isBusy) run.abort.abort();
+}
+
+function compare() {
+  const sides = [main, other].map(({ state, clock }) => ({
+    isDone: state.phase === 'finished',
+    seconds: state.totalMs ?? clock(),
+    tokens: cost(state).made,
+    reward: state.best ?? 0,
+  }));
+  const isDone = sides.every((side) => side.isDone), gap = sides[0].reward - sides[1].reward;
+  const difference = Math.abs(gap) < 5e-4 ? 'the same' : `${gap > 0 ? '+' : '−'}${fixed(Math.abs(gap))}`;
+  for (const [name, format] of Object.entries({ seconds, tokens: count, reward: fixed })) {
+    const values = sides.map((side) => side[name]), row = $(`compare-${name}`);
+    row.querySelectorAll('.amount').forEach((cell, index) => setText(cell, format(values[index])));
+    row.querySelectorAll('meter').forEach((meter, index) => {
+      meter.max = Math.max(...values) || 1;
+      meter.value = values[index];
+    });
+    const ratio = values[0] > 0 ? `${(values[1] / values[0]).toFixed(1)} times less` : '–';
+    setText(row.querySelector('.verdict'), isDone ? (name === 'reward' ? difference : ratio) : '…');
+  }
+}
+
+const code = () => codeOf($('language').value, bodyOf(form), new URL('.', location.href).href);
+const showCode = () => $('code').open && ($('code').querySelector('pre').textContent = code());
+
+form.addEventListener('submit', ask);
+form.addEventListener('input', () => { arrange(form); showCode(); });
+form.addEventListener('keydown', (event) => event.key === 'Enter' && (event.ctrlKey || event.metaKey) && form.requestSubmit());
+$('stop').addEventListener('click', stop);
+$('code').addEventListener('toggle', showCode);
+$('language').addEventListener('change', showCode);
+$('copy').addEventListener('click', async () => {
+  await navigator.clipboard.writeText(code());
+  setText($('copy'), 'Copied');
+  setTimeout(() => setText($('copy'), 'Copy'), 1500);
+});
+
+// Look back
+
+let player = new Player([]);
+let lastFrame = 0;
+
+async function list() {
+  const { records } = await get('v1/specrej/records');
+  const rows = records.map((record) => {
+    const { usage } = record;
+    const saved = usage?.best_of_n_tokens_estimate ? `${Math.round(100 * (1 - usage.generated_tokens / usage.best_of_n_tokens_estimate))} % saved` : '';
+    const isBestOfN = record.selection.algorithm === 'ALGORITHM_BEST_OF_N';
+    const name = `${isBestOfN ? 'Best-of-N' : record.selection.branching ? 'Branching' : 'Rejection'} of ${record.n || '?'}`;
+    const facts = [record.outcome === 'OK' ? `reward ${fixed(record.score)}` : record.outcome || 'running', isBestOfN ? '' : saved, seconds(record.elapsed_ms)];
+    return h('li', {}, h('a', { href: `#record=${record.request_id}`, 'aria-current': location.hash.includes(record.request_id) && 'true' },
+      h('strong', { text: name }), h('time', { text: new Date(record.started_unix_s * 1000).toLocaleTimeString() }), h('span', { text: facts.filter(Boolean).join(' · ') })));
+  });
+  $('recent').replaceChildren(rows.length ? h('ol', {}, ...rows) : h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' }));
+}
+
+async function replay(id) {
+  const known = remembered.get(id);
+  const events = known ?? eventsOf(await get(`v1/specrej/records/${encodeURIComponent(id)}`));
+  if (location.hash !== `#record=${id}`) return;
+  player = new Player(events);
+  player.speed = Number($('speed').value);
+  $('past').removeAttribute('idle');
+  $('past').label = `Replay of ${id.slice(0, 8)}`;
+  $('player').hidden = false;
+  play(true);
+}
+
+function play(isPlaying) {
+  if (isPlaying && player.time >= player.end) player.seek(0);
+  player.isPlaying = isPlaying;
+  showPlayer();
+  if (isPlaying) requestAnimationFrame((now) => { lastFrame = now; tick(now); });
+}
+
+function tick(now) {
+  if (!player.isPlaying) return;
+  player.advance(now - lastFrame);
+  lastFrame = now;
+  showPlayer();
+  requestAnimationFrame(tick);
+}
+
+function showPlayer() {
+  setText($('play'), player.isPlaying ? 'Pause' : 'Play');
+  $('seek').value = player.end ? (1000 * player.time) / player.end : 0;
+  $('seek').setAttribute('aria-valuetext', seconds(player.time));
+  setText($('time'), `${seconds(player.time)} of ${seconds(player.end)}`);
+  const { time } = player;
+  $('past').show(player.state, () => time);
+}
+
+const step = (direction) => { player.step(direction); showPlayer(); };
+$('play').addEventListener('click', () => play(!player.isPlaying));
+$('next').addEventListener('click', () => step(1));
+$('previous').addEventListener('click', () => step(-1));
+$('speed').addEventListener('change', () => { player.speed = Number($('speed').value); });
+$('seek').addEventListener('input', () => { player.isPlaying = false; player.seek((player.end * $('seek').value) / 1000); showPlayer(); });
+
+// Routes
+
+const operate = new Operate($('operate'));
+
+async function route() {
+  const [name, id] = location.hash.slice(1).split('=');
+  const view = name === 'record' ? 'back' : ['back', 'operate'].includes(name) ? name : 'watch';
+  for (const each of ['watch', 'back', 'operate']) {
+    $(`view-${each}`).hidden = each !== view;
+    const link = document.querySelector(`nav a[href="#${each}"]`);
+    if (each === view) link.setAttribute('aria-current', 'page');
+    else link.removeAttribute('aria-current');
+  }
+  if (view === 'operate') operate.start();
+  else operate.stop();
+  if (view !== 'back') return;
+  try {
+    if (id) await replay(id);
+    await list();
+  } catch (error) {
+    if (error.needsToken) askToken();
+    $('recent').replaceChildren(h('p', { class: 'problem', role: 'alert', text: error.message }));
+  }
+}
+
+async function describe() {
+  try {
+    description = await get('v1/specrej/describe');
+    setText($('service'), `${description.generator.model} on ${description.generator.device}`);
+    offer(form, description);
+  } catch (error) {
+    setText($('service'), error.message);
+    if (error.needsToken) askToken();
+  }
+}
+
+function askToken() {
+  if ($('token').open) return;
+  $('token').querySelector('input').value = token();
+  $('token').showModal();
+}
+
+$('token-open').addEventListener('click', askToken);
+$('token').addEventListener('close', () => {
+  if ($('token').returnValue === 'save') setToken($('token').querySelector('input').value.trim());
+  if ($('token').returnValue === 'forget') setToken('');
+  describe().then(route);
+});
+addEventListener('hashchange', route);
+
+arrange(form);
+describe();
+route();

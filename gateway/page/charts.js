@@ -1,0 +1,90 @@
+// Line charts by uPlot, in the page's colors.
+
+import { color, isDark, setAttribute } from './dom.js';
+
+/* global uPlot */
+
+const HEIGHT = 168, PAUSE_MS = 80; // between two drawings
+const SLOT = { stroke: '--accent', fill: '--wash' };
+
+export class Chart extends HTMLElement {
+  #timer = 0;
+
+  connectedCallback() {
+    if (this.plot) return;
+    this.host = this.querySelector('.plot');
+    const kind = KINDS[this.className];
+    const ink = (name) => name && (() => color(name));
+    const axis = {
+      stroke: ink('--muted'),
+      grid: { stroke: ink('--line'), width: 1 },
+      ticks: { show: false },
+      font: `11px ${getComputedStyle(this).fontFamily}`,
+    };
+    this.plot = new uPlot(
+      {
+        width: 300,
+        height: HEIGHT,
+        legend: { show: false },
+        cursor: { show: false },
+        scales: { x: { time: false }, y: { range: (_, low, high) => around(low, high) } },
+        axes: [
+          { ...axis, values: (_, ticks) => ticks.map(kind.x), size: 26, space: 44 },
+          { ...axis, values: (_, ticks) => ticks.map(kind.y), size: 50, space: 30 },
+        ],
+        series: [
+          {},
+          ...kind.series.map(({ stroke, fill, dash, points }) => ({
+            stroke: ink(stroke),
+            fill: ink(fill),
+            dash,
+            width: 1.75,
+            spanGaps: true,
+            points: { show: Boolean(points), size: 6, fill: ink('--panel') },
+          })),
+        ],
+      },
+      [[], ...kind.series.map(() => [])],
+      this.host,
+    );
+    new ResizeObserver(([{ contentRect }]) => {
+      this.plot.setSize({ width: Math.max(160, contentRect.width), height: HEIGHT });
+    }).observe(this.host);
+    isDark.addEventListener('change', () => this.plot.redraw());
+  }
+
+  // `data`: x and the values of each series; `summary` is the picture in words.
+  show(data, summary) {
+    this.data = data;
+    setAttribute(this.host, 'aria-label', `${this.firstElementChild.textContent}: ${summary}`);
+    this.#timer ||= setTimeout(() => {
+      this.#timer = 0;
+      this.plot.setData(this.data);
+    }, PAUSE_MS);
+  }
+}
+
+const short = (value) => (value >= 1e4 ? `${value / 1e3}k` : String(value));
+const ago = (value) => (value ? `${value} s` : 'now');
+
+const KINDS = {
+  slots: { x: ago, y: short, series: [SLOT, { stroke: '--muted', dash: [4, 4] }] },
+  tokens: { x: ago, y: short, series: [SLOT] },
+  rewards: {
+    x: String,
+    y: (value) => value.toFixed(2),
+    series: [
+      { stroke: '--gold', points: true },
+      { stroke: '--accent', points: true },
+      { stroke: '--rejected', dash: [4, 4], points: true },
+    ],
+  },
+};
+
+function around(low, high) {
+  if (low === null || high === null) return [0, 1];
+  const margin = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+  return [low >= 0 && low < margin ? 0 : low - margin, high + margin];
+}
+
+customElements.define('specrej-chart', Chart);

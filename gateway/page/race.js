@@ -1,0 +1,165 @@
+// One request: tiles, lanes, the text, the candidate under the pointer, charts and a table twin.
+
+import './charts.js';
+import './density.js';
+import './lanes.js';
+import { count, h, isStill, seconds, setAttribute, setText } from './dom.js';
+import { cost, DENSE, described, fateOf, fixed, initial, markOf, scoreOf, sentence, tokensOf } from './reduce.js';
+
+const EASE_MS = 110;
+const PARTS = ['chip', 'facts', 'actions', 'problem', 'alive', 'best', 'made', 'saved', 'took', 'said', 'answer', 'so-far'];
+
+export class Race extends HTMLElement {
+  state = initial();
+  #clock = () => 0;
+  #picked = null;
+  #position = 0; // and #domain: eased
+  #domain = 32;
+  #last = 0; // time of the last frame
+  #frame = 0;
+  #seen = {}; // what is drawn
+
+  connectedCallback() {
+    if (this.parts) return;
+    this.append(document.getElementById('race').content.cloneNode(true));
+    this.find = (name) => this.querySelector(`.${name}`);
+    this.parts = Object.fromEntries(PARTS.map((name) => [name, this.find(name)]));
+    this.parts.answer.id = this.getAttribute('answer');
+    setText(this.querySelector('h2'), this.getAttribute('label'));
+    this.lanes = this.querySelector('specrej-lanes');
+    this.density = this.querySelector('specrej-density');
+    for (const view of [this.lanes, this.density]) {
+      view.addEventListener('pick', (event) => this.#pick(event.detail));
+      view.addEventListener('resized', () => this.#wake());
+    }
+    this.find('twin').addEventListener('toggle', () => this.#tabulate(this.state));
+    this.#wake();
+  }
+
+  // `clock` returns ms since the request was sent.
+  show(state, clock) {
+    if (state.n !== this.state.n || state.position < this.#position) this.#position = state.position;
+    if (!state.lanes.some((lane) => lane.id === this.#picked)) this.#picked = null;
+    this.state = state;
+    this.#clock = clock;
+    this.#wake();
+  }
+
+  set label(text) {
+    setText(this.querySelector('h2'), text);
+  }
+
+  #pick(id) {
+    this.#picked = id;
+    this.#seen.card = null;
+    this.#wake();
+  }
+
+  #wake() {
+    this.#frame ||= requestAnimationFrame((now) => this.#draw(now));
+  }
+
+  #draw(now) {
+    const { state } = this, elapsed = Math.min(100, now - this.#last);
+    const share = isStill.matches ? 1 : 1 - Math.exp(-elapsed / EASE_MS);
+    // The next power of two while it grows, so that lanes do not shrink all the time.
+    const power = 2 ** Math.ceil(Math.log2(1 + state.position * 1.02));
+    const wanted = Math.max(24, state.numLive ? power : state.position * 1.06);
+    this.#last = now;
+    this.#frame = 0;
+    this.#position = eased(this.#position, state.position, share, 0.1);
+    this.#domain = eased(this.#domain, wanted, share, wanted / 300);
+    const isDense = state.numRows > DENSE;
+    this.lanes.hidden = isDense;
+    this.density.hidden = !isDense;
+    (isDense ? this.density : this.lanes).draw(state, this.#position, this.#domain, this.#picked);
+    this.#tiles(state);
+    if (state !== this.#seen.state) this.#details(state);
+    if (this.#seen.card !== state.lanes) this.#candidate(state);
+    this.#seen.state = state;
+    const isMoving = this.#position !== state.position || this.#domain !== wanted;
+    if (isMoving || this.hasAttribute('busy')) this.#wake();
+  }
+
+  #tiles(state) {
+    const { made, others, isFinal } = cost(state), ms = state.totalMs ?? this.#clock();
+    const saved = others ? `${Math.round(100 * (1 - made / others))} %${isFinal ? '' : ' so far'}` : '–';
+    setText(this.parts.alive, state.n ? `${state.numLive} of ${state.n}` : '–');
+    setText(this.parts.best, fixed(state.best));
+    setText(this.parts.made, state.n ? count(made) : '–');
+    setText(this.parts.saved, saved);
+    setText(this.parts.took, ms ? seconds(ms) : '–');
+  }
+
+  #details(state) {
+    const { parts } = this;
+    setText(parts.chip, this.getAttribute('idle') ?? state.phase);
+    setAttribute(parts.chip, 'data-phase', state.phase);
+    const prompt = state.promptTokens ? `prompt of ${count(state.promptTokens)} tokens` : '';
+    setText(parts.facts, [prompt, ...state.flags].filter(Boolean).join(' · '));
+    setText(parts.said, sentence(state));
+    setText(parts.problem, state.error);
+    parts.problem.hidden = !state.error;
+    setText(this.find('text-head'), state.isCertain ? 'Answer' : 'Best text so far');
+    setText(parts.answer, state.answer.trim());
+    const isTextless = state.isCertain && !state.answer;
+    setText(parts['so-far'], isTextless ? 'Records have no texts.' : state.isCertain ? '' : state.bestText.trim());
+    if (state.rounds !== this.#seen.state?.rounds) this.#rounds(state);
+    if (state.slots !== this.#seen.state?.slots) this.#slots(state);
+    if (state.lanes !== this.#seen.state?.lanes) this.#tabulate(state);
+  }
+
+  #slots({ slots, capacity }) {
+    const most = Math.max(0, ...slots.map((item) => item.session));
+    const isNear = capacity < 3 * most; // else its line would flatten the others
+    setText(this.find('capacity'), capacity ? `${isNear ? 'dashed: ' : ''}capacity ${count(capacity)}` : '');
+    const times = slots.map((item) => item.at / 1000);
+    const lines = [slots.map((item) => item.session), slots.map(() => (isNear ? capacity : null))];
+    this.querySelector('specrej-chart.slots').show([times, ...lines], `at most ${count(most)} of ${count(capacity)}`);
+  }
+
+  #rounds({ rounds }) {
+    const traced = rounds.filter((trace) => trace.candidates.length);
+    const rejected = ({ candidates }) => candidates.find((each) => /REJECTED|VETOED/.test(each.fate))?.score ?? null;
+    const median = ({ candidates }) => candidates[candidates.length >> 1].score;
+    const lines = [(trace) => trace.decision_token, (trace) => trace.best_score, median, rejected];
+    const summary = rounds.length ? `best ${fixed(rounds.at(-1).best_score)} after ${rounds.length} rounds` : 'none yet';
+    this.querySelector('specrej-chart.rewards').show(lines.map((line) => traced.map(line)), summary);
+  }
+
+  // The candidate under the pointer or the focus, else the answer, else the best so far.
+  #candidate(state) {
+    this.#seen.card = state.lanes;
+    const id = this.#picked ?? state.winner ?? state.rounds.at(-1)?.candidates[0]?.candidate_id;
+    const lane = state.lanes.find((each) => each.id === id);
+    for (const name of ['fate', 'scores']) this.find(name).hidden = !lane;
+    setText(this.find('card-head'), lane ? `Candidate ${lane.id}` : 'Candidate');
+    if (!lane) {
+      setText(this.find('text-so-far'), 'Point at a lane, or move to it with the arrow keys.');
+      return;
+    }
+    setText(this.find('fate-text'), described(lane));
+    const use = this.find('card').querySelector('use');
+    setAttribute(use, 'href', `#mark-${markOf(lane)}`);
+    setAttribute(use, 'class', `mark ${markOf(lane)}`);
+    const rows = lane.scores.map(({ round, token, score }) => row([round, token, fixed(score)]));
+    this.find('scores').tBodies[0].replaceChildren(...rows);
+    setText(this.find('text-so-far'), lane.text.trim() || (state.phase === 'running' ? 'Texts come with the end of a round.' : ''));
+  }
+
+  #tabulate(state) {
+    const twin = this.find('twin');
+    if (!twin.open) return;
+    const rows = state.lanes.map((lane) => row([lane.id, fateOf(lane), count(tokensOf(state, lane)), fixed(scoreOf(lane)), lane.parent ?? '–']));
+    twin.querySelector('tbody').replaceChildren(...rows);
+  }
+}
+
+const row = (cells) => h('tr', {}, ...cells.map((text) => h('td', { text })));
+
+function eased(value, goal, share, least) {
+  const next = value + (goal - value) * share;
+  return Math.abs(goal - next) < least ? goal : next;
+}
+
+customElements.define('specrej-race', Race);

@@ -1,0 +1,211 @@
+// Events of a request to the state that is drawn. Pure: no DOM, no clock, no network.
+
+export const DENSE = 128; // lanes; above there is the density view
+
+const FATES = {
+  CANDIDATE_FATE_KEPT: 'kept',
+  CANDIDATE_FATE_REJECTED: 'rejected',
+  CANDIDATE_FATE_VETOED: 'vetoed',
+  CANDIDATE_FATE_FINISHED: 'finished',
+};
+
+export const initial = () => ({
+  phase: 'waiting', // running, finished, failed or stopped
+  id: '',
+  n: 0,
+  promptTokens: 0,
+  lanes: [], // {id, row, parent, from, tokens, fate, scores: [{round, token, score}], text}
+  numRows: 0,
+  rounds: [], // traces, as the service sends them
+  position: 0, // tokens of every live lane
+  numLive: 0,
+  grown: 0, // tokens of the round that runs, at least
+  slots: [], // {at, session}; `at` in ms
+  capacity: 0,
+  low: 0, // least and greatest reward so far
+  high: 0,
+  best: null,
+  bestText: '',
+  answer: '',
+  isCertain: false,
+  winner: null,
+  usage: null,
+  totalMs: null,
+  flags: [],
+  error: '',
+});
+
+export const isLive = (lane) => lane.fate === '' || lane.fate === 'kept';
+export const tokensOf = (state, lane) => (isLive(lane) ? state.position : lane.tokens);
+export const scoreOf = (lane) => lane.scores.at(-1)?.score ?? null;
+
+// The next state; `event` is {at, name, data}, with `at` in ms since the request was sent.
+export function reduce(state, { at, name, data }) {
+  switch (name) {
+    case 'admitted':
+      return admitted(state, data);
+    case 'progress':
+      return {
+        ...state,
+        position: Math.max(state.position, data.num_tokens),
+        numLive: data.num_live,
+        grown: state.grown + Math.max(0, data.num_tokens - state.position) * data.num_live,
+        slots: [...state.slots, { at, session: data.session_slots }],
+        capacity: data.capacity_slots || state.capacity,
+      };
+    case 'round_completed':
+      return round(state, at, data);
+    case 'text_delta':
+      return { ...state, answer: state.answer + data.text, isCertain: true, winner: data.candidate_id };
+    case 'finished':
+      return finished(state, at, data);
+    case 'error':
+      return { ...state, phase: 'failed', error: data.error?.message ?? String(data) };
+    case 'stopped':
+      return { ...state, phase: 'stopped' };
+    default:
+      return state;
+  }
+}
+
+function admitted(state, data) {
+  const lanes = Array.from({ length: data.n }, (_, id) => lane(id, id));
+  const promptTokens = data.prompt_tokens;
+  const id = data.request_id || state.id;
+  return { ...state, phase: 'running', id, n: data.n, promptTokens, lanes, numRows: data.n, numLive: data.n };
+}
+
+const lane = (id, row, parent = null, from = 0, scores = [], text = '') =>
+  ({ id, row, parent, from, tokens: from, fate: '', scores, text });
+
+function round(state, at, { round: trace, survivors, best_text: bestText, texts }) {
+  const known = new Map(trace.candidates.map((traced) => [traced.candidate_id, traced]));
+  const written = new Map((texts ?? []).map((item) => [item.candidate_id, item.text]));
+  const alive = new Set(survivors);
+  const lanes = state.lanes.map((old) => {
+    if (!isLive(old)) return old;
+    const traced = known.get(old.id);
+    // A round of very many candidates is without them.
+    const fate = traced ? FATES[traced.fate] : alive.has(old.id) ? 'kept' : 'rejected';
+    const score = { round: trace.number, token: trace.decision_token, score: traced?.score };
+    const tokens = (fate === 'finished' && traced?.num_tokens) || trace.decision_token;
+    score.token = tokens;
+    const scores = traced ? [...old.scores, score] : old.scores;
+    return { ...old, fate, tokens, scores, text: written.get(old.id) ?? old.text };
+  });
+  const numRows = addForks(lanes, trace, state.numRows);
+  const scores = trace.candidates.map((traced) => traced.score);
+  const isFirst = state.rounds.every((earlier) => !earlier.candidates.length);
+  const [low, high] = scores.length ? [Math.min(...scores), Math.max(...scores)] : [state.low, state.high];
+  const after = trace.session_slots - trace.freed_slots;
+  return {
+    ...state,
+    lanes,
+    numRows,
+    rounds: [...state.rounds, trace],
+    position: Math.max(state.position, trace.decision_token),
+    numLive: trace.num_live,
+    grown: 0,
+    slots: [...state.slots, { at, session: trace.session_slots }, { at, session: after }],
+    capacity: trace.capacity_slots || state.capacity,
+    low: isFirst ? low : Math.min(low, state.low),
+    high: isFirst ? high : Math.max(high, state.high),
+    best: trace.best_score,
+    bestText: bestText || state.bestText,
+  };
+}
+
+// A fork goes on in the nearest row that rejection has freed, else in a new one.
+function addForks(lanes, trace, numRows) {
+  const byId = new Map(lanes.map((each) => [each.id, each]));
+  const taken = new Set(lanes.filter((each) => !['rejected', 'vetoed'].includes(each.fate)).map((each) => each.row));
+  const free = new Set(lanes.map((each) => each.row).filter((row) => !taken.has(row)));
+  for (const { candidate_id: id, parent_id: parentId } of trace.forks) {
+    const parent = byId.get(parentId);
+    if (!parent) continue;
+    const near = [...free].sort((a, b) => Math.abs(a - parent.row) - Math.abs(b - parent.row))[0];
+    free.delete(near);
+    const made = lane(id, near ?? numRows++, parentId, trace.decision_token, [], parent.text);
+    made.fate = 'kept';
+    lanes.push(made);
+    byId.set(id, made);
+  }
+  return numRows;
+}
+
+function finished(state, at, data) {
+  let reached = state;
+  if (!state.lanes.length && data.rounds.length) {
+    // From the cache, or of an equal request: the rounds of the run that made the answer.
+    reached = admitted(state, { n: data.n, prompt_tokens: data.usage.prompt_tokens, request_id: data.request_id });
+    for (const trace of data.rounds) {
+      const kept = trace.candidates.filter((traced) => traced.fate === 'CANDIDATE_FATE_KEPT');
+      reached = round(reached, at, { round: trace, survivors: kept.map((traced) => traced.candidate_id) });
+    }
+  }
+  const best = data.candidates[0];
+  const lanes = reached.lanes.map((old) =>
+    old.id === best.candidate_id ? { ...old, fate: 'winner', tokens: best.num_tokens, text: best.text ?? old.text } : old);
+  return {
+    ...reached,
+    phase: 'finished',
+    id: data.request_id || state.id,
+    lanes,
+    numLive: 0,
+    winner: best.candidate_id,
+    best: best.score,
+    isCertain: true,
+    answer: best.text ?? state.answer,
+    usage: data.usage,
+    totalMs: data.timings.total_ms,
+    flags: ['cached', 'degraded', 'hurried', 'reduced'].filter((flag) => data[flag]),
+  };
+}
+
+// Tokens made, and those that Best-of-N of the same N would have: so far, counting each of its
+// candidates as long as this run's are, then the service's estimate.
+export function cost(state) {
+  if (state.usage) {
+    return { made: state.usage.generated_tokens, others: state.usage.best_of_n_tokens_estimate, isFinal: true };
+  }
+  const made = state.rounds.reduce((sum, trace) => sum + trace.generated_tokens, state.grown);
+  const own = state.lanes.filter((each) => each.parent === null);
+  const others = own.reduce((sum, each) => sum + (each.fate === 'finished' ? each.tokens : state.position), 0);
+  return { made, others, isFinal: false };
+}
+
+// One sentence for readers that do not see the picture.
+export function sentence(state) {
+  const trace = state.rounds.at(-1);
+  if (state.phase === 'failed') return `The request failed: ${state.error}`;
+  if (state.phase === 'stopped') return 'The request was stopped.';
+  if (state.phase === 'finished') {
+    const { made } = cost(state);
+    return `Candidate ${state.winner} of ${state.n} is the answer, with reward ${fixed(state.best)}; ${made} tokens were made.`;
+  }
+  if (!trace) return state.phase === 'running' ? `${state.n} candidates have started.` : '';
+  const ended = trace.num_finished ? ` ${trace.num_finished} finished,` : '';
+  return `Round ${trace.number} at token ${trace.decision_token}:${ended} ${trace.num_rejected} rejected,`
+    + ` ${trace.num_live} go on, best reward ${fixed(trace.best_score)}.`;
+}
+
+export const fixed = (score) => (score === null || score === undefined ? '–' : score.toFixed(3));
+
+// The seventh of the range of rewards in which a score lies: 0 to 6.
+export function level(state, score) {
+  if (score === null) return null;
+  const span = state.high - state.low;
+  return span > 0 ? Math.min(6, Math.max(0, Math.floor(((score - state.low) / span) * 7))) : 3;
+}
+
+const WORDS = { rejected: 'rejected', vetoed: 'vetoed', finished: 'finished', winner: 'the answer' };
+
+export const fateOf = (lane) => WORDS[lane.fate] ?? 'growing';
+export const markOf = (lane) => (isLive(lane) ? 'growing' : lane.fate);
+
+// A candidate's state in words.
+export function described(lane) {
+  const end = isLive(lane) ? '' : ` at token ${lane.tokens}`;
+  const parent = lane.parent === null ? '' : `, a fork of ${lane.parent} from token ${lane.from}`;
+  return `${fateOf(lane)}${end}, reward ${fixed(scoreOf(lane))}${parent}`;
+}
