@@ -3,7 +3,8 @@
 const TOKEN = 'specrej-token';
 
 export const token = () => sessionStorage.getItem(TOKEN) ?? '';
-export const setToken = (value) => (value ? sessionStorage.setItem(TOKEN, value) : sessionStorage.removeItem(TOKEN));
+export const setToken = (value) =>
+  value ? sessionStorage.setItem(TOKEN, value) : sessionStorage.removeItem(TOKEN);
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -31,7 +32,12 @@ export const get = async (path) => (await call(path)).json();
 // Calls `emit` with each event of a request until the last; aborting the signal frees its slots.
 export async function stream(body, signal, emit) {
   const headers = { 'content-type': 'application/json' };
-  const response = await call('v1/specrej/stream', { method: 'POST', body: JSON.stringify(body), headers, signal });
+  const response = await call('v1/specrej/stream', {
+    method: 'POST',
+    body: JSON.stringify(body),
+    headers,
+    signal,
+  });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = '';
   for (;;) {

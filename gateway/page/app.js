@@ -46,7 +46,8 @@ class Run {
     this.race.show(this.state, this.clock);
     try {
       await stream(body, this.abort.signal, (name, data) => this.take(name, data));
-      if (!['finished', 'failed'].includes(this.state.phase)) throw new Error('The stream ended without an answer.');
+      if (!['finished', 'failed'].includes(this.state.phase))
+        throw new Error('The stream ended without an answer.');
     } catch (error) {
       if (error.name === 'AbortError') this.take('stopped', {});
       else this.take('error', { error: { message: error.message } });
@@ -83,13 +84,15 @@ const other = new Run($('other'));
 async function ask(event) {
   event.preventDefault();
   stop();
-  const body = bodyOf(form), isCompared = form.elements.compare.checked && body.specrej.algorithm !== 'best-of-n';
+  const body = bodyOf(form),
+    isCompared = form.elements.compare.checked && body.specrej.algorithm !== 'best-of-n';
   $('live').label = NAMES[body.specrej.algorithm] ?? 'Branching';
   setText($('compare').querySelector('.ours'), NAMES[body.specrej.algorithm] ?? 'Branching');
   $('other').hidden = $('compare').hidden = !isCompared;
   document.body.classList.toggle('compared', isCompared);
   runs = isCompared ? [main, other] : [main];
   $('stop').disabled = false;
+  if ($('live').getBoundingClientRect().top > innerHeight / 2) $('live').scrollIntoView();
   const started = [main.start(body), ...(isCompared ? [other.start(byBestOfN(body))] : [])];
   const mine = runs;
   const watching = isCompared ? setInterval(compare, WATCHED_MS) : 0;
@@ -111,26 +114,36 @@ function compare() {
     tokens: cost(state).made,
     reward: state.best ?? 0,
   }));
-  const isDone = sides.every((side) => side.isDone), gap = sides[0].reward - sides[1].reward;
-  const difference = Math.abs(gap) < 5e-4 ? 'the same' : `${gap > 0 ? '+' : '−'}${fixed(Math.abs(gap))}`;
+  const isDone = sides.every((side) => side.isDone),
+    gap = sides[0].reward - sides[1].reward;
+  const difference =
+    Math.abs(gap) < 5e-4 ? 'the same' : `${gap > 0 ? '+' : '−'}${fixed(Math.abs(gap))}`;
   for (const [name, format] of Object.entries({ seconds, tokens: count, reward: fixed })) {
-    const values = sides.map((side) => side[name]), row = $(`compare-${name}`);
+    const values = sides.map((side) => side[name]),
+      row = $(`compare-${name}`);
     row.querySelectorAll('.amount').forEach((cell, index) => setText(cell, format(values[index])));
     row.querySelectorAll('meter').forEach((meter, index) => {
       meter.max = Math.max(...values) || 1;
       meter.value = values[index];
     });
-    const ratio = values[0] > 0 ? `${(values[1] / values[0]).toFixed(1)} times less` : '–';
+    const ratio = `${(values[1] / Math.max(1e-9, values[0])).toFixed(1)}× ${name === 'tokens' ? 'fewer' : 'faster'}`;
     setText(row.querySelector('.verdict'), isDone ? (name === 'reward' ? difference : ratio) : '…');
   }
 }
 
-const code = () => codeOf($('language').value, bodyOf(form), new URL('.', location.href).href);
+const url = new URL('v1/specrej/stream', location.href).href;
+const code = () => codeOf($('language').value, bodyOf(form), url);
 const showCode = () => $('code').open && ($('code').querySelector('pre').textContent = code());
 
 form.addEventListener('submit', ask);
-form.addEventListener('input', () => { arrange(form); showCode(); });
-form.addEventListener('keydown', (event) => event.key === 'Enter' && (event.ctrlKey || event.metaKey) && form.requestSubmit());
+form.addEventListener('input', () => {
+  arrange(form);
+  showCode();
+});
+form.addEventListener(
+  'keydown',
+  (event) => event.key === 'Enter' && (event.ctrlKey || event.metaKey) && form.requestSubmit(),
+);
 $('stop').addEventListener('click', stop);
 $('code').addEventListener('toggle', showCode);
 $('language').addEventListener('change', showCode);
@@ -149,14 +162,36 @@ async function list() {
   const { records } = await get('v1/specrej/records');
   const rows = records.map((record) => {
     const { usage } = record;
-    const saved = usage?.best_of_n_tokens_estimate ? `${Math.round(100 * (1 - usage.generated_tokens / usage.best_of_n_tokens_estimate))} % saved` : '';
+    const saved = usage?.best_of_n_tokens_estimate
+      ? `${Math.round(100 * (1 - usage.generated_tokens / usage.best_of_n_tokens_estimate))} % saved`
+      : '';
     const isBestOfN = record.selection.algorithm === 'ALGORITHM_BEST_OF_N';
     const name = `${isBestOfN ? 'Best-of-N' : record.selection.branching ? 'Branching' : 'Rejection'} of ${record.n || '?'}`;
-    const facts = [record.outcome === 'OK' ? `reward ${fixed(record.score)}` : record.outcome || 'running', isBestOfN ? '' : saved, seconds(record.elapsed_ms)];
-    return h('li', {}, h('a', { href: `#record=${record.request_id}`, 'aria-current': location.hash.includes(record.request_id) && 'true' },
-      h('strong', { text: name }), h('time', { text: new Date(record.started_unix_s * 1000).toLocaleTimeString() }), h('span', { text: facts.filter(Boolean).join(' · ') })));
+    const facts = [
+      record.outcome === 'OK' ? `reward ${fixed(record.score)}` : record.outcome || 'running',
+      isBestOfN ? '' : saved,
+      seconds(record.elapsed_ms),
+    ];
+    return h(
+      'li',
+      {},
+      h(
+        'a',
+        {
+          href: `#record=${record.request_id}`,
+          'aria-current': location.hash.includes(record.request_id) && 'true',
+        },
+        h('strong', { text: name }),
+        h('time', { text: new Date(record.started_unix_s * 1000).toLocaleTimeString() }),
+        h('span', { text: facts.filter(Boolean).join(' · ') }),
+      ),
+    );
   });
-  $('recent').replaceChildren(rows.length ? h('ol', {}, ...rows) : h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' }));
+  $('recent').replaceChildren(
+    rows.length
+      ? h('ol', {}, ...rows)
+      : h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' }),
+  );
 }
 
 async function replay(id) {
@@ -175,7 +210,11 @@ function play(isPlaying) {
   if (isPlaying && player.time >= player.end) player.seek(0);
   player.isPlaying = isPlaying;
   showPlayer();
-  if (isPlaying) requestAnimationFrame((now) => { lastFrame = now; tick(now); });
+  if (isPlaying)
+    requestAnimationFrame((now) => {
+      lastFrame = now;
+      tick(now);
+    });
 }
 
 function tick(now) {
@@ -195,12 +234,21 @@ function showPlayer() {
   $('past').show(player.state, () => time);
 }
 
-const step = (direction) => { player.step(direction); showPlayer(); };
+const step = (direction) => {
+  player.step(direction);
+  showPlayer();
+};
 $('play').addEventListener('click', () => play(!player.isPlaying));
 $('next').addEventListener('click', () => step(1));
 $('previous').addEventListener('click', () => step(-1));
-$('speed').addEventListener('change', () => { player.speed = Number($('speed').value); });
-$('seek').addEventListener('input', () => { player.isPlaying = false; player.seek((player.end * $('seek').value) / 1000); showPlayer(); });
+$('speed').addEventListener('change', () => {
+  player.speed = Number($('speed').value);
+});
+$('seek').addEventListener('input', () => {
+  player.isPlaying = false;
+  player.seek((player.end * $('seek').value) / 1000);
+  showPlayer();
+});
 
 // Routes
 

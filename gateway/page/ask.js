@@ -7,32 +7,58 @@ const MAX_RANDOM_SEED = 2 ** 48;
 // Show the fields that the chosen algorithm and schedule have.
 export function arrange(form) {
   const { algorithm, schedule } = form.elements;
-  const shown = new Set([algorithm.value, algorithm.value === 'best-of-n' ? '' : schedule.value]);
-  for (const part of form.querySelectorAll('[data-for]')) part.hidden = !shown.has(part.dataset.for);
+  const chosen = [algorithm.value, algorithm.value === 'best-of-n' ? '' : schedule.value];
+  for (const part of form.querySelectorAll('[data-for]')) {
+    part.hidden = !part.dataset.for.split(' ').some((value) => chosen.includes(value));
+  }
   schedule.disabled = algorithm.value === 'best-of-n';
   form.elements.alpha.disabled = algorithm.value !== 'speculative-rejection';
 }
 
 // Offer the models and rewards of a description; keeps what is chosen.
 export function offer(form, { generator, rewards }) {
-  const { model } = form.elements, chosen = model.value;
-  model.replaceChildren(...[generator.model, ...generator.adapters].map((name) => h('option', { text: name })));
+  const { model } = form.elements,
+    chosen = model.value;
+  model.replaceChildren(
+    ...[generator.model, ...generator.adapters].map((name) => h('option', { text: name })),
+  );
   if (chosen) model.value = chosen;
   const host = form.querySelector('#rewards');
-  if ([...host.querySelectorAll('[data-reward]')].map((item) => item.dataset.reward).join() === rewards.join()) return;
-  host.replaceChildren(host.querySelector('legend'), ...rewards.map((name, index) =>
-    h('div', { class: 'reward', 'data-reward': name },
-      h('label', { class: 'check' }, h('input', { type: 'checkbox', checked: index === 0 }), ` ${name}`),
-      h('input', { type: 'number', step: 'any', value: 1, 'aria-label': `Weight of ${name}` }))));
+  if (
+    [...host.querySelectorAll('[data-reward]')].map((item) => item.dataset.reward).join() ===
+    rewards.join()
+  )
+    return;
+  host.replaceChildren(
+    host.querySelector('legend'),
+    ...rewards.map((name, index) =>
+      h(
+        'div',
+        { class: 'reward', 'data-reward': name },
+        h(
+          'label',
+          { class: 'check' },
+          h('input', { type: 'checkbox', checked: index === 0 }),
+          ` ${name}`,
+        ),
+        h('input', { type: 'number', step: 'any', value: 1, 'aria-label': `Weight of ${name}` }),
+      ),
+    ),
+  );
 }
 
 // The body of a call of /v1/specrej/stream. An empty seed is a random one, the same for a comparison.
 export function bodyOf(form) {
   const value = (name) => form.elements[name].value.trim();
   const number = (name) => Number(value(name));
-  const specrej = { n: number('n'), events: 'all', cache: form.elements.cache.checked ? 'use' : 'bypass' };
+  const specrej = {
+    n: number('n'),
+    events: 'all',
+    cache: form.elements.cache.checked ? 'use' : 'bypass',
+  };
   const algorithm = value('algorithm');
-  if (algorithm === 'branching') specrej.branching = { width: number('width'), keep: number('keep') };
+  if (algorithm === 'branching')
+    specrej.branching = { width: number('width'), keep: number('keep') };
   else specrej.algorithm = algorithm;
   if (algorithm === 'speculative-rejection') specrej.alpha = number('alpha');
   if (algorithm !== 'best-of-n') specrej.schedule = scheduleOf(value('schedule'), value, number);
@@ -53,8 +79,19 @@ export function bodyOf(form) {
 }
 
 function scheduleOf(kind, value, number) {
-  if (kind === 'tokens') return { kind, tokens: value('tokens').split(/[\s,]+/).filter(Boolean).map(Number) };
-  return { kind, first: number('first'), ...(kind === 'geometric' && { factor: number('factor') }) };
+  if (kind === 'tokens')
+    return {
+      kind,
+      tokens: value('tokens')
+        .split(/[\s,]+/)
+        .filter(Boolean)
+        .map(Number),
+    };
+  return {
+    kind,
+    first: number('first'),
+    ...(kind === 'geometric' && { factor: number('factor') }),
+  };
 }
 
 // The same request by Best-of-N.
@@ -65,44 +102,38 @@ export function byBestOfN(body) {
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 
-export function codeOf(language, body, origin) {
+// `url` is that of the stream.
+export function codeOf(language, body, url) {
+  const json = JSON.stringify(body, null, 1);
+  const headers = { authorization: 'Bearer TOKEN', 'content-type': 'application/json' };
   if (language === 'curl') {
-    return `curl -sN ${origin}v1/specrej/stream \\\n  -H "authorization: Bearer $TOKEN" \\\n`
-      + `  -H "content-type: application/json" -d ${quoted(JSON.stringify(body, null, 1))}`;
+    const options = Object.entries(headers).map(([name, value]) => `-H '${name}: ${value}'`);
+    return `curl -sN ${url} \\\n  ${options.join(' \\\n  ')} \\\n  -d ${quoted(json)}`;
   }
-  return language === 'Python' ? python(body) : grpcurl(body);
-}
+  if (language === 'grpcurl') return grpcurl(body);
+  return `import json
+import urllib.request
 
-function python({ model, messages, max_tokens: tokens, temperature, seed, specrej }) {
-  const text = (value) => JSON.stringify(value);
-  const { n, alpha, algorithm, branching, rewards, schedule } = specrej;
-  const options = [`n=${n}`, `max_tokens=${tokens}`, `temperature=${temperature}`, `seed=${seed}`, `model=${text(model)}`];
-  const imports = ['Client'];
-  if (alpha !== undefined) options.push(`alpha=${alpha}`);
-  if (algorithm === 'best-of-n') options.push('algorithm=c.Algorithm.BEST_OF_N');
-  if (branching) options.push(`branching=c.Branching(${branching.width}, ${branching.keep})`);
-  if (rewards) options.push(`rewards=${text(rewards)}`);
-  if (schedule) options.push(`schedule=${{
-    geometric: `c.GeometricSchedule(${schedule.first}, ${schedule.factor})`,
-    memory: `c.MemorySchedule(${schedule.first})`,
-    tokens: `c.TokensSchedule((${schedule.tokens},))`,
-  }[schedule.kind]}`);
-  return `import asyncio\n\nfrom specrej import ${imports}\nfrom specrej import contracts as c\n\n\n`
-    + 'async def main() -> None:\n    async with Client("127.0.0.1:50050") as client:\n'
-    + `        events = client.stream(\n            ${text(messages[0].content)},\n            ${options.join(',\n            ')},\n        )\n`
-    + '        async for event in events:\n            print(event)\n\n\nasyncio.run(main())';
+body = ${json}
+headers = ${JSON.stringify(headers)}
+call = urllib.request.Request("${url}", json.dumps(body).encode(), headers)
+with urllib.request.urlopen(call) as events:
+    for line in events:
+        print(line.decode(), end="")`;
 }
 
 function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }) {
   const { n, alpha, algorithm, branching, rewards, schedule } = specrej;
   const selection = { n, alpha, branching };
   if (algorithm) selection.algorithm = `ALGORITHM_${algorithm.toUpperCase().replaceAll('-', '_')}`;
-  if (rewards) selection.rewards = Object.entries(rewards).map(([name, weight]) => ({ name, weight }));
+  selection.rewards = Object.entries(rewards ?? {}).map(([name, weight]) => ({ name, weight }));
   if (schedule) {
     const { kind, tokens, ...rest } = schedule;
     selection.schedule = { [kind]: tokens ? { decision_tokens: tokens } : rest };
   }
-  const request = { model, prompt: { messages }, sampling: { max_tokens, temperature, seed }, selection };
-  return `grpcurl -plaintext -H "authorization: Bearer $TOKEN" \\\n  -d ${quoted(JSON.stringify({ request, progress: true }, null, 1))} \\\n`
-    + '  127.0.0.1:50050 specrej.v1.OrchestratorService/GenerateStream';
+  const sampling = { max_tokens, temperature, seed };
+  const request = { model, prompt: { messages }, sampling, selection };
+  const json = JSON.stringify({ request, progress: true }, null, 1);
+  return `grpcurl -plaintext -H 'authorization: Bearer TOKEN' -d ${quoted(json)} \\
+  127.0.0.1:50050 specrej.v1.OrchestratorService/GenerateStream`;
 }

@@ -4,7 +4,8 @@ import { color, isDark, setAttribute } from './dom.js';
 
 /* global uPlot */
 
-const HEIGHT = 168, PAUSE_MS = 80; // between two drawings
+const HEIGHT = 168,
+  PAUSE_MS = 80; // between two drawings
 const SLOT = { stroke: '--accent', fill: '--wash' };
 
 export class Chart extends HTMLElement {
@@ -27,20 +28,27 @@ export class Chart extends HTMLElement {
         height: HEIGHT,
         legend: { show: false },
         cursor: { show: false },
-        scales: { x: { time: false }, y: { range: (_, low, high) => around(low, high) } },
+        scales: { x: { time: false }, y: { range: (_, low, high) => kind.range(low, high) } },
         axes: [
-          { ...axis, values: (_, ticks) => ticks.map(kind.x), size: 26, space: 44 },
+          {
+            ...axis,
+            values: (_, ticks) => ticks.map(kind.x),
+            incrs: kind.incrs,
+            size: 26,
+            space: 44,
+          },
           { ...axis, values: (_, ticks) => ticks.map(kind.y), size: 50, space: 30 },
         ],
         series: [
           {},
-          ...kind.series.map(({ stroke, fill, dash, points }) => ({
+          ...kind.series.map(({ stroke, fill, dash, dot }) => ({
             stroke: ink(stroke),
             fill: ink(fill),
             dash,
             width: 1.75,
             spanGaps: true,
-            points: { show: Boolean(points), size: 6, fill: ink('--panel') },
+            paths: dot && (() => null),
+            points: { show: Boolean(dot), size: 6, fill: ink(dot) },
           })),
         ],
       },
@@ -67,16 +75,20 @@ export class Chart extends HTMLElement {
 const short = (value) => (value >= 1e4 ? `${value / 1e3}k` : String(value));
 const ago = (value) => (value ? `${value} s` : 'now');
 
+const OVER_TIME = { range: fromZero, x: ago, y: short, incrs: [0.1, 0.5, 1, 5, 10, 30, 60, 300] };
+
 const KINDS = {
-  slots: { x: ago, y: short, series: [SLOT, { stroke: '--muted', dash: [4, 4] }] },
-  tokens: { x: ago, y: short, series: [SLOT] },
+  slots: { ...OVER_TIME, series: [SLOT, { stroke: '--muted', dash: [4, 4] }] },
+  tokens: { ...OVER_TIME, series: [SLOT] },
   rewards: {
+    range: around,
+    incrs: [1, 2, 5, 10, 20, 50],
     x: String,
     y: (value) => value.toFixed(2),
     series: [
-      { stroke: '--gold', points: true },
-      { stroke: '--accent', points: true },
-      { stroke: '--rejected', dash: [4, 4], points: true },
+      { stroke: '--rejected', dot: '--panel' },
+      { stroke: '--accent', dot: '--accent' },
+      { stroke: '--gold' },
     ],
   },
 };
@@ -84,7 +96,11 @@ const KINDS = {
 function around(low, high) {
   if (low === null || high === null) return [0, 1];
   const margin = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
-  return [low >= 0 && low < margin ? 0 : low - margin, high + margin];
+  return [low - margin, high + margin];
+}
+
+function fromZero(_, high) {
+  return [0, 1.08 * (high || 1)];
 }
 
 customElements.define('specrej-chart', Chart);

@@ -7,14 +7,17 @@ function filled(element, properties, children) {
     if (name.startsWith('on')) element.addEventListener(name.slice(2), value);
     else if (name === 'text') element.textContent = value;
     else if (value === true) element.setAttribute(name, '');
-    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+    else if (value !== false && value !== null && value !== undefined)
+      element.setAttribute(name, value);
   }
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
 }
 
-export const h = (tag, properties = {}, ...children) => filled(document.createElement(tag), properties, children);
-export const s = (tag, properties = {}, ...children) => filled(document.createElementNS(SVG, tag), properties, children);
+export const h = (tag, properties = {}, ...children) =>
+  filled(document.createElement(tag), properties, children);
+export const s = (tag, properties = {}, ...children) =>
+  filled(document.createElementNS(SVG, tag), properties, children);
 
 // Set only what has changed: unchanged texts and attributes cost no layout.
 export const setText = (element, text) => {

@@ -4,8 +4,13 @@
 import { s, setAttribute, setText } from './dom.js';
 import { described, fixed, isLive, level, markOf, scoreOf, tokensOf } from './reduce.js';
 
-const LEFT = 34, RIGHT = 58, TOP = 22, BOTTOM = 6;
-const TALL = 24, FLAT = 5, ALL = 400; // heights: of a row at most and at least, of all rows if they fit
+const LEFT = 34,
+  RIGHT = 58,
+  TOP = 22,
+  BOTTOM = 6;
+const TALL = 24,
+  FLAT = 5,
+  ALL = 400; // heights: of a row at most and at least, of all rows if they fit
 const LABELLED = 11; // rows of this height have texts
 
 export class Lanes extends HTMLElement {
@@ -36,8 +41,8 @@ export class Lanes extends HTMLElement {
 
   // `position`: tokens of live lanes, and `domain` those of the axis, both eased.
   draw(state, position, domain, picked) {
-    const { lanes, low, high } = state;
-    const seen = { lanes, low, high, domain, picked, width: this.#width };
+    const { lanes } = state;
+    const seen = { lanes, domain, picked, width: this.#width };
     const isSame = Object.keys(seen).every((key) => seen[key] === this.#drawn[key]);
     if (!this.#width || (isSame && !lanes.some(isLive))) return;
     this.row = Math.max(FLAT, Math.min(TALL, ALL / Math.max(1, state.numRows)));
@@ -71,7 +76,8 @@ export class Lanes extends HTMLElement {
   #rule({ rounds }, height) {
     let free = 0;
     const lines = rounds.map(({ decision_token: token }) => {
-      const x = this.x(token), line = s('line', { class: 'cut', x1: x, x2: x, y1: TOP - 4, y2: height });
+      const x = this.x(token),
+        line = s('line', { class: 'cut', x1: x, x2: x, y1: TOP - 4, y2: height });
       if (x < free) return line;
       free = x + 30;
       return s('g', {}, line, s('text', { class: 'tick', x, y: TOP - 9, text: token }));
@@ -97,13 +103,16 @@ export class Lanes extends HTMLElement {
   }
 
   #shape(state, lane, parentRow) {
-    const view = this.#views.get(lane.id), y = this.y(lane.row), isLabelled = this.row >= LABELLED;
+    const view = this.#views.get(lane.id),
+      y = this.y(lane.row),
+      isLabelled = this.row >= LABELLED;
     if (lane.fate) setAttribute(view.group, 'data-fate', lane.fate);
     setAttribute(view.group, 'aria-label', `Candidate ${lane.id}, ${described(lane)}`);
     set(view.hit, { y: y - this.row / 2, height: this.row, width: this.#width });
     view.from = lane.from;
     const bars = lane.scores.map(({ token, score }) => {
-      const x = this.x(view.from), width = Math.max(0.5, this.x(token) - x);
+      const x = this.x(view.from),
+        width = Math.max(0.5, this.x(token) - x);
       view.from = token;
       return s('rect', { class: 'bar', x, width, ...this.#bar(level(state, score), y) });
     });
@@ -111,8 +120,13 @@ export class Lanes extends HTMLElement {
     const thickness = level(state, scoreOf(lane));
     set(view.growing, { class: 'growing', x: this.x(view.from), ...this.#bar(thickness, y) });
     if (parentRow !== undefined) {
-      const x = this.x(lane.from), start = this.y(parentRow);
-      setAttribute(view.fork, 'd', `M${x - 5},${start} C${x + 6},${start} ${x - 8},${y} ${x + 3},${y}`);
+      const x = this.x(lane.from),
+        start = this.y(parentRow);
+      setAttribute(
+        view.fork,
+        'd',
+        `M${x - 5},${start} C${x + 6},${start} ${x - 8},${y} ${x + 3},${y}`,
+      );
     }
     set(view.mark, { href: `#mark-${markOf(lane)}`, class: `mark ${markOf(lane)}` });
     setAttribute(view.number, 'y', y);
@@ -124,7 +138,11 @@ export class Lanes extends HTMLElement {
 
   #bar(thickness, y) {
     const height = this.row * (0.24 + 0.1 * (thickness ?? 1));
-    return { y: y - height / 2, height, fill: `var(--${thickness === null ? 'unscored' : `r${thickness}`})` };
+    return {
+      y: y - height / 2,
+      height,
+      fill: `var(--${thickness === null ? 'unscored' : `r${thickness}`})`,
+    };
   }
 
   #grow(state, lane, position) {
@@ -138,8 +156,11 @@ export class Lanes extends HTMLElement {
   }
 
   #move(event) {
-    const rows = [...this.#views.values()].sort((a, b) => a.hit.getAttribute('y') - b.hit.getAttribute('y'));
-    const now = rows.findIndex((view) => view.group === document.activeElement), last = rows.length - 1;
+    const rows = [...this.#views.values()].sort(
+      (a, b) => a.hit.getAttribute('y') - b.hit.getAttribute('y'),
+    );
+    const now = rows.findIndex((view) => view.group === document.activeElement),
+      last = rows.length - 1;
     const next = { ArrowDown: now + 1, ArrowUp: now - 1, Home: 0, End: last }[event.key];
     if (next === undefined) return;
     event.preventDefault();

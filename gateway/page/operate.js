@@ -3,7 +3,9 @@
 import { get } from './api.js';
 import { count, h, setText } from './dom.js';
 
-const POLL_MS = 1000, KEPT = 300, RECENT = 10; // samples
+const POLL_MS = 1000,
+  KEPT = 300,
+  RECENT = 10; // samples
 const GONE_MS = 30_000; // after which a process that is not seen does not count
 
 const HEALTH = {
@@ -45,12 +47,17 @@ export class Operate {
   }
 
   #show(now, at) {
-    const { generator } = now, before = this.#processes.get(now.process_id);
+    const { generator } = now,
+      before = this.#processes.get(now.process_id);
     this.#processes.set(now.process_id, { ...now, at });
     const processes = [...this.#processes.values()].filter((each) => at - each.at < GONE_MS);
     const sum = (name) => processes.reduce((total, each) => total + each[name], 0);
     const made = now.generated_tokens - (before?.generated_tokens ?? now.generated_tokens);
-    const sample = { at, rate: before ? (1000 * made) / (at - before.at) : 0, owned: generator.slots.owned };
+    const sample = {
+      at,
+      rate: before ? (1000 * made) / (at - before.at) : 0,
+      owned: generator.slots.owned,
+    };
     this.#samples = [...this.#samples.slice(1 - KEPT), sample];
     const recent = this.#samples.slice(-RECENT);
     const saved = sum('saved_tokens_estimate');
@@ -74,16 +81,27 @@ export class Operate {
     const times = this.#samples.map((each) => Math.round((each.at - at) / 1000));
     const slots = `${count(generator.slots.owned)} of ${count(generator.slots.capacity)}`;
     this.find('tokens').show([times, this.#samples.map(({ rate }) => rate)], texts.rate);
-    this.find('slots').show([times, this.#samples.map(({ owned }) => owned), times.map(() => null)], slots);
+    this.find('slots').show(
+      [times, this.#samples.map(({ owned }) => owned), times.map(() => null)],
+      slots,
+    );
     this.find('hidden-backends').hidden = now.backends.length > 0;
     this.find('scroll').hidden = !now.backends.length;
-    this.find('scroll').querySelector('tbody').replaceChildren(...now.backends.map(row));
+    this.find('scroll')
+      .querySelector('tbody')
+      .replaceChildren(...now.backends.map(row));
   }
 }
 
 function row({ kind, address, health, serves, running, sessions, waiting, slots }) {
-  const isGenerator = kind === 'BACKEND_KIND_GENERATOR', [word, tone] = HEALTH[health] ?? ['unknown', 'poor'];
-  const meter = { min: 0, max: slots?.capacity || 1, value: slots?.owned, 'aria-label': 'Slots in use' };
+  const isGenerator = kind === 'BACKEND_KIND_GENERATOR',
+    [word, tone] = HEALTH[health] ?? ['unknown', 'poor'];
+  const meter = {
+    min: 0,
+    max: slots?.capacity || 1,
+    value: slots?.owned,
+    'aria-label': 'Slots in use',
+  };
   const cell = (text, name) => h('td', { class: name, text });
   return h(
     'tr',
@@ -94,6 +112,8 @@ function row({ kind, address, health, serves, running, sessions, waiting, slots 
     cell(serves || '–'),
     cell(count(isGenerator ? sessions : running)),
     cell(isGenerator ? count(waiting) : '–'),
-    slots ? h('td', {}, h('meter', meter), ` ${count(slots.owned)} of ${count(slots.capacity)}`) : cell('–'),
+    slots
+      ? h('td', {}, h('meter', meter), ` ${count(slots.owned)} of ${count(slots.capacity)}`)
+      : cell('–'),
   );
 }

@@ -4,10 +4,34 @@ import './charts.js';
 import './density.js';
 import './lanes.js';
 import { count, h, isStill, seconds, setAttribute, setText } from './dom.js';
-import { cost, DENSE, described, fateOf, fixed, initial, markOf, scoreOf, sentence, tokensOf } from './reduce.js';
+import {
+  cost,
+  DENSE,
+  described,
+  fateOf,
+  fixed,
+  initial,
+  markOf,
+  scoreOf,
+  sentence,
+  tokensOf,
+} from './reduce.js';
 
 const EASE_MS = 110;
-const PARTS = ['chip', 'facts', 'actions', 'problem', 'alive', 'best', 'made', 'saved', 'took', 'said', 'answer', 'so-far'];
+const PARTS = [
+  'chip',
+  'facts',
+  'actions',
+  'problem',
+  'alive',
+  'best',
+  'made',
+  'saved',
+  'took',
+  'said',
+  'answer',
+  'so-far',
+];
 
 export class Race extends HTMLElement {
   state = initial();
@@ -38,7 +62,8 @@ export class Race extends HTMLElement {
 
   // `clock` returns ms since the request was sent.
   show(state, clock) {
-    if (state.n !== this.state.n || state.position < this.#position) this.#position = state.position;
+    if (state.n !== this.state.n || state.position < this.#position)
+      this.#position = state.position;
     if (!state.lanes.some((lane) => lane.id === this.#picked)) this.#picked = null;
     this.state = state;
     this.#clock = clock;
@@ -60,7 +85,8 @@ export class Race extends HTMLElement {
   }
 
   #draw(now) {
-    const { state } = this, elapsed = Math.min(100, now - this.#last);
+    const { state } = this,
+      elapsed = Math.min(100, now - this.#last);
     const share = isStill.matches ? 1 : 1 - Math.exp(-elapsed / EASE_MS);
     // The next power of two while it grows, so that lanes do not shrink all the time.
     const power = 2 ** Math.ceil(Math.log2(1 + state.position * 1.02));
@@ -82,8 +108,10 @@ export class Race extends HTMLElement {
   }
 
   #tiles(state) {
-    const { made, others, isFinal } = cost(state), ms = state.totalMs ?? this.#clock();
-    const saved = others ? `${Math.round(100 * (1 - made / others))} %${isFinal ? '' : ' so far'}` : '–';
+    const { made, others, isFinal } = cost(state),
+      ms = state.totalMs ?? this.#clock();
+    setText(this.find('saved-head'), isFinal ? 'saved of Best-of-N' : 'saved so far');
+    const saved = others ? `${Math.round(100 * (1 - made / others))} %` : '–';
     setText(this.parts.alive, state.n ? `${state.numLive} of ${state.n}` : '–');
     setText(this.parts.best, fixed(state.best));
     setText(this.parts.made, state.n ? count(made) : '–');
@@ -103,7 +131,10 @@ export class Race extends HTMLElement {
     setText(this.find('text-head'), state.isCertain ? 'Answer' : 'Best text so far');
     setText(parts.answer, state.answer.trim());
     const isTextless = state.isCertain && !state.answer;
-    setText(parts['so-far'], isTextless ? 'Records have no texts.' : state.isCertain ? '' : state.bestText.trim());
+    setText(
+      parts['so-far'],
+      isTextless ? 'Records have no texts.' : state.isCertain ? '' : state.bestText.trim(),
+    );
     if (state.rounds !== this.#seen.state?.rounds) this.#rounds(state);
     if (state.slots !== this.#seen.state?.slots) this.#slots(state);
     if (state.lanes !== this.#seen.state?.lanes) this.#tabulate(state);
@@ -112,19 +143,28 @@ export class Race extends HTMLElement {
   #slots({ slots, capacity }) {
     const most = Math.max(0, ...slots.map((item) => item.session));
     const isNear = capacity < 3 * most; // else its line would flatten the others
-    setText(this.find('capacity'), capacity ? `${isNear ? 'dashed: ' : ''}capacity ${count(capacity)}` : '');
+    setText(
+      this.find('capacity'),
+      capacity ? `${isNear ? 'dashed: ' : ''}capacity ${count(capacity)}` : '',
+    );
     const times = slots.map((item) => item.at / 1000);
     const lines = [slots.map((item) => item.session), slots.map(() => (isNear ? capacity : null))];
-    this.querySelector('specrej-chart.slots').show([times, ...lines], `at most ${count(most)} of ${count(capacity)}`);
+    this.querySelector('specrej-chart.slots').show(
+      [times, ...lines],
+      `at most ${count(most)} of ${count(capacity)}`,
+    );
   }
 
   #rounds({ rounds }) {
-    const traced = rounds.filter((trace) => trace.candidates.length);
-    const rejected = ({ candidates }) => candidates.find((each) => /REJECTED|VETOED/.test(each.fate))?.score ?? null;
-    const median = ({ candidates }) => candidates[candidates.length >> 1].score;
-    const lines = [(trace) => trace.decision_token, (trace) => trace.best_score, median, rejected];
-    const summary = rounds.length ? `best ${fixed(rounds.at(-1).best_score)} after ${rounds.length} rounds` : 'none yet';
-    this.querySelector('specrej-chart.rewards').show(lines.map((line) => traced.map(line)), summary);
+    const points = rounds.flatMap(({ number, best_score: best, candidates }) =>
+      candidates.map(({ score, fate }) => {
+        const isRejected = /REJECTED|VETOED/.test(fate);
+        return [number, isRejected ? score : null, isRejected ? null : score, best];
+      }),
+    );
+    const lines = [0, 1, 2, 3].map((index) => points.map((point) => point[index]));
+    const best = rounds.length ? `best ${fixed(rounds.at(-1).best_score)}` : 'no rewards yet';
+    this.querySelector('specrej-chart.rewards').show(lines, best);
   }
 
   // The candidate under the pointer or the focus, else the answer, else the best so far.
@@ -144,13 +184,24 @@ export class Race extends HTMLElement {
     setAttribute(use, 'class', `mark ${markOf(lane)}`);
     const rows = lane.scores.map(({ round, token, score }) => row([round, token, fixed(score)]));
     this.find('scores').tBodies[0].replaceChildren(...rows);
-    setText(this.find('text-so-far'), lane.text.trim() || (state.phase === 'running' ? 'Texts come with the end of a round.' : ''));
+    setText(
+      this.find('text-so-far'),
+      lane.text.trim() || (state.phase === 'running' ? 'Texts come with the end of a round.' : ''),
+    );
   }
 
   #tabulate(state) {
     const twin = this.find('twin');
     if (!twin.open) return;
-    const rows = state.lanes.map((lane) => row([lane.id, fateOf(lane), count(tokensOf(state, lane)), fixed(scoreOf(lane)), lane.parent ?? '–']));
+    const rows = state.lanes.map((lane) =>
+      row([
+        lane.id,
+        fateOf(lane),
+        count(tokensOf(state, lane)),
+        fixed(scoreOf(lane)),
+        lane.parent ?? '–',
+      ]),
+    );
     twin.querySelector('tbody').replaceChildren(...rows);
   }
 }

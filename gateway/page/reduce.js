@@ -22,8 +22,7 @@ export const initial = () => ({
   grown: 0, // tokens of the round that runs, at least
   slots: [], // {at, session}; `at` in ms
   capacity: 0,
-  low: 0, // least and greatest reward so far
-  high: 0,
+  cuts: [], // that divide the rewards so far into seven equal parts
   best: null,
   bestText: '',
   answer: '',
@@ -56,7 +55,12 @@ export function reduce(state, { at, name, data }) {
     case 'round_completed':
       return round(state, at, data);
     case 'text_delta':
-      return { ...state, answer: state.answer + data.text, isCertain: true, winner: data.candidate_id };
+      return {
+        ...state,
+        answer: state.answer + data.text,
+        isCertain: true,
+        winner: data.candidate_id,
+      };
     case 'finished':
       return finished(state, at, data);
     case 'error':
@@ -72,11 +76,28 @@ function admitted(state, data) {
   const lanes = Array.from({ length: data.n }, (_, id) => lane(id, id));
   const promptTokens = data.prompt_tokens;
   const id = data.request_id || state.id;
-  return { ...state, phase: 'running', id, n: data.n, promptTokens, lanes, numRows: data.n, numLive: data.n };
+  return {
+    ...state,
+    phase: 'running',
+    id,
+    n: data.n,
+    promptTokens,
+    lanes,
+    numRows: data.n,
+    numLive: data.n,
+  };
 }
 
-const lane = (id, row, parent = null, from = 0, scores = [], text = '') =>
-  ({ id, row, parent, from, tokens: from, fate: '', scores, text });
+const lane = (id, row, parent = null, from = 0, scores = [], text = '') => ({
+  id,
+  row,
+  parent,
+  from,
+  tokens: from,
+  fate: '',
+  scores,
+  text,
+});
 
 function round(state, at, { round: trace, survivors, best_text: bestText, texts }) {
   const known = new Map(trace.candidates.map((traced) => [traced.candidate_id, traced]));
@@ -94,9 +115,8 @@ function round(state, at, { round: trace, survivors, best_text: bestText, texts 
     return { ...old, fate, tokens, scores, text: written.get(old.id) ?? old.text };
   });
   const numRows = addForks(lanes, trace, state.numRows);
-  const scores = trace.candidates.map((traced) => traced.score);
-  const isFirst = state.rounds.every((earlier) => !earlier.candidates.length);
-  const [low, high] = scores.length ? [Math.min(...scores), Math.max(...scores)] : [state.low, state.high];
+  const all = lanes.flatMap((each) => each.scores.map(({ score }) => score)).sort((a, b) => a - b);
+  const cuts = [1, 2, 3, 4, 5, 6].map((part) => all[Math.floor((part * all.length) / 7)]);
   const after = trace.session_slots - trace.freed_slots;
   return {
     ...state,
@@ -108,8 +128,7 @@ function round(state, at, { round: trace, survivors, best_text: bestText, texts 
     grown: 0,
     slots: [...state.slots, { at, session: trace.session_slots }, { at, session: after }],
     capacity: trace.capacity_slots || state.capacity,
-    low: isFirst ? low : Math.min(low, state.low),
-    high: isFirst ? high : Math.max(high, state.high),
+    cuts,
     best: trace.best_score,
     bestText: bestText || state.bestText,
   };
@@ -118,7 +137,9 @@ function round(state, at, { round: trace, survivors, best_text: bestText, texts 
 // A fork goes on in the nearest row that rejection has freed, else in a new one.
 function addForks(lanes, trace, numRows) {
   const byId = new Map(lanes.map((each) => [each.id, each]));
-  const taken = new Set(lanes.filter((each) => !['rejected', 'vetoed'].includes(each.fate)).map((each) => each.row));
+  const taken = new Set(
+    lanes.filter((each) => !['rejected', 'vetoed'].includes(each.fate)).map((each) => each.row),
+  );
   const free = new Set(lanes.map((each) => each.row).filter((row) => !taken.has(row)));
   for (const { candidate_id: id, parent_id: parentId } of trace.forks) {
     const parent = byId.get(parentId);
@@ -137,15 +158,25 @@ function finished(state, at, data) {
   let reached = state;
   if (!state.lanes.length && data.rounds.length) {
     // From the cache, or of an equal request: the rounds of the run that made the answer.
-    reached = admitted(state, { n: data.n, prompt_tokens: data.usage.prompt_tokens, request_id: data.request_id });
+    reached = admitted(state, {
+      n: data.n,
+      prompt_tokens: data.usage.prompt_tokens,
+      request_id: data.request_id,
+    });
     for (const trace of data.rounds) {
       const kept = trace.candidates.filter((traced) => traced.fate === 'CANDIDATE_FATE_KEPT');
-      reached = round(reached, at, { round: trace, survivors: kept.map((traced) => traced.candidate_id) });
+      reached = round(reached, at, {
+        round: trace,
+        survivors: kept.map((traced) => traced.candidate_id),
+      });
     }
   }
   const best = data.candidates[0];
   const lanes = reached.lanes.map((old) =>
-    old.id === best.candidate_id ? { ...old, fate: 'winner', tokens: best.num_tokens, text: best.text ?? old.text } : old);
+    old.id === best.candidate_id
+      ? { ...old, fate: 'winner', tokens: best.num_tokens, text: best.text ?? old.text }
+      : old,
+  );
   return {
     ...reached,
     phase: 'finished',
@@ -166,11 +197,18 @@ function finished(state, at, data) {
 // candidates as long as this run's are, then the service's estimate.
 export function cost(state) {
   if (state.usage) {
-    return { made: state.usage.generated_tokens, others: state.usage.best_of_n_tokens_estimate, isFinal: true };
+    return {
+      made: state.usage.generated_tokens,
+      others: state.usage.best_of_n_tokens_estimate,
+      isFinal: true,
+    };
   }
   const made = state.rounds.reduce((sum, trace) => sum + trace.generated_tokens, state.grown);
   const own = state.lanes.filter((each) => each.parent === null);
-  const others = own.reduce((sum, each) => sum + (each.fate === 'finished' ? each.tokens : state.position), 0);
+  const others = own.reduce(
+    (sum, each) => sum + (each.fate === 'finished' ? each.tokens : state.position),
+    0,
+  );
   return { made, others, isFinal: false };
 }
 
@@ -181,24 +219,30 @@ export function sentence(state) {
   if (state.phase === 'stopped') return 'The request was stopped.';
   if (state.phase === 'finished') {
     const { made } = cost(state);
-    return `Candidate ${state.winner} of ${state.n} is the answer, with reward ${fixed(state.best)}; ${made} tokens were made.`;
+    return `Candidate ${state.winner} of ${state.n} is the answer, with reward ${fixed(state.best)}; ${made.toLocaleString('en')} tokens were made.`;
   }
-  if (!trace) return state.phase === 'running' ? `${state.n} candidates have started.` : '';
+  if (!trace)
+    return state.n ? `${state.n} candidates have started.` : 'Each candidate gets a lane here.';
   const ended = trace.num_finished ? ` ${trace.num_finished} finished,` : '';
-  return `Round ${trace.number} at token ${trace.decision_token}:${ended} ${trace.num_rejected} rejected,`
-    + ` ${trace.num_live} go on, best reward ${fixed(trace.best_score)}.`;
+  return (
+    `Round ${trace.number} at token ${trace.decision_token}:${ended} ${trace.num_rejected} rejected,` +
+    ` ${trace.num_live} go on, best reward ${fixed(trace.best_score)}.`
+  );
 }
 
 export const fixed = (score) => (score === null || score === undefined ? '–' : score.toFixed(3));
 
-// The seventh of the range of rewards in which a score lies: 0 to 6.
-export function level(state, score) {
-  if (score === null) return null;
-  const span = state.high - state.low;
-  return span > 0 ? Math.min(6, Math.max(0, Math.floor(((score - state.low) / span) * 7))) : 3;
+// In which seventh of the rewards so far a score lies: 0, the lowest, to 6.
+export function level({ cuts }, score) {
+  return score === null ? null : cuts.filter((cut) => cut <= score).length;
 }
 
-const WORDS = { rejected: 'rejected', vetoed: 'vetoed', finished: 'finished', winner: 'the answer' };
+const WORDS = {
+  rejected: 'rejected',
+  vetoed: 'vetoed',
+  finished: 'finished',
+  winner: 'the answer',
+};
 
 export const fateOf = (lane) => WORDS[lane.fate] ?? 'growing';
 export const markOf = (lane) => (isLive(lane) ? 'growing' : lane.fate);

@@ -8,17 +8,31 @@ const STRIDES = 24; // progress events of a round
 export function eventsOf(record) {
   const rounds = record.rounds;
   const begun = record.opened_at_ms ?? rounds[0]?.start_ms ?? 0;
-  const admitted = { n: record.n, prompt_tokens: record.prompt_tokens, request_id: record.request_id };
+  const admitted = {
+    n: record.n,
+    prompt_tokens: record.prompt_tokens,
+    request_id: record.request_id,
+  };
   const events = record.n ? [{ at: begun, name: 'admitted', data: admitted }] : [];
-  let token = 0, slots = record.prompt_tokens, at = begun;
+  let token = 0,
+    slots = record.prompt_tokens,
+    at = begun;
   for (const { start_ms: start, trace } of rounds) {
     const grown = trace.decision_token - token;
     const stride = Math.max(1, Math.ceil(grown / STRIDES));
     for (let step = stride; step < grown; step += stride) {
       const share = step / grown;
       const session = Math.round(slots + (trace.session_slots - slots) * share);
-      const data = { num_tokens: token + step, num_live: trace.num_started, session_slots: session };
-      events.push({ at: start + trace.extend_ms * share, name: 'progress', data: { ...data, capacity_slots: trace.capacity_slots } });
+      const data = {
+        num_tokens: token + step,
+        num_live: trace.num_started,
+        session_slots: session,
+      };
+      events.push({
+        at: start + trace.extend_ms * share,
+        name: 'progress',
+        data: { ...data, capacity_slots: trace.capacity_slots },
+      });
     }
     at = start + trace.extend_ms + trace.score_ms + trace.prune_ms;
     const kept = trace.candidates.filter((traced) => traced.fate === 'CANDIDATE_FATE_KEPT');
@@ -32,10 +46,20 @@ export function eventsOf(record) {
 
 function ending(record, at) {
   if (record.outcome === 'OK' && record.usage) {
-    const best = { candidate_id: record.answer_candidate_id, score: record.score, num_tokens: record.usage.answer_tokens };
+    const best = {
+      candidate_id: record.answer_candidate_id,
+      score: record.score,
+      num_tokens: record.usage.answer_tokens,
+    };
     const data = {
-      candidates: [best], rounds: [], usage: record.usage, n: record.n, request_id: record.request_id,
-      timings: { total_ms: record.elapsed_ms }, hurried: record.hurried, degraded: record.degradations.length > 0,
+      candidates: [best],
+      rounds: [],
+      usage: record.usage,
+      n: record.n,
+      request_id: record.request_id,
+      timings: { total_ms: record.elapsed_ms },
+      hurried: record.hurried,
+      degraded: record.degradations.length > 0,
       cached: ['ANSWER_SOURCE_CACHE', 'ANSWER_SOURCE_FLIGHT'].includes(record.source),
     };
     return [{ at, name: 'finished', data }];
@@ -76,8 +100,15 @@ export class Player {
   // To the next or the previous event that is not progress; `direction` is 1 or -1.
   step(direction) {
     this.isPlaying = false;
-    const stops = [...new Set(this.events.filter((event) => !['progress', 'text_delta'].includes(event.name)).map((event) => event.at))];
-    const next = direction > 0 ? stops.find((at) => at > this.time) : stops.findLast((at) => at < this.time);
+    const stops = [
+      ...new Set(
+        this.events
+          .filter((event) => !['progress', 'text_delta'].includes(event.name))
+          .map((event) => event.at),
+      ),
+    ];
+    const next =
+      direction > 0 ? stops.find((at) => at > this.time) : stops.findLast((at) => at < this.time);
     this.seek(next ?? (direction > 0 ? this.end : 0));
   }
 }

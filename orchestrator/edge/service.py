@@ -261,6 +261,7 @@ class Orchestrator:
                         lead.note_progress()
                         if isinstance(event, RoundCompleted):
                             instruments.count_round(event.trace)
+                            self._generated_tokens += event.trace.generated_tokens
                         if isinstance(event, Finished):
                             if watched:
                                 is_busy = self._admission.queued > 0
@@ -329,7 +330,6 @@ class Orchestrator:
         self._num_degraded += generation.degraded
         self._num_hurried += generation.hurried
         usage = generation.usage
-        self._generated_tokens += usage.generated_tokens
         self._saved_tokens += max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
         instruments.count_run(generation, plan.request.selection.algorithm)
         if lead.stores:

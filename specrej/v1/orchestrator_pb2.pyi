@@ -1461,7 +1461,7 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     num_refused: _builtins.int
     """Requests refused because the queue or the tenant's limit was full."""
     generated_tokens: _builtins.int
-    """Tokens generated for all candidates of the generated answers."""
+    """Tokens generated for all candidates, round by round, also of requests that fail."""
     saved_tokens_estimate: _builtins.int
     """Estimate of the tokens that Best-of-N would have generated beyond these."""
     @_builtins.property
