@@ -4,8 +4,9 @@ import { get, setToken, stream, token } from './api.js';
 import { arrange, bodyOf, byBestOfN, codeOf, offer } from './ask.js';
 import { count, h, seconds, setText } from './dom.js';
 import { Operate } from './operate.js';
-import { cost, fixed, initial, reduce } from './reduce.js';
+import { cost, initial, reduce } from './reduce.js';
 import { eventsOf, Player } from './replay.js';
+import { fixed } from './words.js';
 import './race.js';
 
 const KEPT = 32; // runs of this page whose events are kept
@@ -16,7 +17,6 @@ const NAMES = { 'speculative-rejection': 'Speculative Rejection', 'best-of-n': '
 const $ = (id) => document.getElementById(id);
 const form = $('ask');
 const remembered = new Map(); // events by request id: unlike records, they have texts
-let description = null;
 let runs = [];
 
 class Run {
@@ -42,7 +42,7 @@ class Run {
     this.isBusy = true;
     this.race.removeAttribute('idle');
     this.race.setAttribute('busy', '');
-    this.race.parts.actions.replaceChildren();
+    this.race.find('actions').replaceChildren();
     this.race.show(this.state, this.clock);
     try {
       await stream(body, this.abort.signal, (name, data) => this.take(name, data));
@@ -72,7 +72,7 @@ class Run {
     if (!id) return;
     remembered.set(id, this.events);
     if (remembered.size > KEPT) remembered.delete(remembered.keys().next().value);
-    this.race.parts.actions.replaceChildren(h('a', { href: `#record=${id}`, text: 'Replay' }));
+    this.race.find('actions').replaceChildren(h('a', { href: `#record=${id}`, text: 'Replay' }));
   }
 }
 
@@ -126,8 +126,9 @@ function compare() {
       meter.max = Math.max(...values) || 1;
       meter.value = values[index];
     });
-    const ratio = `${(values[1] / Math.max(1e-9, values[0])).toFixed(1)}× ${name === 'tokens' ? 'fewer' : 'faster'}`;
-    setText(row.querySelector('.verdict'), isDone ? (name === 'reward' ? difference : ratio) : '…');
+    const ratio = `${(values[1] / Math.max(1e-9, values[0])).toFixed(1)} times`;
+    const verdicts = { seconds: `${ratio} faster`, tokens: `${ratio} fewer`, reward: difference };
+    setText(row.querySelector('.verdict'), isDone ? verdicts[name] : '…');
   }
 }
 
@@ -140,17 +141,15 @@ form.addEventListener('input', () => {
   arrange(form);
   showCode();
 });
-form.addEventListener(
-  'keydown',
-  (event) => event.key === 'Enter' && (event.ctrlKey || event.metaKey) && form.requestSubmit(),
-);
+form.addEventListener('keydown', ({ key, ctrlKey, metaKey }) => {
+  if (key === 'Enter' && (ctrlKey || metaKey)) form.requestSubmit();
+});
 $('stop').addEventListener('click', stop);
 $('code').addEventListener('toggle', showCode);
 $('language').addEventListener('change', showCode);
 $('copy').addEventListener('click', async () => {
   await navigator.clipboard.writeText(code());
   setText($('copy'), 'Copied');
-  setTimeout(() => setText($('copy'), 'Copy'), 1500);
 });
 
 // Look back
@@ -161,37 +160,24 @@ let lastFrame = 0;
 async function list() {
   const { records } = await get('v1/specrej/records');
   const rows = records.map((record) => {
-    const { usage } = record;
-    const saved = usage?.best_of_n_tokens_estimate
-      ? `${Math.round(100 * (1 - usage.generated_tokens / usage.best_of_n_tokens_estimate))} % saved`
-      : '';
-    const isBestOfN = record.selection.algorithm === 'ALGORITHM_BEST_OF_N';
-    const name = `${isBestOfN ? 'Best-of-N' : record.selection.branching ? 'Branching' : 'Rejection'} of ${record.n || '?'}`;
+    const { usage, selection, outcome, n } = record;
+    const isBestOfN = selection.algorithm === 'ALGORITHM_BEST_OF_N';
+    const kind = isBestOfN ? 'Best-of-N' : selection.branching ? 'Branching' : 'Rejection';
+    const saved = usage && 1 - usage.generated_tokens / usage.best_of_n_tokens_estimate;
     const facts = [
-      record.outcome === 'OK' ? `reward ${fixed(record.score)}` : record.outcome || 'running',
-      isBestOfN ? '' : saved,
+      outcome === 'OK' ? `reward ${fixed(record.score)}` : outcome || 'running',
+      usage && !isBestOfN && `${Math.round(100 * saved)} % saved`,
       seconds(record.elapsed_ms),
     ];
-    return h(
-      'li',
-      {},
-      h(
-        'a',
-        {
-          href: `#record=${record.request_id}`,
-          'aria-current': location.hash.includes(record.request_id) && 'true',
-        },
-        h('strong', { text: name }),
-        h('time', { text: new Date(record.started_unix_s * 1000).toLocaleTimeString() }),
-        h('span', { text: facts.filter(Boolean).join(' · ') }),
-      ),
-    );
+    const href = `#record=${record.request_id}`;
+    const link = h('a', { href, 'aria-current': location.hash === href && 'true' });
+    const time = new Date(record.started_unix_s * 1000).toLocaleTimeString();
+    link.append(h('strong', { text: `${kind} of ${n || '?'}` }), h('time', { text: time }));
+    link.append(h('span', { text: facts.filter(Boolean).join(' · ') }));
+    return h('li', {}, link);
   });
-  $('recent').replaceChildren(
-    rows.length
-      ? h('ol', {}, ...rows)
-      : h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' }),
-  );
+  const none = h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' });
+  $('recent').replaceChildren(rows.length ? h('ol', {}, ...rows) : none);
 }
 
 async function replay(id) {
@@ -209,20 +195,15 @@ async function replay(id) {
 function play(isPlaying) {
   if (isPlaying && player.time >= player.end) player.seek(0);
   player.isPlaying = isPlaying;
-  showPlayer();
-  if (isPlaying)
-    requestAnimationFrame((now) => {
-      lastFrame = now;
-      tick(now);
-    });
+  lastFrame = performance.now();
+  tick(lastFrame);
 }
 
 function tick(now) {
-  if (!player.isPlaying) return;
-  player.advance(now - lastFrame);
+  player.advance(Math.max(0, now - lastFrame));
   lastFrame = now;
   showPlayer();
-  requestAnimationFrame(tick);
+  if (player.isPlaying) requestAnimationFrame(tick);
 }
 
 function showPlayer() {
@@ -234,21 +215,12 @@ function showPlayer() {
   $('past').show(player.state, () => time);
 }
 
-const step = (direction) => {
-  player.step(direction);
-  showPlayer();
-};
+const on = (id, name, action) => $(id).addEventListener(name, () => (action(), showPlayer()));
 $('play').addEventListener('click', () => play(!player.isPlaying));
-$('next').addEventListener('click', () => step(1));
-$('previous').addEventListener('click', () => step(-1));
-$('speed').addEventListener('change', () => {
-  player.speed = Number($('speed').value);
-});
-$('seek').addEventListener('input', () => {
-  player.isPlaying = false;
-  player.seek((player.end * $('seek').value) / 1000);
-  showPlayer();
-});
+on('next', 'click', () => player.step(1));
+on('previous', 'click', () => player.step(-1));
+on('speed', 'change', () => (player.speed = Number($('speed').value)));
+on('seek', 'input', () => player.stop((player.end * $('seek').value) / 1000));
 
 // Routes
 
@@ -277,7 +249,7 @@ async function route() {
 
 async function describe() {
   try {
-    description = await get('v1/specrej/describe');
+    const description = await get('v1/specrej/describe');
     setText($('service'), `${description.generator.model} on ${description.generator.device}`);
     offer(form, description);
   } catch (error) {

@@ -4,8 +4,8 @@ import { color, isDark, setAttribute } from './dom.js';
 
 /* global uPlot */
 
-const HEIGHT = 168,
-  PAUSE_MS = 80; // between two drawings
+const HEIGHT = 168;
+const PAUSE_MS = 80; // between two drawings
 const SLOT = { stroke: '--accent', fill: '--wash' };
 
 export class Chart extends HTMLElement {
@@ -16,12 +16,14 @@ export class Chart extends HTMLElement {
     this.host = this.querySelector('.plot');
     const kind = KINDS[this.className];
     const ink = (name) => name && (() => color(name));
-    const axis = {
+    const axis = (values, sizes) => ({
+      ...sizes,
+      values: (_, ticks) => ticks.map(values),
       stroke: ink('--muted'),
       grid: { stroke: ink('--line'), width: 1 },
       ticks: { show: false },
       font: `11px ${getComputedStyle(this).fontFamily}`,
-    };
+    });
     this.plot = new uPlot(
       {
         width: 300,
@@ -30,14 +32,8 @@ export class Chart extends HTMLElement {
         cursor: { show: false },
         scales: { x: { time: false }, y: { range: (_, low, high) => kind.range(low, high) } },
         axes: [
-          {
-            ...axis,
-            values: (_, ticks) => ticks.map(kind.x),
-            incrs: kind.incrs,
-            size: 26,
-            space: 44,
-          },
-          { ...axis, values: (_, ticks) => ticks.map(kind.y), size: 50, space: 30 },
+          axis(kind.x, { incrs: kind.incrs, size: 26, space: 44 }),
+          axis(kind.y, { size: 50, space: 30 }),
         ],
         series: [
           {},

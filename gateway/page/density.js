@@ -1,8 +1,9 @@
 // Very many candidates: each round is a column of the candidates that it ranked, best first, as high
 // as they are many. Neighbours of the same color are one rectangle, so there are few of them.
 
-import { h, s, setAttribute } from './dom.js';
-import { described, isLive, level } from './reduce.js';
+import { h, moved, s, setAttribute } from './dom.js';
+import { isLive, level } from './reduce.js';
+import { described } from './words.js';
 
 const HEIGHT = 360;
 const TOP = 22;
@@ -48,7 +49,7 @@ export class Density extends HTMLElement {
     this.svg.replaceChildren(...this.#columns.flatMap((column) => this.#column(column)), ...traces);
     const ids = this.#order,
       rank = Math.max(0, ids.indexOf(picked)),
-      lane = state.lanes[ids[rank]];
+      lane = state.lanes.find(({ id }) => id === ids[rank]);
     setAttribute(this.slider, 'aria-valuemin', 1);
     setAttribute(this.slider, 'aria-valuemax', ids.length);
     setAttribute(this.slider, 'aria-valuenow', rank + 1);
@@ -94,13 +95,8 @@ export class Density extends HTMLElement {
   }
 
   #move(event) {
-    const ids = this.#order,
-      now = ids.indexOf(this.#drawn.picked),
-      last = ids.length - 1;
-    const next = { ArrowDown: now + 1, ArrowUp: now - 1, Home: 0, End: last }[event.key];
-    if (next === undefined) return;
-    event.preventDefault();
-    this.#pick(ids[Math.max(0, Math.min(last, next))]);
+    const ids = this.#order;
+    this.#pick(ids[moved(event, ids.indexOf(this.#drawn.picked), ids.length)]);
   }
 }
 

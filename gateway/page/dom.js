@@ -43,6 +43,15 @@ export function color(name) {
   return colors.get(name);
 }
 
+// The index that an arrow key, Home or End leads to; undefined for other keys.
+export function moved(event, now, length) {
+  const last = length - 1;
+  const next = { ArrowDown: now + 1, ArrowUp: now - 1, Home: 0, End: last }[event.key];
+  if (next === undefined) return undefined;
+  event.preventDefault();
+  return Math.max(0, Math.min(last, next));
+}
+
 export const count = (number) => Math.round(number).toLocaleString('en');
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 9995 ? 2 : 1)} s`;
 export const isStill = matchMedia('(prefers-reduced-motion: reduce)');

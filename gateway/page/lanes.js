@@ -1,8 +1,9 @@
 // One lane per candidate; x is tokens. A bar is as dark and as thick as its reward is high, and its
 // end has the mark of its fate, so that color alone carries nothing.
 
-import { s, setAttribute, setText } from './dom.js';
-import { described, fixed, isLive, level, markOf, scoreOf, tokensOf } from './reduce.js';
+import { moved, s, setAttribute, setText } from './dom.js';
+import { isLive, level, scoreOf, tokensOf } from './reduce.js';
+import { described, fixed, markOf } from './words.js';
 
 const LEFT = 34,
   RIGHT = 58,
@@ -156,15 +157,10 @@ export class Lanes extends HTMLElement {
   }
 
   #move(event) {
-    const rows = [...this.#views.values()].sort(
-      (a, b) => a.hit.getAttribute('y') - b.hit.getAttribute('y'),
-    );
-    const now = rows.findIndex((view) => view.group === document.activeElement),
-      last = rows.length - 1;
-    const next = { ArrowDown: now + 1, ArrowUp: now - 1, Home: 0, End: last }[event.key];
-    if (next === undefined) return;
-    event.preventDefault();
-    rows[Math.max(0, Math.min(last, next))].group.focus();
+    const y = ({ hit }) => Number(hit.getAttribute('y'));
+    const views = [...this.#views.values()].sort((a, b) => y(a) - y(b));
+    const now = views.findIndex(({ group }) => group === document.activeElement);
+    views[moved(event, now, views.length)]?.group.focus();
   }
 }
 

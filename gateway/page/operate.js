@@ -3,9 +3,8 @@
 import { get } from './api.js';
 import { count, h, setText } from './dom.js';
 
-const POLL_MS = 1000,
-  KEPT = 300,
-  RECENT = 10; // samples
+const POLL_MS = 1000;
+const KEPT = 300; // samples, of which the latest ten make up the rate
 const GONE_MS = 30_000; // after which a process that is not seen does not count
 
 const HEALTH = {
@@ -47,24 +46,21 @@ export class Operate {
   }
 
   #show(now, at) {
-    const { generator } = now,
-      before = this.#processes.get(now.process_id);
+    const { generator, backends } = now;
+    const { slots } = generator;
+    const before = this.#processes.get(now.process_id);
     this.#processes.set(now.process_id, { ...now, at });
     const processes = [...this.#processes.values()].filter((each) => at - each.at < GONE_MS);
     const sum = (name) => processes.reduce((total, each) => total + each[name], 0);
     const made = now.generated_tokens - (before?.generated_tokens ?? now.generated_tokens);
-    const sample = {
-      at,
-      rate: before ? (1000 * made) / (at - before.at) : 0,
-      owned: generator.slots.owned,
-    };
-    this.#samples = [...this.#samples.slice(1 - KEPT), sample];
-    const recent = this.#samples.slice(-RECENT);
+    const rate = before ? (1000 * made) / (at - before.at) : 0;
+    this.#samples = [...this.#samples.slice(1 - KEPT), { at, rate, owned: slots.owned }];
+    const recent = this.#samples.slice(-10);
     const saved = sum('saved_tokens_estimate');
     const texts = {
       running: count(sum('running')),
       queued: count(sum('queued')),
-      rate: count(recent.reduce((total, { rate }) => total + rate, 0) / recent.length),
+      rate: count(recent.reduce((total, each) => total + each.rate, 0) / recent.length),
       saved: share(saved, sum('generated_tokens') + saved),
       cached: share(sum('num_cached'), sum('num_answers') + sum('num_cached')),
       answers: count(sum('num_answers')),
@@ -79,41 +75,29 @@ export class Operate {
     };
     for (const name in texts) setText(this.find(name), texts[name]);
     const times = this.#samples.map((each) => Math.round((each.at - at) / 1000));
-    const slots = `${count(generator.slots.owned)} of ${count(generator.slots.capacity)}`;
-    this.find('tokens').show([times, this.#samples.map(({ rate }) => rate)], texts.rate);
-    this.find('slots').show(
-      [times, this.#samples.map(({ owned }) => owned), times.map(() => null)],
-      slots,
-    );
-    this.find('hidden-backends').hidden = now.backends.length > 0;
-    this.find('scroll').hidden = !now.backends.length;
-    this.find('scroll')
-      .querySelector('tbody')
-      .replaceChildren(...now.backends.map(row));
+    const owned = [times, this.#samples.map((each) => each.owned), times.map(() => null)];
+    this.find('tokens').show([times, this.#samples.map((each) => each.rate)], texts.rate);
+    this.find('slots').show(owned, `${count(slots.owned)} of ${count(slots.capacity)}`);
+    this.find('hidden-backends').hidden = backends.length > 0;
+    this.find('scroll').hidden = !backends.length;
+    this.find('rows').replaceChildren(...backends.map(row));
   }
 }
 
 function row({ kind, address, health, serves, running, sessions, waiting, slots }) {
-  const isGenerator = kind === 'BACKEND_KIND_GENERATOR',
-    [word, tone] = HEALTH[health] ?? ['unknown', 'poor'];
-  const meter = {
-    min: 0,
-    max: slots?.capacity || 1,
-    value: slots?.owned,
-    'aria-label': 'Slots in use',
-  };
+  const isGenerator = kind === 'BACKEND_KIND_GENERATOR';
+  const [word, tone] = HEALTH[health] ?? ['unknown', 'poor'];
   const cell = (text, name) => h('td', { class: name, text });
-  return h(
-    'tr',
-    {},
-    h('th', { scope: 'row', text: isGenerator ? 'generator' : 'reward service' }),
+  const load = [isGenerator ? sessions : running, isGenerator ? waiting : '–', slots ? '' : '–'];
+  const cells = [
     cell(address, 'code'),
     cell(word, tone),
-    cell(serves || '–'),
-    cell(count(isGenerator ? sessions : running)),
-    cell(isGenerator ? count(waiting) : '–'),
-    slots
-      ? h('td', {}, h('meter', meter), ` ${count(slots.owned)} of ${count(slots.capacity)}`)
-      : cell('–'),
-  );
+    ...[serves || '–', ...load].map((text) => cell(text)),
+  ];
+  if (slots) {
+    const named = { max: slots.capacity || 1, value: slots.owned, 'aria-label': 'Slots in use' };
+    cells.at(-1).append(h('meter', named), ` ${count(slots.owned)} of ${count(slots.capacity)}`);
+  }
+  const name = isGenerator ? 'generator' : 'reward service';
+  return h('tr', {}, h('th', { scope: 'row', text: name }), ...cells);
 }

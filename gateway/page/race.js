@@ -4,34 +4,10 @@ import './charts.js';
 import './density.js';
 import './lanes.js';
 import { count, h, isStill, seconds, setAttribute, setText } from './dom.js';
-import {
-  cost,
-  DENSE,
-  described,
-  fateOf,
-  fixed,
-  initial,
-  markOf,
-  scoreOf,
-  sentence,
-  tokensOf,
-} from './reduce.js';
+import { cost, DENSE, initial, scoreOf, tokensOf } from './reduce.js';
+import { described, fateOf, fixed, markOf, sentence } from './words.js';
 
 const EASE_MS = 110;
-const PARTS = [
-  'chip',
-  'facts',
-  'actions',
-  'problem',
-  'alive',
-  'best',
-  'made',
-  'saved',
-  'took',
-  'said',
-  'answer',
-  'so-far',
-];
 
 export class Race extends HTMLElement {
   state = initial();
@@ -42,13 +18,12 @@ export class Race extends HTMLElement {
   #last = 0; // time of the last frame
   #frame = 0;
   #seen = {}; // what is drawn
+  #parts = {}; // elements by their classes
 
   connectedCallback() {
-    if (this.parts) return;
+    if (this.lanes) return;
     this.append(document.getElementById('race').content.cloneNode(true));
-    this.find = (name) => this.querySelector(`.${name}`);
-    this.parts = Object.fromEntries(PARTS.map((name) => [name, this.find(name)]));
-    this.parts.answer.id = this.getAttribute('answer');
+    this.find('answer').id = this.getAttribute('answer');
     setText(this.querySelector('h2'), this.getAttribute('label'));
     this.lanes = this.querySelector('specrej-lanes');
     this.density = this.querySelector('specrej-density');
@@ -58,6 +33,14 @@ export class Race extends HTMLElement {
     }
     this.find('twin').addEventListener('toggle', () => this.#tabulate(this.state));
     this.#wake();
+  }
+
+  find(name) {
+    return (this.#parts[name] ??= this.querySelector(`.${name}`));
+  }
+
+  #write(texts) {
+    for (const name in texts) setText(this.find(name), texts[name]);
   }
 
   // `clock` returns ms since the request was sent.
@@ -108,33 +91,32 @@ export class Race extends HTMLElement {
   }
 
   #tiles(state) {
-    const { made, others, isFinal } = cost(state),
-      ms = state.totalMs ?? this.#clock();
-    setText(this.find('saved-head'), isFinal ? 'saved of Best-of-N' : 'saved so far');
-    const saved = others ? `${Math.round(100 * (1 - made / others))} %` : '–';
-    setText(this.parts.alive, state.n ? `${state.numLive} of ${state.n}` : '–');
-    setText(this.parts.best, fixed(state.best));
-    setText(this.parts.made, state.n ? count(made) : '–');
-    setText(this.parts.saved, saved);
-    setText(this.parts.took, ms ? seconds(ms) : '–');
+    const { made, others, isFinal } = cost(state);
+    const ms = state.totalMs ?? this.#clock();
+    this.#write({
+      alive: state.n ? `${state.numLive} of ${state.n}` : '–',
+      best: fixed(state.best),
+      made: state.n ? count(made) : '–',
+      'saved-head': isFinal ? 'saved of Best-of-N' : 'saved so far',
+      saved: others ? `${Math.round(100 * (1 - made / others))} %` : '–',
+      took: ms ? seconds(ms) : '–',
+    });
   }
 
   #details(state) {
-    const { parts } = this;
-    setText(parts.chip, this.getAttribute('idle') ?? state.phase);
-    setAttribute(parts.chip, 'data-phase', state.phase);
     const prompt = state.promptTokens ? `prompt of ${count(state.promptTokens)} tokens` : '';
-    setText(parts.facts, [prompt, ...state.flags].filter(Boolean).join(' · '));
-    setText(parts.said, sentence(state));
-    setText(parts.problem, state.error);
-    parts.problem.hidden = !state.error;
-    setText(this.find('text-head'), state.isCertain ? 'Answer' : 'Best text so far');
-    setText(parts.answer, state.answer.trim());
-    const isTextless = state.isCertain && !state.answer;
-    setText(
-      parts['so-far'],
-      isTextless ? 'Records have no texts.' : state.isCertain ? '' : state.bestText.trim(),
-    );
+    const soFar = state.isCertain ? '' : state.bestText.trim();
+    this.#write({
+      chip: this.getAttribute('idle') ?? state.phase,
+      facts: [prompt, ...state.flags].filter(Boolean).join(' · '),
+      said: sentence(state),
+      problem: state.error,
+      'text-head': state.isCertain ? 'Answer' : 'Best text so far',
+      answer: state.answer.trim(),
+      'so-far': state.isCertain && !state.answer ? 'Records have no texts.' : soFar,
+    });
+    setAttribute(this.find('chip'), 'data-phase', state.phase);
+    this.find('problem').hidden = !state.error;
     if (state.rounds !== this.#seen.state?.rounds) this.#rounds(state);
     if (state.slots !== this.#seen.state?.slots) this.#slots(state);
     if (state.lanes !== this.#seen.state?.lanes) this.#tabulate(state);
@@ -143,16 +125,12 @@ export class Race extends HTMLElement {
   #slots({ slots, capacity }) {
     const most = Math.max(0, ...slots.map((item) => item.session));
     const isNear = capacity < 3 * most; // else its line would flatten the others
-    setText(
-      this.find('capacity'),
-      capacity ? `${isNear ? 'dashed: ' : ''}capacity ${count(capacity)}` : '',
-    );
+    const line = isNear ? 'dashed: ' : '';
+    this.#write({ capacity: capacity ? `${line}capacity ${count(capacity)}` : '' });
     const times = slots.map((item) => item.at / 1000);
     const lines = [slots.map((item) => item.session), slots.map(() => (isNear ? capacity : null))];
-    this.querySelector('specrej-chart.slots').show(
-      [times, ...lines],
-      `at most ${count(most)} of ${count(capacity)}`,
-    );
+    const summary = `at most ${count(most)} of ${count(capacity)}`;
+    this.find('slots').show([times, ...lines], summary);
   }
 
   #rounds({ rounds }) {
@@ -164,7 +142,7 @@ export class Race extends HTMLElement {
     );
     const lines = [0, 1, 2, 3].map((index) => points.map((point) => point[index]));
     const best = rounds.length ? `best ${fixed(rounds.at(-1).best_score)}` : 'no rewards yet';
-    this.querySelector('specrej-chart.rewards').show(lines, best);
+    this.find('rewards').show(lines, best);
   }
 
   // The candidate under the pointer or the focus, else the answer, else the best so far.
@@ -173,35 +151,31 @@ export class Race extends HTMLElement {
     const id = this.#picked ?? state.winner ?? state.rounds.at(-1)?.candidates[0]?.candidate_id;
     const lane = state.lanes.find((each) => each.id === id);
     for (const name of ['fate', 'scores']) this.find(name).hidden = !lane;
-    setText(this.find('card-head'), lane ? `Candidate ${lane.id}` : 'Candidate');
     if (!lane) {
-      setText(this.find('text-so-far'), 'Point at a lane, or move to it with the arrow keys.');
+      const hint = 'Point at a lane, or move to it with the arrow keys.';
+      this.#write({ 'card-head': 'Candidate', 'text-so-far': hint });
       return;
     }
-    setText(this.find('fate-text'), described(lane));
+    const hint = state.phase === 'running' ? 'Texts come with the end of a round.' : '';
+    this.#write({
+      'card-head': `Candidate ${lane.id}`,
+      'fate-text': described(lane),
+      'text-so-far': lane.text.trim() || hint,
+    });
     const use = this.find('card').querySelector('use');
     setAttribute(use, 'href', `#mark-${markOf(lane)}`);
     setAttribute(use, 'class', `mark ${markOf(lane)}`);
     const rows = lane.scores.map(({ round, token, score }) => row([round, token, fixed(score)]));
     this.find('scores').tBodies[0].replaceChildren(...rows);
-    setText(
-      this.find('text-so-far'),
-      lane.text.trim() || (state.phase === 'running' ? 'Texts come with the end of a round.' : ''),
-    );
   }
 
   #tabulate(state) {
     const twin = this.find('twin');
     if (!twin.open) return;
-    const rows = state.lanes.map((lane) =>
-      row([
-        lane.id,
-        fateOf(lane),
-        count(tokensOf(state, lane)),
-        fixed(scoreOf(lane)),
-        lane.parent ?? '–',
-      ]),
-    );
+    const rows = state.lanes.map((lane) => {
+      const numbers = [count(tokensOf(state, lane)), fixed(scoreOf(lane)), lane.parent ?? '–'];
+      return row([lane.id, fateOf(lane), ...numbers]);
+    });
     twin.querySelector('tbody').replaceChildren(...rows);
   }
 }

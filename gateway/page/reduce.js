@@ -55,12 +55,7 @@ export function reduce(state, { at, name, data }) {
     case 'round_completed':
       return round(state, at, data);
     case 'text_delta':
-      return {
-        ...state,
-        answer: state.answer + data.text,
-        isCertain: true,
-        winner: data.candidate_id,
-      };
+      return certain(state, data);
     case 'finished':
       return finished(state, at, data);
     case 'error':
@@ -72,32 +67,20 @@ export function reduce(state, { at, name, data }) {
   }
 }
 
-function admitted(state, data) {
-  const lanes = Array.from({ length: data.n }, (_, id) => lane(id, id));
-  const promptTokens = data.prompt_tokens;
-  const id = data.request_id || state.id;
-  return {
-    ...state,
-    phase: 'running',
-    id,
-    n: data.n,
-    promptTokens,
-    lanes,
-    numRows: data.n,
-    numLive: data.n,
-  };
+function certain(state, { candidate_id: winner, text }) {
+  return { ...state, isCertain: true, winner, answer: state.answer + text };
 }
 
-const lane = (id, row, parent = null, from = 0, scores = [], text = '') => ({
-  id,
-  row,
-  parent,
-  from,
-  tokens: from,
-  fate: '',
-  scores,
-  text,
-});
+function admitted(state, data) {
+  const lanes = Array.from({ length: data.n }, (_, id) => lane(id, id));
+  const { n, prompt_tokens: promptTokens } = data;
+  const begun = { phase: 'running', id: data.request_id || state.id, n, promptTokens };
+  return { ...state, ...begun, lanes, numRows: n, numLive: n };
+}
+
+const lane = (id, row, from = 0) => {
+  return { id, row, parent: null, from, tokens: from, fate: '', scores: [], text: '' };
+};
 
 function round(state, at, { round: trace, survivors, best_text: bestText, texts }) {
   const known = new Map(trace.candidates.map((traced) => [traced.candidate_id, traced]));
@@ -108,9 +91,8 @@ function round(state, at, { round: trace, survivors, best_text: bestText, texts 
     const traced = known.get(old.id);
     // A round of very many candidates is without them.
     const fate = traced ? FATES[traced.fate] : alive.has(old.id) ? 'kept' : 'rejected';
-    const score = { round: trace.number, token: trace.decision_token, score: traced?.score };
     const tokens = (fate === 'finished' && traced?.num_tokens) || trace.decision_token;
-    score.token = tokens;
+    const score = { round: trace.number, token: tokens, score: traced?.score };
     const scores = traced ? [...old.scores, score] : old.scores;
     return { ...old, fate, tokens, scores, text: written.get(old.id) ?? old.text };
   });
@@ -146,8 +128,8 @@ function addForks(lanes, trace, numRows) {
     if (!parent) continue;
     const near = [...free].sort((a, b) => Math.abs(a - parent.row) - Math.abs(b - parent.row))[0];
     free.delete(near);
-    const made = lane(id, near ?? numRows++, parentId, trace.decision_token, [], parent.text);
-    made.fate = 'kept';
+    const begun = lane(id, near ?? numRows++, trace.decision_token);
+    const made = { ...begun, parent: parentId, fate: 'kept', text: parent.text };
     lanes.push(made);
     byId.set(id, made);
   }
@@ -212,44 +194,7 @@ export function cost(state) {
   return { made, others, isFinal: false };
 }
 
-// One sentence for readers that do not see the picture.
-export function sentence(state) {
-  const trace = state.rounds.at(-1);
-  if (state.phase === 'failed') return `The request failed: ${state.error}`;
-  if (state.phase === 'stopped') return 'The request was stopped.';
-  if (state.phase === 'finished') {
-    const { made } = cost(state);
-    return `Candidate ${state.winner} of ${state.n} is the answer, with reward ${fixed(state.best)}; ${made.toLocaleString('en')} tokens were made.`;
-  }
-  if (!trace)
-    return state.n ? `${state.n} candidates have started.` : 'Each candidate gets a lane here.';
-  const ended = trace.num_finished ? ` ${trace.num_finished} finished,` : '';
-  return (
-    `Round ${trace.number} at token ${trace.decision_token}:${ended} ${trace.num_rejected} rejected,` +
-    ` ${trace.num_live} go on, best reward ${fixed(trace.best_score)}.`
-  );
-}
-
-export const fixed = (score) => (score === null || score === undefined ? '–' : score.toFixed(3));
-
 // In which seventh of the rewards so far a score lies: 0, the lowest, to 6.
 export function level({ cuts }, score) {
   return score === null ? null : cuts.filter((cut) => cut <= score).length;
-}
-
-const WORDS = {
-  rejected: 'rejected',
-  vetoed: 'vetoed',
-  finished: 'finished',
-  winner: 'the answer',
-};
-
-export const fateOf = (lane) => WORDS[lane.fate] ?? 'growing';
-export const markOf = (lane) => (isLive(lane) ? 'growing' : lane.fate);
-
-// A candidate's state in words.
-export function described(lane) {
-  const end = isLive(lane) ? '' : ` at token ${lane.tokens}`;
-  const parent = lane.parent === null ? '' : `, a fork of ${lane.parent} from token ${lane.from}`;
-  return `${fateOf(lane)}${end}, reward ${fixed(scoreOf(lane))}${parent}`;
 }

@@ -6,33 +6,20 @@ const STRIDES = 24; // progress events of a round
 
 // The events of a record, as the stream had them: without texts, and with evenly spread progress.
 export function eventsOf(record) {
-  const rounds = record.rounds;
-  const begun = record.opened_at_ms ?? rounds[0]?.start_ms ?? 0;
-  const admitted = {
-    n: record.n,
-    prompt_tokens: record.prompt_tokens,
-    request_id: record.request_id,
-  };
-  const events = record.n ? [{ at: begun, name: 'admitted', data: admitted }] : [];
-  let token = 0,
-    slots = record.prompt_tokens,
-    at = begun;
+  const { rounds } = record;
+  let token = 0;
+  let slots = record.prompt_tokens;
+  let at = record.opened_at_ms ?? rounds[0]?.start_ms ?? 0;
+  const events = record.n ? [{ at, name: 'admitted', data: record }] : [];
   for (const { start_ms: start, trace } of rounds) {
     const grown = trace.decision_token - token;
     const stride = Math.max(1, Math.ceil(grown / STRIDES));
     for (let step = stride; step < grown; step += stride) {
       const share = step / grown;
-      const session = Math.round(slots + (trace.session_slots - slots) * share);
-      const data = {
-        num_tokens: token + step,
-        num_live: trace.num_started,
-        session_slots: session,
-      };
-      events.push({
-        at: start + trace.extend_ms * share,
-        name: 'progress',
-        data: { ...data, capacity_slots: trace.capacity_slots },
-      });
+      const session_slots = Math.round(slots + (trace.session_slots - slots) * share);
+      const reached = { num_tokens: token + step, num_live: trace.num_started };
+      const data = { ...reached, session_slots, capacity_slots: trace.capacity_slots };
+      events.push({ at: start + trace.extend_ms * share, name: 'progress', data });
     }
     at = start + trace.extend_ms + trace.score_ms + trace.prune_ms;
     const kept = trace.candidates.filter((traced) => traced.fate === 'CANDIDATE_FATE_KEPT');
@@ -46,19 +33,11 @@ export function eventsOf(record) {
 
 function ending(record, at) {
   if (record.outcome === 'OK' && record.usage) {
-    const best = {
-      candidate_id: record.answer_candidate_id,
-      score: record.score,
-      num_tokens: record.usage.answer_tokens,
-    };
+    const { answer_candidate_id: candidate_id, score, usage } = record;
     const data = {
-      candidates: [best],
-      rounds: [],
-      usage: record.usage,
-      n: record.n,
-      request_id: record.request_id,
+      ...record,
+      candidates: [{ candidate_id, score, num_tokens: usage.answer_tokens }],
       timings: { total_ms: record.elapsed_ms },
-      hurried: record.hurried,
       degraded: record.degradations.length > 0,
       cached: ['ANSWER_SOURCE_CACHE', 'ANSWER_SOURCE_FLIGHT'].includes(record.source),
     };
@@ -99,16 +78,15 @@ export class Player {
 
   // To the next or the previous event that is not progress; `direction` is 1 or -1.
   step(direction) {
+    const isStop = ({ name }) => !['progress', 'text_delta'].includes(name);
+    const stops = this.events.filter(isStop).map(({ at }) => at);
+    const before = stops.findLast((at) => at < this.time) ?? 0;
+    this.stop(direction < 0 ? before : (stops.find((at) => at > this.time) ?? this.end));
+  }
+
+  // Pause at a time.
+  stop(time) {
     this.isPlaying = false;
-    const stops = [
-      ...new Set(
-        this.events
-          .filter((event) => !['progress', 'text_delta'].includes(event.name))
-          .map((event) => event.at),
-      ),
-    ];
-    const next =
-      direction > 0 ? stops.find((at) => at > this.time) : stops.findLast((at) => at < this.time);
-    this.seek(next ?? (direction > 0 ? this.end : 0));
+    this.seek(time);
   }
 }

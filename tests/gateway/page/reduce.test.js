@@ -5,7 +5,8 @@ import { readdirSync, readFileSync } from 'node:fs';
 import test from 'node:test';
 
 const page = new URL('../../../gateway/page/', import.meta.url);
-const { cost, initial, isLive, level, reduce, scoreOf, sentence } = await import(new URL('reduce.js', page));
+const { cost, initial, isLive, level, reduce, scoreOf } = await import(new URL('reduce.js', page));
+const { sentence } = await import(new URL('words.js', page));
 const { eventsOf, Player } = await import(new URL('replay.js', page));
 
 const folder = new URL('streams/', import.meta.url);

@@ -167,7 +167,7 @@ async def test_the_same_by_best_of_n_runs_beside_it(fresh: Window, client: Clien
     assert amounts[2:] == [*tokens, f"{ours.score:.3f}", f"{theirs.score:.3f}"]
     assert all(text.endswith(" s") for text in amounts[:2])
     fewer = theirs.usage.generated_tokens / ours.usage.generated_tokens
-    assert await fresh.text("#compare-tokens .verdict") == f"{fewer:.1f}× fewer"
+    assert await fresh.text("#compare-tokens .verdict") == f"{fewer:.1f} times fewer"
 
 
 async def test_a_record_replays_step_by_step_and_at_any_speed(

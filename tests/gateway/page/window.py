@@ -23,7 +23,7 @@ class Window:
         await self.page.open("about:blank", width)  # else a new hash alone loads nothing
         await self.page.open(f"{url or self.url}/{fragment}", width)
         await self.js("sessionStorage.clear()")
-        await self.until("document.querySelector('specrej-race')?.parts")
+        await self.until("document.querySelector('specrej-race')?.lanes")
 
     async def js(self, script: str, *arguments: Any) -> Any:
         return await self.page.evaluate(script, *arguments)
