@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -189,6 +189,9 @@ latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour; 
 
 pictures: $(READY) models ## draw docs/memory.svg from a run
 	@$(BIN)/python -m benchmarks.pictures $(ARGS)
+
+page-screenshots: $(READY) models ## take docs/pictures of the gateway's page and time its frames (chromium)
+	@$(BIN)/python -m tests.gateway.page.pictures $(ARGS)
 
 experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
 	@$(BIN)/python -m experiments run $(ARGS)

@@ -63,12 +63,13 @@ class Page:
         actions = [{"type": "key", "id": "keyboard", "actions": steps}]
         await _send(f"{self._url}/actions", {"actions": actions})
 
-    async def picture(self, path: Path, height: int | None = None) -> None:
-        """Write a PNG of the page from its top: of `height` pixels, or of all of it."""
+    async def picture(self, path: Path, top: float = 0, height: float | None = None) -> None:
+        """Write a PNG of the page from `top` on: of `height` pixels, or of all of it."""
         width, whole = await self.evaluate(
             "const e = document.documentElement; return [e.clientWidth, e.scrollHeight]"
         )
-        clip = {"x": 0, "y": 0, "width": width, "height": height or whole, "scale": 1}
+        height = min(height or whole, whole - top)
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
         options = {"clip": clip, "captureBeyondViewport": True}
         shot = await self.command("Page.captureScreenshot", options)
         await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))

@@ -47,7 +47,7 @@ export function offer(form, { generator, rewards }) {
   );
 }
 
-// The body of a call of /v1/specrej/stream. An empty seed is a random one, the same for a comparison.
+// The body of a call of /v1/specrej/stream. An empty seed is a random one.
 export function bodyOf(form) {
   const value = (name) => form.elements[name].value.trim();
   const number = (name) => Number(value(name));

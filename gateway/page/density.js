@@ -1,5 +1,5 @@
-// Very many candidates: each round is a column of the candidates that it ranked, best first, as high
-// as they are many. Neighbours of the same color are one rectangle, so there are few of them.
+// Very many candidates: each round is a column of the candidates that it ranked, best first, as
+// high as they are many. Neighbours of the same color are one rectangle, so there are few of them.
 
 import { h, moved, s, setAttribute } from './dom.js';
 import { isLive, level } from './reduce.js';

@@ -94,10 +94,10 @@ export class Race extends HTMLElement {
     const { made, others, isFinal } = cost(state);
     const ms = state.totalMs ?? this.#clock();
     this.#write({
-      alive: state.n ? `${state.numLive} of ${state.n}` : '–',
+      alive: state.n ? `${state.numLive} / ${state.n}` : '–',
       best: fixed(state.best),
       made: state.n ? count(made) : '–',
-      'saved-head': isFinal ? 'saved of Best-of-N' : 'saved so far',
+      'saved-head': isFinal ? 'tokens saved' : 'saved so far',
       saved: others ? `${Math.round(100 * (1 - made / others))} %` : '–',
       took: ms ? seconds(ms) : '–',
     });

@@ -12,15 +12,14 @@ export function sentence(state) {
   if (state.phase === 'finished') {
     const made = cost(state).made.toLocaleString('en');
     const reward = `with reward ${fixed(state.best)}`;
-    return `Candidate ${state.winner} of ${state.n} is the answer, ${reward}; ${made} tokens were made.`;
+    return `Candidate ${state.winner} of ${state.n} is the answer, ${reward}, of ${made} tokens.`;
   }
   if (!trace)
     return state.n ? `${state.n} candidates have started.` : 'Each candidate gets a lane here.';
   const ended = trace.num_finished ? ` ${trace.num_finished} finished,` : '';
-  return (
-    `Round ${trace.number} at token ${trace.decision_token}:${ended} ${trace.num_rejected} rejected,` +
-    ` ${trace.num_live} go on, best reward ${fixed(trace.best_score)}.`
-  );
+  const begun = `Round ${trace.number} at token ${trace.decision_token}:${ended}`;
+  const rest = `${trace.num_live} go on, best reward ${fixed(trace.best_score)}.`;
+  return `${begun} ${trace.num_rejected} rejected, ${rest}`;
 }
 
 export const markOf = (lane) => (isLive(lane) ? 'growing' : lane.fate);

@@ -338,6 +338,26 @@ async def test_reduced_motion_moves_nothing(fresh: Window) -> None:
         await fresh.page.prefer("light")
 
 
+async def test_forced_colors_keep_the_marks(fresh: Window) -> None:
+    """Guards against lanes that vanish where the system chooses all colors."""
+    await fresh.page.prefer("dark", forced_colors="active")
+    try:
+        await fresh.run(**SEEDED)
+        await fresh.ended()
+        system, *inks = await fresh.js(
+            """
+            const probe = document.createElement('i');
+            probe.style.color = 'CanvasText';
+            document.body.append(probe);
+            const marks = [...document.querySelectorAll('#live .mark, #live .score')];
+            const inks = marks.map((each) => getComputedStyle(each).stroke);
+            return [getComputedStyle(probe).color, ...inks];"""
+        )
+        assert len(inks) > 24 and set(inks) == {system}
+    finally:
+        await fresh.page.prefer("light")
+
+
 @pytest.mark.parametrize("width", [400, 900, 1600])
 async def test_nothing_is_wider_than_the_window(fresh: Window, width: int) -> None:
     """Guards against a page that scrolls sideways."""
