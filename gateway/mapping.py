@@ -167,7 +167,7 @@ class _Extension(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     timeout_s: Annotated[float | None, Field(gt=0)] = None
-    events: Literal["rounds", "reasoning"] | None = None
+    events: Literal["rounds", "reasoning", "all"] | None = None
     allow_special_tokens: bool = False
 
 

@@ -25,7 +25,7 @@ from orchestrator.observe import RequestRecords, Shadows, instruments
 from orchestrator.settings import OrchestratorSettings
 from specrej import telemetry
 from specrej.channel import open_channel
-from specrej.contracts import GeneratorDescription, RewardDescription
+from specrej.contracts import BackendKind, BackendState, GeneratorDescription, RewardDescription
 from specrej.errors import SpecrejError
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.serving import Server
@@ -108,6 +108,7 @@ def _orchestrator(
             deadline_s=settings.deadline_s,
         ),
         records=RequestRecords(settings.journal_requests),
+        backends=partial(_backend_states, generators, rewards),
         log_texts=settings.log_texts,
     )
 
@@ -134,6 +135,22 @@ def _fleet(
 
 def _version_of(generator: GeneratorDescription) -> Hashable:
     return generator.fingerprint
+
+
+def _backend_states(
+    generators: Fleet[RemoteGenerator], rewards: Fleet[RemoteRewards]
+) -> list[BackendState]:
+    def of_generator(known: GeneratorDescription) -> dict[str, Any]:
+        load = {"sessions": known.sessions, "waiting": known.waiting, "slots": known.slots}
+        return {"serves": known.model, **load}
+
+    def of_rewards(known: Sequence[RewardDescription]) -> dict[str, Any]:
+        return {"serves": ", ".join(reward.name for reward in known)}
+
+    return [
+        *generators.states(BackendKind.GENERATOR, of_generator),
+        *rewards.states(BackendKind.REWARD, of_rewards),
+    ]
 
 
 def _versions_of(served: Sequence[RewardDescription]) -> Hashable:

@@ -259,12 +259,14 @@ class Client(_Connection):
         metadata: Metadata = (),
         progress: bool = False,
         text_deltas: bool = False,
+        texts: bool = False,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Event, None]:
         """`generate` with an event at admission and after every round; `Finished` is the last.
 
         With `progress` there are `Progress` events within rounds; with `text_deltas` the answer's
-        text comes in `TextDelta` events once one candidate is certain to win.
+        text comes in `TextDelta` events once one candidate is certain to win; with `texts` rounds
+        have the texts of their candidates.
         Leaving the loop early cancels the call and frees its slots, at once under
         `contextlib.aclosing`.
 
@@ -272,7 +274,10 @@ class Client(_Connection):
             SpecrejError: one of its kinds.
         """
         request = orchestrator_pb2.GenerateStreamRequest(
-            request=build_request(prompt, **options), progress=progress, text_deltas=text_deltas
+            request=build_request(prompt, **options),
+            progress=progress,
+            text_deltas=text_deltas,
+            texts=texts,
         )
         attempts = self._attempts(timeout_s)
         event: Event | None = None
@@ -332,6 +337,14 @@ class Client(_Connection):
         request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
         answer = await self._call("GetRecord", request, timeout_s, token, metadata)
         return wire.from_message(answer.record, RequestRecord)
+
+    async def records(
+        self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()
+    ) -> tuple[RequestRecord, ...]:
+        """The caller's latest requests, at most 64, the latest first, without their rounds."""
+        request = orchestrator_pb2.ListRecordsRequest()
+        answer = await self._call("ListRecords", request, timeout_s, token, metadata)
+        return tuple(wire.from_message(record, RequestRecord) for record in answer.records)
 
 
 class RewardClient(_Connection):

@@ -79,6 +79,7 @@ class SyncClient:
     describe = _blocking(Client.describe)
     is_serving = _blocking(Client.is_serving)
     record = _blocking(Client.record)
+    records = _blocking(Client.records)
 
     def __enter__(self) -> Self:
         return self

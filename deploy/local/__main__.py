@@ -75,6 +75,7 @@ async def _up(stack: Stack) -> None:
             f"reward        {stack.reward_addresses}\n"
             f"redis         {stack.redis_url}\n"
             f"gateway       {stack.gateway_url}/v1 (OpenAI's API)\n"
+            f"page          {stack.gateway_url}/ (watch requests)\n"
             f"metrics       {' '.join(stack.metrics_urls)}\n"
             f"logs          {stack.log_dir}\n"
             "\n"
@@ -94,9 +95,14 @@ def demo(
     prompt: Annotated[
         str, typer.Option(envvar="SPECREJ_PROMPT", help="What to answer.")
     ] = demonstration.PROMPT,
+    hold: Annotated[
+        bool | None,
+        typer.Option(help="Keep the page that replays it until Ctrl-C; default: on a terminal."),
+    ] = None,
 ) -> None:
     """Start everything on free ports, answer one prompt, stop everything."""
-    _run(demonstration.run(prompt, Console()))
+    console = Console()
+    _run(demonstration.run(prompt, console, holds=console.is_terminal if hold is None else hold))
 
 
 if __name__ == "__main__":

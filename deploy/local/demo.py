@@ -1,12 +1,15 @@
 """`make demo`: start everything on free ports, answer one prompt, stop everything.
 
-The prompt is sent twice; the second answer comes from the cache.
+The prompt is sent twice; the second answer comes from the cache. With `holds`, everything runs on,
+so that the page can replay the request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from contextlib import suppress
 
 from rich.console import Console
 from rich.padding import Padding
@@ -25,33 +28,45 @@ OPTIONS = Options(
 )
 
 
-async def run(prompt: str, console: Console) -> None:
-    """Run the demo on `console`.
+async def run(prompt: str, console: Console, *, holds: bool = False) -> None:
+    """Run the demo on `console`; with `holds`, until it is cancelled.
 
     Raises:
         ProcessError: the stack did not start.
         SpecrejError: the request failed, or the second answer did not come from the cache.
     """
     started = time.monotonic()
-    console.print("starting valkey, generator, reward service and orchestrator", style="dim")
+    console.print(
+        "starting valkey, generator, reward service, orchestrator and gateway", style="dim"
+    )
     credentials = credentials_from(os.environ)
-    async with Stack(credentials=credentials) as stack:
+    async with Stack(credentials=credentials, gateway=True) as stack:
         took_s = time.monotonic() - started
         console.print(f"ready in {took_s:.1f} s at {stack.orchestrator_address}\n", style="dim")
         try:
-            await _generate(stack.orchestrator_address, credentials, prompt, console)
+            address = stack.orchestrator_address
+            generation = await _generate(address, credentials, prompt, console)
         except SpecrejError:
             console.print(stack.log_tails(), style="dim", markup=False, highlight=False)
             raise
+        page = f"{stack.gateway_url}/#record={generation.request_id}"
+        _fact(console, "replay", page if holds else f"{page} (with specrej demo --hold)")
+        if holds:
+            console.print("\nCtrl-C stops everything", style="dim")
+            with suppress(asyncio.CancelledError):  # the normal end of this command
+                await asyncio.Event().wait()
     console.print("everything is stopped", style="dim")
 
 
-async def _generate(address: str, credentials: Credentials, prompt: str, console: Console) -> None:
+async def _generate(
+    address: str, credentials: Credentials, prompt: str, console: Console
+) -> Generation:
     async with Client(address, **credentials) as client:
         console.print(Text.assemble(("prompt  ", "dim"), prompt))
         generation = await watch(client.stream(prompt, **OPTIONS), console)
         show_answer(generation, console)
         await _repeat(client, prompt, generation, console)
+        return generation
 
 
 def show_answer(generation: Generation, console: Console) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from orchestrator.backends.placement import order
 from orchestrator.backends.resolving import Target
 from orchestrator.background import ended
+from specrej.contracts import BackendHealth, BackendKind, BackendState
 from specrej.errors import InternalError, Overloaded, SpecrejError, Unavailable
 from specrej.status import from_backend_error
 
@@ -307,6 +308,22 @@ class Fleet(Generic[P]):
             "other_version": len(serving) - members,
             "away": len(backends) - len(serving),
         }
+
+    def states(
+        self, kind: BackendKind, details: Callable[[Any], Mapping[str, Any]]
+    ) -> list[BackendState]:
+        """All backends, by address; `details` of a description are further fields of a state."""
+        members = self.members()
+        states = []
+        for backend in self._by_address():
+            health = BackendHealth.AWAY
+            if backend.is_serving:
+                is_member = backend in members
+                health = BackendHealth.SERVING if is_member else BackendHealth.OTHER_VERSION
+            known = details(backend.description) if backend.description else {}
+            address = backend.target.address
+            states.append(BackendState(kind, address, health, backend.running, **known))
+        return states
 
     def _failure(self) -> SpecrejError:
         """The reason why no backend serves."""

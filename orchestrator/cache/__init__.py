@@ -2,6 +2,7 @@
 
 from orchestrator.cache.answers import Cache, Hit, is_shareable
 from orchestrator.cache.keys import Keys, cache_keys, tenant_digest
+from orchestrator.cache.records import SharedRecords
 from orchestrator.cache.redis_client import RedisAccess, RedisClient, check_access
 from orchestrator.cache.secret import Secret
 from orchestrator.cache.single_flight import Flight, Lease, SharedSingleFlight, SingleFlight
@@ -15,6 +16,7 @@ __all__ = [
     "RedisAccess",
     "RedisClient",
     "Secret",
+    "SharedRecords",
     "SharedSingleFlight",
     "SingleFlight",
     "cache_keys",

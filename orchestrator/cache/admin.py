@@ -36,6 +36,7 @@ _AUDIT, _AUDIT_SIZE = f"{PREFIX}:audit", 10_000  # a stream of the latest purges
 _ANSWERS = f"{PREFIX}:v*"
 _INDEXES = f"{PREFIX}:comparable:v*"
 _TENANTS = f"{PREFIX}:tenant:v*"
+_RECORDS = f"{PREFIX}:record:v*"
 _LEASES = f"{PREFIX}:flight:v*"
 _BAD_USAGE, _UNREACHABLE = 2, 3
 # The columns of `list`, with their widths.
@@ -189,7 +190,7 @@ def _purge(store: _Store, arguments: argparse.Namespace) -> None:
         # "" is the tenant of callers without tokens.
         is_tenant = arguments.tenant is not None
         what = f"all answers of {store.tenant(arguments.tenant)}" if is_tenant else "all answers"
-        kinds = (_ANSWERS, _INDEXES, _TENANTS)
+        kinds = (_ANSWERS, _INDEXES, _TENANTS, _RECORDS)
         keys = [key for kind in kinds for key in store.keys(kind, arguments.tenant)]
     if not arguments.yes:
         _confirm(f"Purge {what}: {len(keys)} keys?")

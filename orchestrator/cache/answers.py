@@ -7,10 +7,8 @@ serve a request. docs/cache.md describes the stored format.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import random
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,12 +20,11 @@ from pydantic import ConfigDict, TypeAdapter
 from orchestrator.background import num_values, packed
 from orchestrator.cache.keys import Keys
 from orchestrator.cache.redis_client import Command, RedisClient
-from orchestrator.cache.secret import Secret
+from orchestrator.cache.secret import Secret, seal, unseal
 from specrej import telemetry
 from specrej.contracts import FinishReason, Generation
 from specrej.telemetry import names
 
-COMPRESS_ABOVE_BYTES = 1024
 MAX_LISTED = 64  # answers in the index of comparable requests
 MAX_TRIES = 4  # listed answers that one lookup reads
 # Of an answer beside its value: its key, its places in two indexes, Redis's own structures.
@@ -102,7 +99,6 @@ class Summary:
 
 _ENTRY = TypeAdapter(CacheEntry)
 _SUMMARY = TypeAdapter(Summary)
-_MAC_BYTES = 32
 
 
 def pack(entry: CacheEntry, key: str, secret: Secret, max_bytes: int) -> bytes:
@@ -118,11 +114,7 @@ def pack(entry: CacheEntry, key: str, secret: Secret, max_bytes: int) -> bytes:
         raise ValueError(f"at least {least} bytes, {max_bytes} allowed")
     text = _ENTRY.dump_json(entry)
     _ENTRY.validate_json(text)  # pydantic writes numbers that are not finite, but never reads them
-    # The fastest level: this runs on the event loop.
-    stream = zlib.compress(text, level=1 if len(text) > COMPRESS_ABOVE_BYTES else 0)
-    if max(len(text), _MAC_BYTES + len(stream)) > max_bytes:
-        raise ValueError(f"{len(text)} bytes, {max_bytes} allowed")
-    return mac(key, stream, secret) + stream
+    return seal(text, key, secret, max_bytes)
 
 
 def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> CacheEntry:
@@ -131,27 +123,10 @@ def unpack(key: str, stored: object, secret: Secret, max_bytes: int) -> CacheEnt
     Raises:
         ValueError: not a whole value of this format, stored under this key with this secret.
     """
-    if not isinstance(stored, bytes) or len(stored) > max_bytes:
-        raise ValueError("not a string of an allowed size")
-    stream = stored[_MAC_BYTES:]
-    if not hmac.compare_digest(stored[:_MAC_BYTES], mac(key, stream, secret)):
-        raise ValueError("corrupt, stored under another key or with another secret")
-    inflater = zlib.decompressobj()
-    try:
-        text = inflater.decompress(stream, max_bytes + 1)
-    except zlib.error as error:
-        raise ValueError("corrupt") from error
-    if not inflater.eof or inflater.unused_data or len(text) > max_bytes:
-        raise ValueError("truncated, too large or followed by other bytes")
-    entry = _ENTRY.validate_json(text)
+    entry = _ENTRY.validate_json(unseal(key, stored, secret, max_bytes))
     if not entry.generation.candidates:
         raise ValueError("without an answer")
     return entry
-
-
-def mac(key: str, stream: bytes, secret: Secret) -> bytes:
-    """The MAC of a stream under `key`, which has the format's version and contains no NUL."""
-    return secret.hash("answer", key.encode() + b"\0" + stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from specrej import fingerprint
 from specrej.contracts import Algorithm, GenerationRequest, Selection
 
 PREFIX = "specrej"  # of all keys; the ACL rules in docs/cache.md contain it
-FORMAT_VERSION = 6  # of keys and values; raise it when either changes
+FORMAT_VERSION = 7  # of keys and values; raise it when either changes
 ALGORITHM_VERSION = 2  # raise it when the same request would get another answer
 
 # The fields that each kind of normalization uses.
@@ -97,6 +97,11 @@ def hashed_tenant(tenant: str, secret: Secret) -> str:
 def tenant_key(hashed: str) -> str:
     """The key of the index of all answers of a tenant."""
     return f"{PREFIX}:tenant:v{FORMAT_VERSION}:{hashed}"
+
+
+def record_key(request_id: str, hashed_tenant: str) -> str:
+    """The key of the record of a request; with an empty id that of the tenant's list."""
+    return f"{PREFIX}:record:v{FORMAT_VERSION}:{hashed_tenant}:{request_id}"
 
 
 def flight_key(answer_key: str) -> str:

@@ -12,17 +12,20 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 from orchestrator.background import BackgroundTasks
 from orchestrator.cache import (
     Cache,
     Flight,
     Lease,
+    SharedRecords,
     SharedSingleFlight,
     SingleFlight,
     is_shareable,
     tenant_digest,
 )
+from orchestrator.cache.records import MAX_LISTED
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Plan, Planner, Rewards
 from orchestrator.loop import Composite, WithinRounds, run
@@ -31,6 +34,7 @@ from specrej import telemetry
 from specrej.contracts import (
     Admitted,
     AnswerSource,
+    BackendState,
     CacheControl,
     Degradation,
     Event,
@@ -45,7 +49,7 @@ from specrej.contracts import (
     Schedule,
     ServiceDescription,
 )
-from specrej.errors import InvalidRequest, Violation
+from specrej.errors import InvalidRequest, NotFound, Overloaded, Violation
 from specrej.security import Share
 from specrej.telemetry import names
 
@@ -82,6 +86,7 @@ class Orchestrator:
         refreshes: BackgroundTasks | None = None,
         shadows: Shadows | None = None,
         records: RequestRecords | None = None,
+        backends: Callable[[], Sequence[BackendState]] = tuple,
         log_texts: bool = False,
         overlap_scoring: bool | None = None,
     ) -> None:
@@ -101,7 +106,8 @@ class Orchestrator:
             secret=cache.secret,
             overlap_scoring=overlap_scoring,
         )
-        self._num_answers = self._num_degraded = self._num_hurried = 0
+        self._num_answers = self._num_degraded = self._num_hurried = self._num_cached = 0
+        self._num_refused = self._generated_tokens = self._saved_tokens = 0
         self._generator = generator
         self._cache = cache
         self._admission = admission
@@ -110,15 +116,20 @@ class Orchestrator:
         self._refreshes = refreshes or BackgroundTasks("refreshing a stale answer")
         self._shadows = shadows or Shadows(share=0.0)
         self._records = records or RequestRecords()
+        self._shared_records = SharedRecords(cache)
+        self._records.on_ended = self._shared_records.keep
+        self._backends = backends
+        self._process_id = uuid.uuid4().hex
         self._log_texts = log_texts
 
     async def aclose(self) -> None:
         """Cancel background tasks and wait for their end."""
         await self._refreshes.aclose()
         await self._shadows.tasks.aclose()
+        await self._shared_records.aclose()
 
-    async def describe(self) -> ServiceDescription:
-        """Models, rewards and load.
+    async def describe(self, *, with_backends: bool = False) -> ServiceDescription:
+        """Models, rewards and load; with addresses and states of the backends on request.
 
         Raises:
             SpecrejError: a backend is away.
@@ -133,15 +144,34 @@ class Orchestrator:
             num_answers=self._num_answers,
             num_degraded=self._num_degraded,
             num_hurried=self._num_hurried,
+            process_id=self._process_id,
+            num_cached=self._num_cached,
+            num_refused=self._num_refused,
+            generated_tokens=self._generated_tokens,
+            saved_tokens_estimate=self._saved_tokens,
+            backends=tuple(self._backends()) if with_backends else (),
         )
 
-    def record(self, request_id: str, *, tenant: str) -> RequestRecord:
+    async def record(self, request_id: str, *, tenant: str) -> RequestRecord:
         """The record of one of the tenant's latest requests.
 
         Raises:
             NotFound: there is none.
         """
-        return self._records.find(request_id, tenant)
+        try:
+            return self._records.find(request_id, tenant)
+        except NotFound:
+            if shared := await self._shared_records.find(request_id, tenant):
+                return shared
+            raise
+
+    async def records(self, *, tenant: str) -> list[RequestRecord]:
+        """The tenant's latest requests, those of other orchestrators included, without rounds."""
+        shared = await self._shared_records.latest(tenant)
+        own = self._records.latest(tenant, MAX_LISTED)
+        latest = {record.request_id: record for record in (*shared, *own)}
+        ordered = sorted(latest.values(), key=attrgetter("started_unix_s"), reverse=True)
+        return ordered[:MAX_LISTED]
 
     async def generate(
         self,
@@ -203,7 +233,11 @@ class Orchestrator:
             permit = self._admission.enter(
                 plan.tenant, plan.candidate_tokens, plan.left_s(), plan.share
             )
-            queue_ms = await instruments.admitted(stack, permit)
+            try:
+                queue_ms = await instruments.admitted(stack, permit)
+            except Overloaded:
+                self._num_refused += 1
+                raise
             lead.note_progress()
             if record:
                 record.running()
@@ -227,6 +261,7 @@ class Orchestrator:
                         lead.note_progress()
                         if isinstance(event, RoundCompleted):
                             instruments.count_round(event.trace)
+                            self._generated_tokens += event.trace.generated_tokens
                         if isinstance(event, Finished):
                             if watched:
                                 is_busy = self._admission.queued > 0
@@ -266,6 +301,7 @@ class Orchestrator:
                 if hit.stale:
                     self._refreshes.start(key, partial(self._refresh, plan))
                 flight.land(hit.generation)
+                self._num_cached += 1
                 return Finished(hit.generation, AnswerSource.CACHE)
         if not self._shared_flights:
             return _Lead(stores=True, flight=flight)
@@ -293,6 +329,8 @@ class Orchestrator:
         self._num_answers += 1
         self._num_degraded += generation.degraded
         self._num_hurried += generation.hurried
+        usage = generation.usage
+        self._saved_tokens += max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
         instruments.count_run(generation, plan.request.selection.algorithm)
         if lead.stores:
             left_s, lease = plan.left_s(), lead.lease

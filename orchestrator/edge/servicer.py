@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from orchestrator.background import ended, packed
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop import WithinRounds
 from specrej import wire
-from specrej.contracts import Event, Finished, Progress, RequestRecord
+from specrej.contracts import Event, Finished, Progress, RequestRecord, RoundCompleted
 from specrej.errors import Cancelled, Violation
-from specrej.security import current_caller
+from specrej.security import Role, current_caller
 from specrej.serving import Context, Service, time_left_s
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1 import orchestrator_pb2_grpc
 
-# Events that may wait for a reader before progress is left out.
+# Events that may wait for a reader before progress and candidates' texts are left out.
 _FEW_EVENTS = 16
 
 
@@ -53,10 +54,15 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         events: asyncio.Queue[Event | None] = asyncio.Queue()
 
         def emit(event: Event) -> None:
-            if not (isinstance(event, Progress) and events.qsize() > _FEW_EVENTS):
-                events.put_nowait(event)
+            if events.qsize() > _FEW_EVENTS:
+                if isinstance(event, Progress):
+                    return
+                if isinstance(event, RoundCompleted):
+                    event = replace(event, texts=())
+            events.put_nowait(event)
 
-        within = WithinRounds(emit, request.progress, request.text_deltas)
+        wanted = request.progress, request.text_deltas, request.texts
+        within = WithinRounds(emit, *wanted) if any(wanted) else None
         run = asyncio.create_task(self._run(request.request, emit, within))
         run.add_done_callback(lambda _: events.put_nowait(None))
         try:
@@ -79,15 +85,25 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Describe(  # noqa: N802
         self, request: pb.OrchestratorServiceDescribeRequest, context: Context
     ) -> pb.OrchestratorServiceDescribeResponse:
-        return wire.to_message(
-            await self._orchestrator.describe(), pb.OrchestratorServiceDescribeResponse
+        roles = current_caller().roles  # none: there are no tokens
+        description = await self._orchestrator.describe(
+            with_backends=not roles or Role.ADMIN in roles
         )
+        return wire.to_message(description, pb.OrchestratorServiceDescribeResponse)
 
     async def GetRecord(  # noqa: N802
         self, request: pb.GetRecordRequest, context: Context
     ) -> pb.GetRecordResponse:
-        record = self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
+        record = await self._orchestrator.record(request.request_id, tenant=current_caller().tenant)
         return await packed(_record_reply, record)
+
+    async def ListRecords(  # noqa: N802
+        self, request: pb.ListRecordsRequest, context: Context
+    ) -> pb.ListRecordsResponse:
+        records = await self._orchestrator.records(tenant=current_caller().tenant)
+        return pb.ListRecordsResponse(
+            records=[wire.to_message(record, pb.RequestRecord) for record in records]
+        )
 
     async def _run(
         self,
@@ -107,7 +123,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             share=caller.share,
             violations=violations,
             time_left_s=time_left_s(),
-            within=within if within and (within.progress or within.text_deltas) else None,
+            within=within
+            if within and any((within.progress, within.text_deltas, within.texts))
+            else None,
         )
 
 

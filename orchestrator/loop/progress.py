@@ -1,4 +1,4 @@
-"""Events within a round, on request: how far candidates have grown, and text that is certain.
+"""Beyond rounds, on request: how far candidates have grown, their texts, and text that is certain.
 
 The winner is certain while one candidate is live and none has ended: its text can be sent as it
 grows.
@@ -10,21 +10,27 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specrej.contracts import Candidate, Progress, Round, TextDelta
+from specrej.contracts import Candidate, CandidateText, Progress, Round, RoundTrace, TextDelta
 
 # Tokens of a stride: what a caller sees at once.
 _STRIDE_TOKENS = 4
 # The generator decodes and sends all texts after each stride: so many candidates, a token longer.
 _ROWS_PER_TOKEN = 16
+# Characters of the texts of one round.
+_MAX_CHARACTERS = 262_144
 
 
 @dataclass(frozen=True, slots=True)
 class WithinRounds:
-    """Which events within rounds are requested, and their receiver: `emit` returns at once."""
+    """Which events within rounds are requested, and their receiver: `emit` returns at once.
+
+    `texts`: whether events of rounds have the texts of candidates.
+    """
 
     emit: Callable[[Progress | TextDelta], None]
     progress: bool = True
     text_deltas: bool = True
+    texts: bool = False
 
 
 class ProgressReporter:
@@ -52,6 +58,18 @@ class ProgressReporter:
             self._within.emit(progress)
         if is_certain and self._within.text_deltas and len(grown.candidates) == 1:
             self._send(grown.candidates[0])
+
+    def texts(self, ended: Round, trace: RoundTrace) -> tuple[CandidateText, ...]:
+        """Texts of a round's candidates, best first; none unless they are requested."""
+        texts = {candidate.id: candidate.text for candidate in ended.candidates}
+        chosen: list[CandidateText] = []
+        num_left = _MAX_CHARACTERS if self._within.texts else 0
+        for candidate in trace.candidates:
+            num_left -= len(texts[candidate.id])
+            if num_left < 0:
+                break
+            chosen.append(CandidateText(candidate.id, texts[candidate.id]))
+        return tuple(chosen)
 
     def _send(self, winner: Candidate) -> None:
         end = len(winner.text) - (0 if winner.finish else self._num_held)

@@ -202,7 +202,8 @@ class _Run:
                 self.on_round(ended, state.raw, state.live)
             trace = state.trace(number, ended, freed, times, alpha, forks, discarded)
             span.set_attributes(_attributes(trace))
-        return RoundCompleted(trace, tuple(sorted(state.live)), state.best_text())
+        texts = self.progress.texts(ended, trace) if self.progress else ()
+        return RoundCompleted(trace, tuple(sorted(state.live)), state.best_text(), texts)
 
     async def _extend(self) -> Round:
         """Grow to the next decision token."""

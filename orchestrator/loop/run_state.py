@@ -275,7 +275,7 @@ class RunState:
         """Scores and fates of a round's candidates after its cut, best first."""
         finished = {candidate.id for candidate in candidates if candidate.finish}
         vetoed, numbers = self.vetoed, [candidate.id for candidate in candidates]
-        scores = self.scores(numbers)
+        scores, lengths = self.scores(numbers), {c.id: c.num_tokens for c in candidates}
 
         def fate(number: int) -> Fate:
             if number in finished:
@@ -284,8 +284,10 @@ class RunState:
                 return Fate.KEPT
             return Fate.VETOED if number in vetoed else Fate.REJECTED
 
-        ranking = self.ranking(numbers)
-        return tuple(CandidateTrace(number, scores[number], fate(number)) for number in ranking)
+        return tuple(
+            CandidateTrace(number, scores[number], fate(number), lengths[number])
+            for number in self.ranking(numbers)
+        )
 
     def generation(self, num_candidates: int, total_ms: float) -> Generation:
         """The answer."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 from specrej.contracts import (
@@ -108,14 +109,15 @@ class OpenRecord:
 
 
 class RequestRecords:
-    """Records of the last `max_requests` requests, running ones included; 0 keeps none.
+    """Records of the last `max_requests` requests, running ones included; 0 keeps none."""
 
-    `clock` returns seconds.
-    """
+    # Receives the record and the tenant of each request that has ended.
+    on_ended: Callable[[RequestRecord, str], None] | None = None
 
     def __init__(
         self, max_requests: int = 256, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        """`clock` returns seconds."""
         self._max_requests = max_requests
         self._clock = clock
         # By tenant and id, the oldest first.
@@ -129,6 +131,12 @@ class RequestRecords:
         if record is None:
             raise NotFound("no record of such a request of this tenant")
         return record.read()
+
+    def latest(self, tenant: str, num_records: int) -> list[RequestRecord]:
+        """The tenant's latest records, without their rounds: running ones, then ended ones."""
+        kept = chain(reversed(self._running.items()), reversed(self._ended.items()))
+        own = (opened for (owner, _), opened in kept if owner == tenant)
+        return [replace(opened.read(), rounds=()) for opened in islice(own, num_records)]
 
     @contextmanager
     def recording(
@@ -159,6 +167,8 @@ class RequestRecords:
             opened.end(InternalError.reason)  # unless it has ended
             if self._running.pop(key, None):
                 self._ended[key] = opened
+                if self.on_ended and self._max_requests:
+                    self.on_ended(opened.read(), tenant)
             self._trim()
 
     def _trim(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from specrej.contracts.requests import Schedule, Selection
-from specrej.contracts.sessions import FinishReason, GeneratorDescription, RoundEnd
+from specrej.contracts.sessions import FinishReason, GeneratorDescription, RoundEnd, SlotGauge
 
 
 class Degradation(Enum):
@@ -68,6 +68,7 @@ class CandidateTrace:
     id: int
     score: float
     fate: Fate
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +176,24 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateText:
+    """All of a candidate's text so far."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundCompleted:
-    """Event: a round has ended. `best_text` is the best so far, complete or not."""
+    """Event: a round has ended. `best_text` is the best so far, complete or not.
+
+    `texts`, on request: of the round's candidates, rejected ones included, best first.
+    """
 
     trace: RoundTrace
     survivors: tuple[int, ...]
     best_text: str
+    texts: tuple[CandidateText, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +236,40 @@ class Finished:
 Event = Admitted | RoundCompleted | Progress | TextDelta | Finished
 
 
+class BackendKind(Enum):
+    """Which service a backend is."""
+
+    GENERATOR = "generator"
+    REWARD = "reward"
+
+
+class BackendHealth(Enum):
+    """Whether a backend gets new sessions."""
+
+    SERVING = "serving"
+    OTHER_VERSION = "other_version"  # of a model than most others
+    AWAY = "away"  # it does not answer, or does not serve
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """One backend as of the last poll; `sessions`, `waiting` and `slots` are a generator's."""
+
+    kind: BackendKind
+    address: str
+    health: BackendHealth
+    running: int  # sessions of this orchestrator there
+    serves: str = ""  # names of its model or rewards
+    sessions: int = 0
+    waiting: int = 0
+    slots: SlotGauge | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceDescription:
     """The whole service: generator, rewards (the first is the default), load and defaults.
 
-    `num_*` count the answers generated since the process started.
+    Counters are those of the process `process_id` since it started.
     """
 
     generator: GeneratorDescription
@@ -239,6 +281,12 @@ class ServiceDescription:
     num_answers: int = 0
     num_degraded: int = 0
     num_hurried: int = 0
+    process_id: str = ""
+    num_cached: int = 0
+    num_refused: int = 0
+    generated_tokens: int = 0
+    saved_tokens_estimate: int = 0
+    backends: tuple[BackendState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,58 @@ CANDIDATE_FATE_FINISHED: CandidateFate.ValueType  # 4
 """It ended by itself in this round. It may still be the answer, whatever its rank."""
 Global___CandidateFate: _TypeAlias = CandidateFate  # noqa: Y015
 
+class _BackendKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BackendKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BackendKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BACKEND_KIND_UNSPECIFIED: _BackendKind.ValueType  # 0
+    """Unknown."""
+    BACKEND_KIND_GENERATOR: _BackendKind.ValueType  # 1
+    """A generator."""
+    BACKEND_KIND_REWARD: _BackendKind.ValueType  # 2
+    """A reward service."""
+
+class BackendKind(_BackendKind, metaclass=_BackendKindEnumTypeWrapper):
+    """Which service a backend is."""
+
+BACKEND_KIND_UNSPECIFIED: BackendKind.ValueType  # 0
+"""Unknown."""
+BACKEND_KIND_GENERATOR: BackendKind.ValueType  # 1
+"""A generator."""
+BACKEND_KIND_REWARD: BackendKind.ValueType  # 2
+"""A reward service."""
+Global___BackendKind: _TypeAlias = BackendKind  # noqa: Y015
+
+class _BackendHealth:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BackendHealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BackendHealth.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BACKEND_HEALTH_UNSPECIFIED: _BackendHealth.ValueType  # 0
+    """Unknown."""
+    BACKEND_HEALTH_SERVING: _BackendHealth.ValueType  # 1
+    """It serves."""
+    BACKEND_HEALTH_OTHER_VERSION: _BackendHealth.ValueType  # 2
+    """It serves another version of a model than most others, and gets no sessions."""
+    BACKEND_HEALTH_AWAY: _BackendHealth.ValueType  # 3
+    """It does not answer, or does not serve."""
+
+class BackendHealth(_BackendHealth, metaclass=_BackendHealthEnumTypeWrapper):
+    """Whether a backend gets new sessions."""
+
+BACKEND_HEALTH_UNSPECIFIED: BackendHealth.ValueType  # 0
+"""Unknown."""
+BACKEND_HEALTH_SERVING: BackendHealth.ValueType  # 1
+"""It serves."""
+BACKEND_HEALTH_OTHER_VERSION: BackendHealth.ValueType  # 2
+"""It serves another version of a model than most others, and gets no sessions."""
+BACKEND_HEALTH_AWAY: BackendHealth.ValueType  # 3
+"""It does not answer, or does not serve."""
+Global___BackendHealth: _TypeAlias = BackendHealth  # noqa: Y015
+
 class _AnswerSource:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -957,22 +1009,26 @@ class CandidateTrace(_message.Message):
     CANDIDATE_ID_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     FATE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.int
     """Its number; 0 or more."""
     score: _builtins.float
     """Its reward."""
     fate: Global___CandidateFate.ValueType
     """Its state after the cut."""
+    num_tokens: _builtins.int
+    """Its tokens at the decision token, or when it ended."""
     def __init__(
         self,
         *,
         candidate_id: _builtins.int = ...,
         score: _builtins.float = ...,
         fate: Global___CandidateFate.ValueType = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "fate", b"fate", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "fate", b"fate", "num_tokens", b"num_tokens", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1111,10 +1167,13 @@ class GenerateStreamRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     TEXT_DELTAS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     progress: _builtins.bool
     """Whether Progress events are sent within rounds; default false."""
     text_deltas: _builtins.bool
     """Whether the answer's text is sent in TextDelta events once it is certain; default false."""
+    texts: _builtins.bool
+    """Whether RoundCompleted events have the texts of candidates; default false."""
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """The same request as Generate's."""
@@ -1125,10 +1184,11 @@ class GenerateStreamRequest(_message.Message):
         request: Global___GenerateRequest | None = ...,
         progress: _builtins.bool = ...,
         text_deltas: _builtins.bool = ...,
+        texts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "request", b"request", "text_deltas", b"text_deltas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "request", b"request", "text_deltas", b"text_deltas", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1285,6 +1345,7 @@ class RoundCompleted(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     SURVIVORS_FIELD_NUMBER: _builtins.int
     BEST_TEXT_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     best_text: _builtins.str
     """The best text so far, complete or not."""
     @_builtins.property
@@ -1295,20 +1356,53 @@ class RoundCompleted(_message.Message):
     def survivors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids of the live candidates after the cut."""
 
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateText]:
+        """Texts so far of the candidates of `round`, before the cut, best first; at most 262144 characters in
+        all. On request, and left out if the client reads slowly.
+        """
+
     def __init__(
         self,
         *,
         round: Global___RoundTrace | None = ...,
         survivors: _abc.Iterable[_builtins.int] | None = ...,
         best_text: _builtins.str = ...,
+        texts: _abc.Iterable[Global___CandidateText] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_text", b"best_text", "round", b"round", "survivors", b"survivors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_text", b"best_text", "round", b"round", "survivors", b"survivors", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundCompleted: _TypeAlias = RoundCompleted  # noqa: Y015
+
+@_typing.final
+class CandidateText(_message.Message):
+    """The text of one candidate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    candidate_id: _builtins.int
+    """Its number."""
+    text: _builtins.str
+    """All of its text so far."""
+    def __init__(
+        self,
+        *,
+        candidate_id: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CandidateText: _TypeAlias = CandidateText  # noqa: Y015
 
 @_typing.final
 class OrchestratorServiceDescribeRequest(_message.Message):
@@ -1342,6 +1436,12 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     NUM_ANSWERS_FIELD_NUMBER: _builtins.int
     NUM_DEGRADED_FIELD_NUMBER: _builtins.int
     NUM_HURRIED_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    SAVED_TOKENS_ESTIMATE_FIELD_NUMBER: _builtins.int
+    BACKENDS_FIELD_NUMBER: _builtins.int
     cache_available: _builtins.bool
     """Whether the cache is reachable."""
     running: _builtins.int
@@ -1354,6 +1454,16 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     """Of these, degraded ones."""
     num_hurried: _builtins.int
     """Of these, deadline-adjusted ones."""
+    process_id: _builtins.str
+    """Random text that identifies the process; all counters are of this process since it started."""
+    num_cached: _builtins.int
+    """Requests answered from the cache."""
+    num_refused: _builtins.int
+    """Requests refused because the queue or the tenant's limit was full."""
+    generated_tokens: _builtins.int
+    """Tokens generated for all candidates, round by round, also of requests that fail."""
+    saved_tokens_estimate: _builtins.int
+    """Estimate of the tokens that Best-of-N would have generated beyond these."""
     @_builtins.property
     def generator(self) -> _generator_pb2.GeneratorServiceDescribeResponse:
         """The generator as it describes itself."""
@@ -1365,6 +1475,12 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     @_builtins.property
     def default_schedule(self) -> Global___Schedule:
         """The schedule of requests without one."""
+
+    @_builtins.property
+    def backends(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackendState]:
+        """The backends that this process has found, as of its last poll. None if the caller's token lacks the
+        role admin; every caller gets them if there are no tokens.
+        """
 
     def __init__(
         self,
@@ -1378,14 +1494,72 @@ class OrchestratorServiceDescribeResponse(_message.Message):
         num_answers: _builtins.int = ...,
         num_degraded: _builtins.int = ...,
         num_hurried: _builtins.int = ...,
+        process_id: _builtins.str = ...,
+        num_cached: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        saved_tokens_estimate: _builtins.int = ...,
+        backends: _abc.Iterable[Global___BackendState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_schedule", b"default_schedule", "generator", b"generator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_available", b"cache_available", "default_schedule", b"default_schedule", "generator", b"generator", "num_answers", b"num_answers", "num_degraded", b"num_degraded", "num_hurried", b"num_hurried", "queued", b"queued", "rewards", b"rewards", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "cache_available", b"cache_available", "default_schedule", b"default_schedule", "generated_tokens", b"generated_tokens", "generator", b"generator", "num_answers", b"num_answers", "num_cached", b"num_cached", "num_degraded", b"num_degraded", "num_hurried", b"num_hurried", "num_refused", b"num_refused", "process_id", b"process_id", "queued", b"queued", "rewards", b"rewards", "running", b"running", "saved_tokens_estimate", b"saved_tokens_estimate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrchestratorServiceDescribeResponse: _TypeAlias = OrchestratorServiceDescribeResponse  # noqa: Y015
+
+@_typing.final
+class BackendState(_message.Message):
+    """One backend."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    SERVES_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    kind: Global___BackendKind.ValueType
+    """Which service it is."""
+    address: _builtins.str
+    """Its address, host:port."""
+    health: Global___BackendHealth.ValueType
+    """Whether it gets new sessions."""
+    running: _builtins.int
+    """Sessions of this orchestrator there."""
+    serves: _builtins.str
+    """What it serves: the model, or the rewards joined by commas; empty: not yet known."""
+    sessions: _builtins.int
+    """Of a generator: sessions of all orchestrators."""
+    waiting: _builtins.int
+    """Of a generator: sessions that wait for slots."""
+    @_builtins.property
+    def slots(self) -> _common_pb2.SlotGauge:
+        """Of a generator: its slots; absent: not yet known."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___BackendKind.ValueType = ...,
+        address: _builtins.str = ...,
+        health: Global___BackendHealth.ValueType = ...,
+        running: _builtins.int = ...,
+        serves: _builtins.str = ...,
+        sessions: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        slots: _common_pb2.SlotGauge | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "health", b"health", "kind", b"kind", "running", b"running", "serves", b"serves", "sessions", b"sessions", "slots", b"slots", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackendState: _TypeAlias = BackendState  # noqa: Y015
 
 @_typing.final
 class GetRecordRequest(_message.Message):
@@ -1432,6 +1606,47 @@ class GetRecordResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRecordResponse: _TypeAlias = GetRecordResponse  # noqa: Y015
+
+@_typing.final
+class ListRecordsRequest(_message.Message):
+    """Requests a list of the caller's latest requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRecordsRequest: _TypeAlias = ListRecordsRequest  # noqa: Y015
+
+@_typing.final
+class ListRecordsResponse(_message.Message):
+    """The list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestRecord]:
+        """At most 64 records without their rounds, the latest request first."""
+
+    def __init__(
+        self,
+        *,
+        records: _abc.Iterable[Global___RequestRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRecordsResponse: _TypeAlias = ListRecordsResponse  # noqa: Y015
 
 @_typing.final
 class RequestRecord(_message.Message):

@@ -23,7 +23,7 @@ from experiments.studies.improvement import Live, LiveRun
 from experiments.studies.statistics import Estimate
 from experiments.studies.tables import shown
 from experiments.trajectories import PrefixScores, Trajectories
-from tests.experiments.browser import CHROMIUM, DRIVER, Page, browser
+from tests.browser import CHROMIUM, DRIVER, Page, browser
 from tests.experiments.synthetic import COMPUTE, WALK, collection, noise
 
 PROMPTS = collection(9, 64, stop_share=0.4)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cache import Secret, cache_keys
-from orchestrator.cache.answers import ENTRY_OVERHEAD_BYTES, mac
+from orchestrator.cache.answers import ENTRY_OVERHEAD_BYTES
+from orchestrator.cache.secret import mac
 from specrej import wire
 from specrej.channel import open_channel
 from specrej.contracts import CacheControl, GeometricSchedule, TokensSchedule, WeightedReward

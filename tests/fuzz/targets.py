@@ -22,7 +22,8 @@ from pydantic_settings import SettingsError
 
 from loadtest.prompts import read_prompts
 from orchestrator.cache import Secret, cache_keys, tenant_digest
-from orchestrator.cache.answers import _SUMMARY, Summary, mac, pack, unpack
+from orchestrator.cache.answers import _SUMMARY, Summary, pack, unpack
+from orchestrator.cache.secret import mac
 from orchestrator.loop.composition import check_composites
 from orchestrator.settings import OrchestratorSettings
 from reward_service.remote_http import HTTPReward

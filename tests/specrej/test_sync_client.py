@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,7 @@ async def test_values_are_those_of_the_client(address: str, orchestrator: FakeOr
             assert tuple(client.stream("why?", **OPTIONS)) == EVENTS
             assert client.describe() == SERVICE
             assert client.is_serving()
+            assert client.records() == (replace(RECORD, rounds=()),)
             assert client.record("r1") == RECORD
             with pytest.raises(errors.NotFound):
                 client.record("r2")

@@ -1,0 +1,277 @@
+// The page: routes by the address's hash, runs requests, replays records.
+
+import { get, setToken, stream, token } from './api.js';
+import { arrange, bodyOf, byBestOfN, codeOf, offer } from './ask.js';
+import { count, h, seconds, setText } from './dom.js';
+import { Operate } from './operate.js';
+import { cost, initial, reduce } from './reduce.js';
+import { eventsOf, Player } from './replay.js';
+import { fixed } from './words.js';
+import './race.js';
+
+const KEPT = 32; // runs of this page whose events are kept
+const WATCHED_MS = 250; // between drawings of the comparison
+
+const NAMES = { 'speculative-rejection': 'Speculative Rejection', 'best-of-n': 'Best-of-N' };
+
+const $ = (id) => document.getElementById(id);
+const form = $('ask');
+const remembered = new Map(); // events by request id: unlike records, they have texts
+let runs = [];
+
+class Run {
+  constructor(race) {
+    this.race = race;
+    this.reset();
+  }
+
+  reset() {
+    this.state = initial();
+    this.events = [];
+    this.ended = null;
+    this.began = performance.now();
+    this.abort = new AbortController();
+  }
+
+  get clock() {
+    return () => (this.ended ?? performance.now()) - this.began;
+  }
+
+  async start(body) {
+    this.reset();
+    this.isBusy = true;
+    this.race.removeAttribute('idle');
+    this.race.setAttribute('busy', '');
+    this.race.find('actions').replaceChildren();
+    this.race.show(this.state, this.clock);
+    try {
+      await stream(body, this.abort.signal, (name, data) => this.take(name, data));
+      if (!['finished', 'failed'].includes(this.state.phase))
+        throw new Error('The stream ended without an answer.');
+    } catch (error) {
+      if (error.name === 'AbortError') this.take('stopped', {});
+      else this.take('error', { error: { message: error.message } });
+      if (error.needsToken) askToken();
+    } finally {
+      this.isBusy = false;
+      this.race.removeAttribute('busy');
+      this.keep();
+    }
+  }
+
+  take(name, data) {
+    const event = { at: performance.now() - this.began, name, data };
+    if (['finished', 'error', 'stopped'].includes(name)) this.ended = performance.now();
+    this.events.push(event);
+    this.state = reduce(this.state, event);
+    this.race.show(this.state, this.clock);
+  }
+
+  keep() {
+    const { id } = this.state;
+    if (!id) return;
+    remembered.set(id, this.events);
+    if (remembered.size > KEPT) remembered.delete(remembered.keys().next().value);
+    this.race.find('actions').replaceChildren(h('a', { href: `#record=${id}`, text: 'Replay' }));
+  }
+}
+
+// Watch
+
+const main = new Run($('live'));
+const other = new Run($('other'));
+
+async function ask(event) {
+  event.preventDefault();
+  stop();
+  const body = bodyOf(form),
+    isCompared = form.elements.compare.checked && body.specrej.algorithm !== 'best-of-n';
+  $('live').label = NAMES[body.specrej.algorithm] ?? 'Branching';
+  setText($('compare').querySelector('.ours'), NAMES[body.specrej.algorithm] ?? 'Branching');
+  $('other').hidden = $('compare').hidden = !isCompared;
+  document.body.classList.toggle('compared', isCompared);
+  runs = isCompared ? [main, other] : [main];
+  $('stop').disabled = false;
+  if ($('live').getBoundingClientRect().top > innerHeight / 2) $('live').scrollIntoView();
+  const started = [main.start(body), ...(isCompared ? [other.start(byBestOfN(body))] : [])];
+  const mine = runs;
+  const watching = isCompared ? setInterval(compare, WATCHED_MS) : 0;
+  if (isCompared) compare();
+  await Promise.all(started);
+  clearInterval(watching);
+  if (isCompared) compare();
+  if (runs === mine) $('stop').disabled = true;
+}
+
+function stop() {
+  for (const run of runs) if (run.isBusy) run.abort.abort();
+}
+
+function compare() {
+  const sides = [main, other].map(({ state, clock }) => ({
+    isDone: state.phase === 'finished',
+    seconds: state.totalMs ?? clock(),
+    tokens: cost(state).made,
+    reward: state.best ?? 0,
+  }));
+  const isDone = sides.every((side) => side.isDone),
+    gap = sides[0].reward - sides[1].reward;
+  const difference =
+    Math.abs(gap) < 5e-4 ? 'the same' : `${gap > 0 ? '+' : '−'}${fixed(Math.abs(gap))}`;
+  for (const [name, format] of Object.entries({ seconds, tokens: count, reward: fixed })) {
+    const values = sides.map((side) => side[name]),
+      row = $(`compare-${name}`);
+    row.querySelectorAll('.amount').forEach((cell, index) => setText(cell, format(values[index])));
+    row.querySelectorAll('meter').forEach((meter, index) => {
+      meter.max = Math.max(...values) || 1;
+      meter.value = values[index];
+    });
+    const ratio = `${(values[1] / Math.max(1e-9, values[0])).toFixed(1)} times`;
+    const verdicts = { seconds: `${ratio} faster`, tokens: `${ratio} fewer`, reward: difference };
+    setText(row.querySelector('.verdict'), isDone ? verdicts[name] : '…');
+  }
+}
+
+const url = new URL('v1/specrej/stream', location.href).href;
+const code = () => codeOf($('language').value, bodyOf(form), url);
+const showCode = () => $('code').open && ($('code').querySelector('pre').textContent = code());
+
+form.addEventListener('submit', ask);
+form.addEventListener('input', () => {
+  arrange(form);
+  showCode();
+});
+form.addEventListener('keydown', ({ key, ctrlKey, metaKey }) => {
+  if (key === 'Enter' && (ctrlKey || metaKey)) form.requestSubmit();
+});
+$('stop').addEventListener('click', stop);
+$('code').addEventListener('toggle', showCode);
+$('language').addEventListener('change', showCode);
+$('copy').addEventListener('click', async () => {
+  await navigator.clipboard.writeText(code());
+  setText($('copy'), 'Copied');
+});
+
+// Look back
+
+let player = new Player([]);
+let lastFrame = 0;
+
+async function list() {
+  const { records } = await get('v1/specrej/records');
+  const rows = records.map((record) => {
+    const { usage, selection, outcome, n } = record;
+    const isBestOfN = selection.algorithm === 'ALGORITHM_BEST_OF_N';
+    const kind = isBestOfN ? 'Best-of-N' : selection.branching ? 'Branching' : 'Rejection';
+    const saved = usage && 1 - usage.generated_tokens / usage.best_of_n_tokens_estimate;
+    const facts = [
+      outcome === 'OK' ? `reward ${fixed(record.score)}` : outcome || 'running',
+      usage && !isBestOfN && `${Math.round(100 * saved)} % saved`,
+      seconds(record.elapsed_ms),
+    ];
+    const href = `#record=${record.request_id}`;
+    const link = h('a', { href, 'aria-current': location.hash === href && 'true' });
+    const time = new Date(record.started_unix_s * 1000).toLocaleTimeString();
+    link.append(h('strong', { text: `${kind} of ${n || '?'}` }), h('time', { text: time }));
+    link.append(h('span', { text: facts.filter(Boolean).join(' · ') }));
+    return h('li', {}, link);
+  });
+  const none = h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' });
+  $('recent').replaceChildren(rows.length ? h('ol', {}, ...rows) : none);
+}
+
+async function replay(id) {
+  const known = remembered.get(id);
+  const events = known ?? eventsOf(await get(`v1/specrej/records/${encodeURIComponent(id)}`));
+  if (location.hash !== `#record=${id}`) return;
+  player = new Player(events);
+  player.speed = Number($('speed').value);
+  $('past').removeAttribute('idle');
+  $('past').label = `Replay of ${id.slice(0, 8)}`;
+  $('player').hidden = false;
+  play(true);
+}
+
+function play(isPlaying) {
+  if (isPlaying && player.time >= player.end) player.seek(0);
+  player.isPlaying = isPlaying;
+  lastFrame = performance.now();
+  tick(lastFrame);
+}
+
+function tick(now) {
+  player.advance(Math.max(0, now - lastFrame));
+  lastFrame = now;
+  showPlayer();
+  if (player.isPlaying) requestAnimationFrame(tick);
+}
+
+function showPlayer() {
+  setText($('play'), player.isPlaying ? 'Pause' : 'Play');
+  $('seek').value = player.end ? (1000 * player.time) / player.end : 0;
+  $('seek').setAttribute('aria-valuetext', seconds(player.time));
+  setText($('time'), `${seconds(player.time)} of ${seconds(player.end)}`);
+  const { time } = player;
+  $('past').show(player.state, () => time);
+}
+
+const on = (id, name, action) => $(id).addEventListener(name, () => (action(), showPlayer()));
+$('play').addEventListener('click', () => play(!player.isPlaying));
+on('next', 'click', () => player.step(1));
+on('previous', 'click', () => player.step(-1));
+on('speed', 'change', () => (player.speed = Number($('speed').value)));
+on('seek', 'input', () => player.stop((player.end * $('seek').value) / 1000));
+
+// Routes
+
+const operate = new Operate($('operate'));
+
+async function route() {
+  const [name, id] = location.hash.slice(1).split('=');
+  const view = name === 'record' ? 'back' : ['back', 'operate'].includes(name) ? name : 'watch';
+  for (const each of ['watch', 'back', 'operate']) {
+    $(`view-${each}`).hidden = each !== view;
+    const link = document.querySelector(`nav a[href="#${each}"]`);
+    if (each === view) link.setAttribute('aria-current', 'page');
+    else link.removeAttribute('aria-current');
+  }
+  if (view === 'operate') operate.start();
+  else operate.stop();
+  if (view !== 'back') return;
+  try {
+    if (id) await replay(id);
+    await list();
+  } catch (error) {
+    if (error.needsToken) askToken();
+    $('recent').replaceChildren(h('p', { class: 'problem', role: 'alert', text: error.message }));
+  }
+}
+
+async function describe() {
+  try {
+    const description = await get('v1/specrej/describe');
+    setText($('service'), `${description.generator.model} on ${description.generator.device}`);
+    offer(form, description);
+  } catch (error) {
+    setText($('service'), error.message);
+    if (error.needsToken) askToken();
+  }
+}
+
+function askToken() {
+  if ($('token').open) return;
+  $('token').querySelector('input').value = token();
+  $('token').showModal();
+}
+
+$('token-open').addEventListener('click', askToken);
+$('token').addEventListener('close', () => {
+  if ($('token').returnValue === 'save') setToken($('token').querySelector('input').value.trim());
+  if ($('token').returnValue === 'forget') setToken('');
+  describe().then(route);
+});
+addEventListener('hashchange', route);
+
+arrange(form);
+describe();
+route();

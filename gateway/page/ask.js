@@ -1,0 +1,139 @@
+// The form: what it shows for the chosen options, the request that it stands for, and code for it.
+
+import { h } from './dom.js';
+
+const MAX_RANDOM_SEED = 2 ** 48;
+
+// Show the fields that the chosen algorithm and schedule have.
+export function arrange(form) {
+  const { algorithm, schedule } = form.elements;
+  const chosen = [algorithm.value, algorithm.value === 'best-of-n' ? '' : schedule.value];
+  for (const part of form.querySelectorAll('[data-for]')) {
+    part.hidden = !part.dataset.for.split(' ').some((value) => chosen.includes(value));
+  }
+  schedule.disabled = algorithm.value === 'best-of-n';
+  form.elements.alpha.disabled = algorithm.value !== 'speculative-rejection';
+}
+
+// Offer the models and rewards of a description; keeps what is chosen.
+export function offer(form, { generator, rewards }) {
+  const { model } = form.elements,
+    chosen = model.value;
+  model.replaceChildren(
+    ...[generator.model, ...generator.adapters].map((name) => h('option', { text: name })),
+  );
+  if (chosen) model.value = chosen;
+  const host = form.querySelector('#rewards');
+  if (
+    [...host.querySelectorAll('[data-reward]')].map((item) => item.dataset.reward).join() ===
+    rewards.join()
+  )
+    return;
+  host.replaceChildren(
+    host.querySelector('legend'),
+    ...rewards.map((name, index) =>
+      h(
+        'div',
+        { class: 'reward', 'data-reward': name },
+        h(
+          'label',
+          { class: 'check' },
+          h('input', { type: 'checkbox', checked: index === 0 }),
+          ` ${name}`,
+        ),
+        h('input', { type: 'number', step: 'any', value: 1, 'aria-label': `Weight of ${name}` }),
+      ),
+    ),
+  );
+}
+
+// The body of a call of /v1/specrej/stream. An empty seed is a random one.
+export function bodyOf(form) {
+  const value = (name) => form.elements[name].value.trim();
+  const number = (name) => Number(value(name));
+  const specrej = {
+    n: number('n'),
+    events: 'all',
+    cache: form.elements.cache.checked ? 'use' : 'bypass',
+  };
+  const algorithm = value('algorithm');
+  if (algorithm === 'branching')
+    specrej.branching = { width: number('width'), keep: number('keep') };
+  else specrej.algorithm = algorithm;
+  if (algorithm === 'speculative-rejection') specrej.alpha = number('alpha');
+  if (algorithm !== 'best-of-n') specrej.schedule = scheduleOf(value('schedule'), value, number);
+  const rewards = {};
+  for (const item of form.querySelectorAll('[data-reward]')) {
+    const [isChosen, weight] = item.querySelectorAll('input');
+    if (isChosen.checked) rewards[item.dataset.reward] = Number(weight.value);
+  }
+  if (Object.keys(rewards).length) specrej.rewards = rewards;
+  return {
+    model: value('model'),
+    messages: [{ role: 'user', content: value('prompt') }],
+    max_tokens: number('max_tokens'),
+    temperature: number('temperature'),
+    seed: value('seed') ? number('seed') : Math.floor(Math.random() * MAX_RANDOM_SEED),
+    specrej,
+  };
+}
+
+function scheduleOf(kind, value, number) {
+  if (kind === 'tokens')
+    return {
+      kind,
+      tokens: value('tokens')
+        .split(/[\s,]+/)
+        .filter(Boolean)
+        .map(Number),
+    };
+  return {
+    kind,
+    first: number('first'),
+    ...(kind === 'geometric' && { factor: number('factor') }),
+  };
+}
+
+// The same request by Best-of-N.
+export function byBestOfN(body) {
+  const { branching, schedule, alpha, ...rest } = body.specrej;
+  return { ...body, specrej: { ...rest, algorithm: 'best-of-n' } };
+}
+
+const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
+
+// `url` is that of the stream.
+export function codeOf(language, body, url) {
+  const json = JSON.stringify(body, null, 1);
+  const headers = { authorization: 'Bearer TOKEN', 'content-type': 'application/json' };
+  if (language === 'curl') {
+    const options = Object.entries(headers).map(([name, value]) => `-H '${name}: ${value}'`);
+    return `curl -sN ${url} \\\n  ${options.join(' \\\n  ')} \\\n  -d ${quoted(json)}`;
+  }
+  if (language === 'grpcurl') return grpcurl(body);
+  return `import json
+import urllib.request
+
+body = ${json}
+headers = ${JSON.stringify(headers)}
+call = urllib.request.Request("${url}", json.dumps(body).encode(), headers)
+with urllib.request.urlopen(call) as events:
+    for line in events:
+        print(line.decode(), end="")`;
+}
+
+function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }) {
+  const { n, alpha, algorithm, branching, rewards, schedule } = specrej;
+  const selection = { n, alpha, branching };
+  if (algorithm) selection.algorithm = `ALGORITHM_${algorithm.toUpperCase().replaceAll('-', '_')}`;
+  selection.rewards = Object.entries(rewards ?? {}).map(([name, weight]) => ({ name, weight }));
+  if (schedule) {
+    const { kind, tokens, ...rest } = schedule;
+    selection.schedule = { [kind]: tokens ? { decision_tokens: tokens } : rest };
+  }
+  const sampling = { max_tokens, temperature, seed };
+  const request = { model, prompt: { messages }, sampling, selection };
+  const json = JSON.stringify({ request, progress: true }, null, 1);
+  return `grpcurl -plaintext -H 'authorization: Bearer TOKEN' -d ${quoted(json)} \\
+  127.0.0.1:50050 specrej.v1.OrchestratorService/GenerateStream`;
+}

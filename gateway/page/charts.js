@@ -1,0 +1,102 @@
+// Line charts by uPlot, in the page's colors.
+
+import { color, isDark, setAttribute } from './dom.js';
+
+/* global uPlot */
+
+const HEIGHT = 168;
+const PAUSE_MS = 80; // between two drawings
+const SLOT = { stroke: '--accent', fill: '--wash' };
+
+export class Chart extends HTMLElement {
+  #timer = 0;
+
+  connectedCallback() {
+    if (this.plot) return;
+    this.host = this.querySelector('.plot');
+    const kind = KINDS[this.className];
+    const ink = (name) => name && (() => color(name));
+    const axis = (values, sizes) => ({
+      ...sizes,
+      values: (_, ticks) => ticks.map(values),
+      stroke: ink('--muted'),
+      grid: { stroke: ink('--line'), width: 1 },
+      ticks: { show: false },
+      font: `11px ${getComputedStyle(this).fontFamily}`,
+    });
+    this.plot = new uPlot(
+      {
+        width: 300,
+        height: HEIGHT,
+        legend: { show: false },
+        cursor: { show: false },
+        scales: { x: { time: false }, y: { range: (_, low, high) => kind.range(low, high) } },
+        axes: [
+          axis(kind.x, { incrs: kind.incrs, size: 26, space: 44 }),
+          axis(kind.y, { size: 50, space: 30 }),
+        ],
+        series: [
+          {},
+          ...kind.series.map(({ stroke, fill, dash, dot }) => ({
+            stroke: ink(stroke),
+            fill: ink(fill),
+            dash,
+            width: 1.75,
+            spanGaps: true,
+            paths: dot && (() => null),
+            points: { show: Boolean(dot), size: 6, fill: ink(dot) },
+          })),
+        ],
+      },
+      [[], ...kind.series.map(() => [])],
+      this.host,
+    );
+    new ResizeObserver(([{ contentRect }]) => {
+      this.plot.setSize({ width: Math.max(160, contentRect.width), height: HEIGHT });
+    }).observe(this.host);
+    isDark.addEventListener('change', () => this.plot.redraw());
+  }
+
+  // `data`: x and the values of each series; `summary` is the picture in words.
+  show(data, summary) {
+    this.data = data;
+    setAttribute(this.host, 'aria-label', `${this.firstElementChild.textContent}: ${summary}`);
+    this.#timer ||= setTimeout(() => {
+      this.#timer = 0;
+      this.plot.setData(this.data);
+    }, PAUSE_MS);
+  }
+}
+
+const short = (value) => (value >= 1e4 ? `${value / 1e3}k` : String(value));
+const ago = (value) => (value ? `${value} s` : 'now');
+
+const OVER_TIME = { range: fromZero, x: ago, y: short, incrs: [0.1, 0.5, 1, 5, 10, 30, 60, 300] };
+
+const KINDS = {
+  slots: { ...OVER_TIME, series: [SLOT, { stroke: '--muted', dash: [4, 4] }] },
+  tokens: { ...OVER_TIME, series: [SLOT] },
+  rewards: {
+    range: around,
+    incrs: [1, 2, 5, 10, 20, 50],
+    x: String,
+    y: (value) => value.toFixed(2),
+    series: [
+      { stroke: '--rejected', dot: '--panel' },
+      { stroke: '--accent', dot: '--accent' },
+      { stroke: '--gold' },
+    ],
+  },
+};
+
+function around(low, high) {
+  if (low === null || high === null) return [0, 1];
+  const margin = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+  return [low - margin, high + margin];
+}
+
+function fromZero(_, high) {
+  return [0, 1.08 * (high || 1)];
+}
+
+customElements.define('specrej-chart', Chart);

@@ -1,0 +1,190 @@
+// One request: tiles, lanes, the text, the candidate under the pointer, charts and a table twin.
+
+import './charts.js';
+import './density.js';
+import './lanes.js';
+import { count, h, isStill, seconds, setAttribute, setText } from './dom.js';
+import { cost, DENSE, initial, scoreOf, tokensOf } from './reduce.js';
+import { described, fateOf, fixed, markOf, sentence } from './words.js';
+
+const EASE_MS = 110;
+
+export class Race extends HTMLElement {
+  state = initial();
+  #clock = () => 0;
+  #picked = null;
+  #position = 0; // and #domain: eased
+  #domain = 32;
+  #last = 0; // time of the last frame
+  #frame = 0;
+  #seen = {}; // what is drawn
+  #parts = {}; // elements by their classes
+
+  connectedCallback() {
+    if (this.lanes) return;
+    this.append(document.getElementById('race').content.cloneNode(true));
+    this.find('answer').id = this.getAttribute('answer');
+    setText(this.querySelector('h2'), this.getAttribute('label'));
+    this.lanes = this.querySelector('specrej-lanes');
+    this.density = this.querySelector('specrej-density');
+    for (const view of [this.lanes, this.density]) {
+      view.addEventListener('pick', (event) => this.#pick(event.detail));
+      view.addEventListener('resized', () => this.#wake());
+    }
+    this.find('twin').addEventListener('toggle', () => this.#tabulate(this.state));
+    this.#wake();
+  }
+
+  find(name) {
+    return (this.#parts[name] ??= this.querySelector(`.${name}`));
+  }
+
+  #write(texts) {
+    for (const name in texts) setText(this.find(name), texts[name]);
+  }
+
+  // `clock` returns ms since the request was sent.
+  show(state, clock) {
+    if (state.n !== this.state.n || state.position < this.#position)
+      this.#position = state.position;
+    if (!state.lanes.some((lane) => lane.id === this.#picked)) this.#picked = null;
+    this.state = state;
+    this.#clock = clock;
+    this.#wake();
+  }
+
+  set label(text) {
+    setText(this.querySelector('h2'), text);
+  }
+
+  #pick(id) {
+    this.#picked = id;
+    this.#seen.card = null;
+    this.#wake();
+  }
+
+  #wake() {
+    this.#frame ||= requestAnimationFrame((now) => this.#draw(now));
+  }
+
+  #draw(now) {
+    const { state } = this,
+      elapsed = Math.min(100, now - this.#last);
+    const share = isStill.matches ? 1 : 1 - Math.exp(-elapsed / EASE_MS);
+    // The next power of two while it grows, so that lanes do not shrink all the time.
+    const power = 2 ** Math.ceil(Math.log2(1 + state.position * 1.02));
+    const wanted = Math.max(24, state.numLive ? power : state.position * 1.06);
+    this.#last = now;
+    this.#frame = 0;
+    this.#position = eased(this.#position, state.position, share, 0.1);
+    this.#domain = eased(this.#domain, wanted, share, wanted / 300);
+    const isDense = state.numRows > DENSE;
+    this.lanes.hidden = isDense;
+    this.density.hidden = !isDense;
+    (isDense ? this.density : this.lanes).draw(state, this.#position, this.#domain, this.#picked);
+    this.#tiles(state);
+    if (state !== this.#seen.state) this.#details(state);
+    if (this.#seen.card !== state.lanes) this.#candidate(state);
+    this.#seen.state = state;
+    const isMoving = this.#position !== state.position || this.#domain !== wanted;
+    if (isMoving || this.hasAttribute('busy')) this.#wake();
+  }
+
+  #tiles(state) {
+    const { made, others, isFinal } = cost(state);
+    const ms = state.totalMs ?? this.#clock();
+    this.#write({
+      alive: state.n ? `${state.numLive} / ${state.n}` : '–',
+      best: fixed(state.best),
+      made: state.n ? count(made) : '–',
+      'saved-head': isFinal ? 'tokens saved' : 'saved so far',
+      saved: others ? `${Math.round(100 * (1 - made / others))} %` : '–',
+      took: ms ? seconds(ms) : '–',
+    });
+  }
+
+  #details(state) {
+    const prompt = state.promptTokens ? `prompt of ${count(state.promptTokens)} tokens` : '';
+    const soFar = state.isCertain ? '' : state.bestText.trim();
+    this.#write({
+      chip: this.getAttribute('idle') ?? state.phase,
+      facts: [prompt, ...state.flags].filter(Boolean).join(' · '),
+      said: sentence(state),
+      problem: state.error,
+      'text-head': state.isCertain ? 'Answer' : 'Best text so far',
+      answer: state.answer.trim(),
+      'so-far': state.isCertain && !state.answer ? 'Records have no texts.' : soFar,
+    });
+    setAttribute(this.find('chip'), 'data-phase', state.phase);
+    this.find('problem').hidden = !state.error;
+    if (state.rounds !== this.#seen.state?.rounds) this.#rounds(state);
+    if (state.slots !== this.#seen.state?.slots) this.#slots(state);
+    if (state.lanes !== this.#seen.state?.lanes) this.#tabulate(state);
+  }
+
+  #slots({ slots, capacity }) {
+    const most = Math.max(0, ...slots.map((item) => item.session));
+    const isNear = capacity < 3 * most; // else its line would flatten the others
+    const line = isNear ? 'dashed: ' : '';
+    this.#write({ capacity: capacity ? `${line}capacity ${count(capacity)}` : '' });
+    const times = slots.map((item) => item.at / 1000);
+    const lines = [slots.map((item) => item.session), slots.map(() => (isNear ? capacity : null))];
+    const summary = `at most ${count(most)} of ${count(capacity)}`;
+    this.find('slots').show([times, ...lines], summary);
+  }
+
+  #rounds({ rounds }) {
+    const points = rounds.flatMap(({ number, best_score: best, candidates }) =>
+      candidates.map(({ score, fate }) => {
+        const isRejected = /REJECTED|VETOED/.test(fate);
+        return [number, isRejected ? score : null, isRejected ? null : score, best];
+      }),
+    );
+    const lines = [0, 1, 2, 3].map((index) => points.map((point) => point[index]));
+    const best = rounds.length ? `best ${fixed(rounds.at(-1).best_score)}` : 'no rewards yet';
+    this.find('rewards').show(lines, best);
+  }
+
+  // The candidate under the pointer or the focus, else the answer, else the best so far.
+  #candidate(state) {
+    this.#seen.card = state.lanes;
+    const id = this.#picked ?? state.winner ?? state.rounds.at(-1)?.candidates[0]?.candidate_id;
+    const lane = state.lanes.find((each) => each.id === id);
+    for (const name of ['fate', 'scores']) this.find(name).hidden = !lane;
+    if (!lane) {
+      const hint = 'Point at a lane, or move to it with the arrow keys.';
+      this.#write({ 'card-head': 'Candidate', 'text-so-far': hint });
+      return;
+    }
+    const hint = state.phase === 'running' ? 'Texts come with the end of a round.' : '';
+    this.#write({
+      'card-head': `Candidate ${lane.id}`,
+      'fate-text': described(lane),
+      'text-so-far': lane.text.trim() || hint,
+    });
+    const use = this.find('card').querySelector('use');
+    setAttribute(use, 'href', `#mark-${markOf(lane)}`);
+    setAttribute(use, 'class', `mark ${markOf(lane)}`);
+    const rows = lane.scores.map(({ round, token, score }) => row([round, token, fixed(score)]));
+    this.find('scores').tBodies[0].replaceChildren(...rows);
+  }
+
+  #tabulate(state) {
+    const twin = this.find('twin');
+    if (!twin.open) return;
+    const rows = state.lanes.map((lane) => {
+      const numbers = [count(tokensOf(state, lane)), fixed(scoreOf(lane)), lane.parent ?? '–'];
+      return row([lane.id, fateOf(lane), ...numbers]);
+    });
+    twin.querySelector('tbody').replaceChildren(...rows);
+  }
+}
+
+const row = (cells) => h('tr', {}, ...cells.map((text) => h('td', { text })));
+
+function eased(value, goal, share, least) {
+  const next = value + (goal - value) * share;
+  return Math.abs(goal - next) < least ? goal : next;
+}
+
+customElements.define('specrej-race', Race);

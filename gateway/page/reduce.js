@@ -1,0 +1,200 @@
+// Events of a request to the state that is drawn. Pure: no DOM, no clock, no network.
+
+export const DENSE = 128; // lanes; above there is the density view
+
+const FATES = {
+  CANDIDATE_FATE_KEPT: 'kept',
+  CANDIDATE_FATE_REJECTED: 'rejected',
+  CANDIDATE_FATE_VETOED: 'vetoed',
+  CANDIDATE_FATE_FINISHED: 'finished',
+};
+
+export const initial = () => ({
+  phase: 'waiting', // running, finished, failed or stopped
+  id: '',
+  n: 0,
+  promptTokens: 0,
+  lanes: [], // {id, row, parent, from, tokens, fate, scores: [{round, token, score}], text}
+  numRows: 0,
+  rounds: [], // traces, as the service sends them
+  position: 0, // tokens of every live lane
+  numLive: 0,
+  grown: 0, // tokens of the round that runs, at least
+  slots: [], // {at, session}; `at` in ms
+  capacity: 0,
+  cuts: [], // that divide the rewards so far into seven equal parts
+  best: null,
+  bestText: '',
+  answer: '',
+  isCertain: false,
+  winner: null,
+  usage: null,
+  totalMs: null,
+  flags: [],
+  error: '',
+});
+
+export const isLive = (lane) => lane.fate === '' || lane.fate === 'kept';
+export const tokensOf = (state, lane) => (isLive(lane) ? state.position : lane.tokens);
+export const scoreOf = (lane) => lane.scores.at(-1)?.score ?? null;
+
+// The next state; `event` is {at, name, data}, with `at` in ms since the request was sent.
+export function reduce(state, { at, name, data }) {
+  switch (name) {
+    case 'admitted':
+      return admitted(state, data);
+    case 'progress':
+      return {
+        ...state,
+        position: Math.max(state.position, data.num_tokens),
+        numLive: data.num_live,
+        grown: state.grown + Math.max(0, data.num_tokens - state.position) * data.num_live,
+        slots: [...state.slots, { at, session: data.session_slots }],
+        capacity: data.capacity_slots || state.capacity,
+      };
+    case 'round_completed':
+      return round(state, at, data);
+    case 'text_delta':
+      return certain(state, data);
+    case 'finished':
+      return finished(state, at, data);
+    case 'error':
+      return { ...state, phase: 'failed', error: data.error?.message ?? String(data) };
+    case 'stopped':
+      return { ...state, phase: 'stopped' };
+    default:
+      return state;
+  }
+}
+
+function certain(state, { candidate_id: winner, text }) {
+  return { ...state, isCertain: true, winner, answer: state.answer + text };
+}
+
+function admitted(state, data) {
+  const lanes = Array.from({ length: data.n }, (_, id) => lane(id, id));
+  const { n, prompt_tokens: promptTokens } = data;
+  const begun = { phase: 'running', id: data.request_id || state.id, n, promptTokens };
+  return { ...state, ...begun, lanes, numRows: n, numLive: n };
+}
+
+const lane = (id, row, from = 0) => {
+  return { id, row, parent: null, from, tokens: from, fate: '', scores: [], text: '' };
+};
+
+function round(state, at, { round: trace, survivors, best_text: bestText, texts }) {
+  const known = new Map(trace.candidates.map((traced) => [traced.candidate_id, traced]));
+  const written = new Map((texts ?? []).map((item) => [item.candidate_id, item.text]));
+  const alive = new Set(survivors);
+  const lanes = state.lanes.map((old) => {
+    if (!isLive(old)) return old;
+    const traced = known.get(old.id);
+    // A round of very many candidates is without them.
+    const fate = traced ? FATES[traced.fate] : alive.has(old.id) ? 'kept' : 'rejected';
+    const tokens = (fate === 'finished' && traced?.num_tokens) || trace.decision_token;
+    const score = { round: trace.number, token: tokens, score: traced?.score };
+    const scores = traced ? [...old.scores, score] : old.scores;
+    return { ...old, fate, tokens, scores, text: written.get(old.id) ?? old.text };
+  });
+  const numRows = addForks(lanes, trace, state.numRows);
+  const all = lanes.flatMap((each) => each.scores.map(({ score }) => score)).sort((a, b) => a - b);
+  const cuts = [1, 2, 3, 4, 5, 6].map((part) => all[Math.floor((part * all.length) / 7)]);
+  const after = trace.session_slots - trace.freed_slots;
+  return {
+    ...state,
+    lanes,
+    numRows,
+    rounds: [...state.rounds, trace],
+    position: Math.max(state.position, trace.decision_token),
+    numLive: trace.num_live,
+    grown: 0,
+    slots: [...state.slots, { at, session: trace.session_slots }, { at, session: after }],
+    capacity: trace.capacity_slots || state.capacity,
+    cuts,
+    best: trace.best_score,
+    bestText: bestText || state.bestText,
+  };
+}
+
+// A fork goes on in the nearest row that rejection has freed, else in a new one.
+function addForks(lanes, trace, numRows) {
+  const byId = new Map(lanes.map((each) => [each.id, each]));
+  const taken = new Set(
+    lanes.filter((each) => !['rejected', 'vetoed'].includes(each.fate)).map((each) => each.row),
+  );
+  const free = new Set(lanes.map((each) => each.row).filter((row) => !taken.has(row)));
+  for (const { candidate_id: id, parent_id: parentId } of trace.forks) {
+    const parent = byId.get(parentId);
+    if (!parent) continue;
+    const near = [...free].sort((a, b) => Math.abs(a - parent.row) - Math.abs(b - parent.row))[0];
+    free.delete(near);
+    const begun = lane(id, near ?? numRows++, trace.decision_token);
+    const made = { ...begun, parent: parentId, fate: 'kept', text: parent.text };
+    lanes.push(made);
+    byId.set(id, made);
+  }
+  return numRows;
+}
+
+function finished(state, at, data) {
+  let reached = state;
+  if (!state.lanes.length && data.rounds.length) {
+    // From the cache, or of an equal request: the rounds of the run that made the answer.
+    reached = admitted(state, {
+      n: data.n,
+      prompt_tokens: data.usage.prompt_tokens,
+      request_id: data.request_id,
+    });
+    for (const trace of data.rounds) {
+      const kept = trace.candidates.filter((traced) => traced.fate === 'CANDIDATE_FATE_KEPT');
+      reached = round(reached, at, {
+        round: trace,
+        survivors: kept.map((traced) => traced.candidate_id),
+      });
+    }
+  }
+  const best = data.candidates[0];
+  const lanes = reached.lanes.map((old) =>
+    old.id === best.candidate_id
+      ? { ...old, fate: 'winner', tokens: best.num_tokens, text: best.text ?? old.text }
+      : old,
+  );
+  return {
+    ...reached,
+    phase: 'finished',
+    id: data.request_id || state.id,
+    lanes,
+    numLive: 0,
+    winner: best.candidate_id,
+    best: best.score,
+    isCertain: true,
+    answer: best.text ?? state.answer,
+    usage: data.usage,
+    totalMs: data.timings.total_ms,
+    flags: ['cached', 'degraded', 'hurried', 'reduced'].filter((flag) => data[flag]),
+  };
+}
+
+// Tokens made, and those that Best-of-N of the same N would have: so far, counting each of its
+// candidates as long as this run's are, then the service's estimate.
+export function cost(state) {
+  if (state.usage) {
+    return {
+      made: state.usage.generated_tokens,
+      others: state.usage.best_of_n_tokens_estimate,
+      isFinal: true,
+    };
+  }
+  const made = state.rounds.reduce((sum, trace) => sum + trace.generated_tokens, state.grown);
+  const own = state.lanes.filter((each) => each.parent === null);
+  const others = own.reduce(
+    (sum, each) => sum + (each.fate === 'finished' ? each.tokens : state.position),
+    0,
+  );
+  return { made, others, isFinal: false };
+}
+
+// In which seventh of the rewards so far a score lies: 0, the lowest, to 6.
+export function level({ cuts }, score) {
+  return score === null ? null : cuts.filter((cut) => cut <= score).length;
+}

@@ -1,0 +1,1 @@
+"""The page in a real browser, and its pure parts under Node."""

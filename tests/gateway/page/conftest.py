@@ -1,0 +1,53 @@
+"""One browser for all tests of the page, on the stack of toys that the gateway's tests have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from deploy.local.stack import Stack
+from specrej.client import Client
+from tests.browser import CHROMIUM, DRIVER, browser
+from tests.gateway.page.window import Window
+
+ROOT = Path(__file__).parents[3]
+AXE = ROOT / ".tools" / "node" / "node_modules" / "axe-core" / "axe.min.js"  # make node-client
+
+
+def need(path: str | Path | None, name: str) -> Path:
+    """The path of a program or file of another project; CI fails without it."""
+    if path and Path(path).exists():
+        return Path(path)
+    if os.environ.get("CI"):
+        pytest.fail(f"{name} is not installed")
+    pytest.skip(f"{name} is not installed")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def window(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Window]:
+    """The page in a browser."""
+    need(CHROMIUM, "chromium")
+    need(DRIVER, "chromedriver")
+    async with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield Window(page, stack.gateway_url)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def fresh(window: Window) -> AsyncIterator[Window]:
+    """The page, just loaded in a wide window; at the end its console is empty, and it has called
+    no other origin."""
+    await window.load()
+    await window.page.log("performance")  # of the browser's first page
+    yield window
+    await window.check_quiet()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    """The orchestrator, past the page."""
+    async with Client(stack.orchestrator_address) as client:
+        yield client

@@ -1,0 +1,119 @@
+"""The page's files: what is served, how large it is, and the reducer's own tests under Node."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from gateway.page import Page
+from tests.gateway.gateways import Connection, gateway_at
+from tests.gateway.page.conftest import need
+
+FOLDER = Path(__file__).parents[3] / "gateway" / "page"
+# uPlot 1.6.32 as its package has them: dist/uPlot.iife.min.js, dist/uPlot.min.css, LICENSE.
+VENDORED: Mapping[str, str] = {
+    "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uplot-license.txt": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+OWN = sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".js", ".css"))
+OWN = [name for name in OWN if name not in VENDORED]
+DEAD = "127.0.0.1:1"  # no orchestrator: the page's files need none
+
+
+async def fetched(port: int, path: str, *headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of a GET."""
+    lines = [f"GET {path} HTTP/1.1", "host: x", "connection: close", *headers, "", ""]
+    connection = await Connection.open(port, "\r\n".join(lines).encode())
+    head, _, body = (await connection.read_all()).partition(b"\r\n\r\n")
+    status, *fields = head.decode().split("\r\n")
+    return int(status.split()[1]), dict(f.lower().split(": ", 1) for f in fields), body
+
+
+async def test_only_this_origin_may_be_loaded_and_called() -> None:
+    """Guards against a policy that allows inline code, other origins or frames."""
+    async with gateway_at(DEAD, allow_anonymous=False) as server:
+        for path in ("/", "/page/app.js"):
+            status, headers, body = await fetched(server.port, path)
+            assert status == 200 and body
+            policy = dict(part.strip().split(" ", 1) for part in
+                          headers["content-security-policy"].split(";"))  # fmt: skip
+            assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'"
+            assert policy["style-src"] == policy["connect-src"] == "'self'"
+            assert policy["frame-ancestors"] == policy["form-action"] == "'none'"
+            assert policy["require-trusted-types-for"] == "'script'"
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["referrer-policy"] == "no-referrer"
+
+
+async def test_a_repeated_load_transfers_nothing() -> None:
+    """Guards against 150 KB at every load, and against an old page of a new version."""
+    async with gateway_at(DEAD) as server:
+        _, headers, _ = await fetched(server.port, "/page/uplot.js")
+        assert headers["cache-control"] == "no-cache"
+        known = f"if-none-match: {headers['etag']}"
+        status, again, body = await fetched(server.port, "/page/uplot.js", known)
+        assert (status, again["etag"], body) == (304, headers["etag"], b"")
+        status, _, body = await fetched(server.port, "/page/uplot.js", 'if-none-match: "other"')
+        assert status == 200 and body
+
+
+@pytest.mark.parametrize("path", ["/page/__init__.py", "/page/..%2fapp.py", "/page/none", "/page/"])
+async def test_other_files_are_not_served(path: str) -> None:
+    """Guards against sources and files outside of the folder."""
+    async with gateway_at(DEAD) as server:
+        status, _, _ = await fetched(server.port, path)
+        assert status == 404
+
+
+def test_the_vendored_library_is_the_published_one() -> None:
+    """Guards against an edited or another copy, and one without its licence."""
+    for name, digest in VENDORED.items():
+        assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == digest, name
+    assert "MIT" in (FOLDER / "uplot-license.txt").read_text()
+
+
+def test_the_page_stays_small() -> None:
+    """Guards the budget: 1,800 lines of code, 150 KB for a first load."""
+    lines = [line for name in OWN for line in (FOLDER / name).read_text().splitlines()]
+    assert len(lines) <= 1800
+    assert max(map(len, lines)) <= 101
+    loaded = {name: body for name, body in Page().files.items() if not name.endswith(".txt")}
+    assert sum(map(len, loaded.values())) <= 150_000
+    page = loaded["index.html"].decode()
+    code = "\n".join((FOLDER / name).read_text() for name in OWN if name.endswith(".js"))
+    for name in loaded.keys() - {"index.html"}:
+        assert f"page/{name}" in page or f"'./{name}'" in code, f"{name} is never loaded"
+
+
+def test_texts_cannot_become_markup() -> None:
+    """Guards against a model's text that becomes an element, and against inline code."""
+    page = (FOLDER / "index.html").read_text()
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", page)
+    assert not re.search(r"https?://", page)
+    for name in OWN:
+        source = (FOLDER / name).read_text()
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", source
+        )
+        addresses = set(re.findall(r"https?://[\w./]+", source))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, name
+
+
+async def test_the_reducer_under_node() -> None:
+    """Runs the tests of the pure parts on recorded streams."""
+    node = need(shutil.which("node"), "node")
+    tests = Path(__file__).with_name("reduce.test.js")
+    process = await asyncio.create_subprocess_exec(
+        *(str(node), "--test", str(tests)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, output.decode()

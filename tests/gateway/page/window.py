@@ -1,0 +1,130 @@
+"""The page in a browser: what tests and pictures do with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.browser import Page
+from tests.serving import until
+
+PROMPT = "Give three tips for staying focused while studying."
+
+
+class Window:
+    """The page of the gateway at `url`."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+
+    async def load(self, fragment: str = "", width: int = 1600, url: str = "") -> None:
+        """Load the page anew, with a hash."""
+        await self.page.open("about:blank", width)  # else a new hash alone loads nothing
+        await self.page.open(f"{url or self.url}/{fragment}", width)
+        await self.js("sessionStorage.clear()")
+        await self.until("document.querySelector('specrej-race')?.lanes")
+
+    async def js(self, script: str, *arguments: Any) -> Any:
+        return await self.page.evaluate(script, *arguments)
+
+    async def until(self, condition: str, bound_s: float = 30) -> None:
+        """Wait until the expression is true."""
+        script = f"return Boolean({condition})"
+        try:
+            await until(lambda: self.js(script), bound_s=bound_s, every_s=0.02)
+        except TimeoutError:
+            raise AssertionError(f"not in {bound_s} s: {condition}") from None
+
+    async def go(self, fragment: str) -> None:
+        await self.js("location.hash = arguments[0]", fragment)
+
+    async def fill(self, **fields: object) -> None:
+        """Set fields of the form by their names; booleans are checkboxes."""
+        await self.js(
+            """
+            for (const [name, value] of Object.entries(arguments[0])) {
+              const field = document.querySelector(`#ask [name=${name}]`);
+              if (typeof value === 'boolean') field.checked = value;
+              else field.value = value;
+              field.dispatchEvent(new Event('input', { bubbles: true }));
+            }""",
+            fields,
+        )
+
+    async def press(self, name: str) -> None:
+        """Click the button, or the link, with this name."""
+        pressed = await self.js(
+            """
+            const named = [...document.querySelectorAll('button, a, summary')]
+              .filter((each) => each.textContent.trim() === arguments[0] && each.checkVisibility());
+            named[0]?.click();
+            return named.length;""",
+            name,
+        )
+        assert pressed == 1, f"{pressed} are named {name}"
+
+    async def run(self, **fields: object) -> None:
+        """Fill in the form and send it."""
+        await self.until("document.querySelector('#rewards input')")
+        await self.fill(**{"prompt": PROMPT, **fields})
+        await self.press("Run")
+
+    async def ended(self, race: str = "live") -> str:
+        """The phase of a request, once it has ended."""
+        state = f"document.getElementById('{race}').state.phase"
+        await self.until(f"!['waiting', 'running'].includes({state})")
+        await self.frames(2)
+        return str(await self.js(f"return {state}"))
+
+    async def frames(self, count: int) -> None:
+        """Wait for that many frames."""
+        await self.js(
+            """
+            let left = arguments[0];
+            return new Promise((resolve) => {
+              const next = () => (left-- ? requestAnimationFrame(next) : resolve());
+              next();
+            });""",
+            count,
+        )
+
+    async def state(self, race: str = "live") -> Any:
+        """The state that the page draws."""
+        return await self.js(f"return document.getElementById('{race}').state")
+
+    async def fates(self, race: str = "live") -> dict[int, str]:
+        """The fates of the lanes, by candidate."""
+        pairs = await self.js(
+            f"""
+            const lanes = document.querySelectorAll('#{race} [data-candidate]');
+            return [...lanes].map((lane) => [lane.dataset.candidate, lane.dataset.fate]);"""
+        )
+        fates = {int(candidate): fate for candidate, fate in pairs}
+        assert len(fates) == len(pairs), "a candidate has two lanes"
+        return fates
+
+    async def text(self, selector: str) -> str:
+        """The text of an element."""
+        return str(await self.js(f"return document.querySelector('{selector}').textContent"))
+
+    async def check_quiet(self) -> None:
+        """Nothing is in the console, and no request left the origin."""
+        assert await self.page.log() == []
+        urls = [
+            message["params"]["request"]["url"]
+            for entry in await self.page.log("performance")
+            if (message := json.loads(entry["message"])["message"])["method"]
+            == "Network.requestWillBeSent"
+        ]
+        assert [url for url in urls if not url.startswith((self.url, "about:blank"))] == []
+
+    async def fill_speed(self, speed: str) -> None:
+        """Choose the speed of the player."""
+        await self.js(
+            """
+            const field = document.getElementById('speed');
+            field.value = arguments[0];
+            field.dispatchEvent(new Event('change'));""",
+            speed,
+        )

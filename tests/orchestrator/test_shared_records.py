@@ -1,0 +1,168 @@
+"""Records in Redis: found by every orchestrator, by their own tenant only, and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import grpc
+import pytest
+import redis
+
+from orchestrator.cache.keys import hashed_tenant, record_key
+from orchestrator.cache.records import MAX_LISTED, SharedRecords
+from orchestrator.observe import RequestRecords
+from specrej import contracts as c
+from specrej import wire
+from specrej.errors import NotFound
+from specrej.v1 import orchestrator_pb2 as pb
+from tests.orchestrator.caching import SECRET, open_cache
+from tests.orchestrator.calls import answer, seeded, small_request
+from tests.orchestrator.services import BOUND_S, Whole, whole
+from tests.orchestrator.test_request_records import record_of
+from tests.serving import failure_of, until
+
+PATIENT = {"timeout_s": 5.0}
+RECORD = c.RequestRecord("0" * 32, 1e9, c.Selection(n=4), 64, outcome="OK", n=4)
+
+
+@pytest.fixture
+async def pair(redis_url: str, admin: redis.Redis) -> AsyncIterator[tuple[Whole, Whole]]:
+    """Two orchestrators, each with backends of its own, on one empty Redis."""
+    async with AsyncExitStack() as stack:
+        opened = [
+            await stack.enter_async_context(whole(redis_url=redis_url, cache_options=PATIENT))
+            for _ in range(2)
+        ]
+        yield opened[0], opened[1]
+
+
+async def listed(service: Whole, tenant: str = "") -> list[c.RequestRecord]:
+    metadata = (("specrej-tenant", tenant),) if tenant else ()
+    request = pb.ListRecordsRequest()
+    reply = await service.stub.ListRecords(request, metadata=metadata, timeout=BOUND_S)
+    return [wire.from_message(record, c.RequestRecord) for record in reply.records]
+
+
+async def stored(service: Whole, num_records: int, tenant: str = "") -> list[c.RequestRecord]:
+    """The list, once it has that many records."""
+    records: list[c.RequestRecord] = []
+
+    async def is_complete() -> bool:
+        records[:] = await listed(service, tenant)
+        return len(records) == num_records
+
+    await until(is_complete)
+    return records
+
+
+async def test_another_orchestrator_finds_a_record(pair: tuple[Whole, Whole]) -> None:
+    """Guards against records that half of the calls miss behind two orchestrators."""
+    first, second = pair
+    reply = await answer(first, small_request())
+    await stored(second, 1)
+    record = await record_of(second, reply.request_id)
+    assert record == await record_of(first, reply.request_id)
+    assert record.outcome == "OK" and record.rounds[0].trace.candidates
+    # The time and the rounds of a list differ from those of a record by intent.
+    assert (await listed(second)) == (await listed(first)) == [replace(record, rounds=())]
+
+
+async def test_a_list_has_running_and_failed_requests_latest_first(
+    pair: tuple[Whole, Whole],
+) -> None:
+    """Guards against a list of answers only, and of one process only."""
+    first, second = pair
+    ended = await answer(second, small_request())
+    await failure_of(answer(first, small_request(selection={"rewards": [{"name": "absent"}]})))
+    first.shut("extend")
+    call = first.stub.GenerateStream(pb.GenerateStreamRequest(request=seeded(8)))
+    running = (await call.read()).admitted.request_id
+    records = await stored(first, 2)
+    assert [record.request_id for record in records] == [running, ended.request_id]
+    assert [record.outcome for record in records] == ["", "OK"]
+    call.cancel()
+    first.generator.gates["extend"].open()
+    await until(lambda: first.is_idle)
+    assert [record.outcome for record in await stored(second, 2)] == ["CANCELLED", "OK"]
+
+
+async def test_records_are_those_of_the_tenant(pair: tuple[Whole, Whole]) -> None:
+    """Guards against a record, or its id, that another tenant gets."""
+    first, second = pair
+    reply = await answer(first, small_request(), tenant="a")
+    await stored(second, 1, "a")
+    assert await listed(second) == await listed(second, "b") == []
+    for tenant in ("", "b"):
+        failure = await failure_of(record_of(second, reply.request_id, tenant))
+        assert failure.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("damage", ["foreign", "moved", "garbage"])
+async def test_values_that_this_cache_did_not_store_are_no_records(
+    pair: tuple[Whole, Whole], admin: redis.Redis, damage: str
+) -> None:
+    """Guards against a program that writes Redis and gives a tenant another one's record."""
+    first, second = pair
+    reply = await answer(first, small_request(), tenant="a")
+    await stored(second, 1, "a")
+    owners = [hashed_tenant(tenant, SECRET) for tenant in "ab"]
+    key, other = (record_key(reply.request_id, owner) for owner in owners)
+    listing, target = (record_key("", owner) for owner in owners)
+    if damage == "moved":
+        admin.copy(key, other)
+        admin.copy(listing, target)
+    elif damage == "garbage":
+        admin.set(other, b"\xff" * 99)
+        admin.rpush(target, b"", b"x" * 200)
+    else:
+        admin.hset(other, "a", "b")
+        admin.hset(target, "a", "b")
+    assert await listed(second, "b") == []
+    failure = await failure_of(record_of(second, reply.request_id, "b"))
+    assert failure.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_records_of_a_tenant_are_bounded(redis_url: str, admin: redis.Redis) -> None:
+    """Guards against a tenant whose requests fill Redis, and keys without an expiry."""
+    async with open_cache(redis_url) as cache:
+        shared = SharedRecords(cache)
+        for number in range(MAX_LISTED + 3):
+            await shared._store(replace(RECORD, request_id=f"{number:032x}"), "t")
+        latest = await shared.latest("t")
+        assert [int(record.request_id, 16) for record in latest] == [*range(MAX_LISTED + 2, 2, -1)]
+        keys = admin.keys("specrej:record:*")
+        assert len(keys) == MAX_LISTED + 1
+        assert all(0 < admin.pttl(key) <= 3_600_000 for key in keys)
+        assert await shared.find(f"{2:032x}", "t") is None
+        await shared._store(replace(RECORD, request_id="f" * 32, outcome="x" * (1 << 20)), "t")
+        assert await shared.find("f" * 32, "t") is None
+
+
+async def test_without_redis_each_orchestrator_has_its_own_records() -> None:
+    """Guards against a request that fails, or a list that waits, because Redis is off."""
+    async with whole() as service:
+        reply = await answer(service, small_request())
+        assert [record.request_id for record in await listed(service)] == [reply.request_id]
+
+
+async def test_the_shared_record_of_a_malformed_id_is_not_looked_up(redis_url: str) -> None:
+    """Guards against an id that names another key, such as that of the list."""
+    async with open_cache(redis_url) as cache:
+        shared = SharedRecords(cache)
+        for request_id in ("", "*", "0" * 31, "0" * 33, "0" * 31 + "\n", "A" * 32):
+            assert await shared.find(request_id, "t") is None
+
+
+def test_records_that_are_switched_off_are_not_shared() -> None:
+    """Guards against records in Redis although journal_requests is 0."""
+    ended: list[str] = []
+    for max_requests in (0, 1):
+        records = RequestRecords(max_requests)
+        records.on_ended = lambda record, tenant: ended.append(tenant)
+        with records.recording("r", f"t{max_requests}", c.Selection(), 4, arrived=0.0):
+            pass
+    assert ended == ["t1"]
+    with pytest.raises(NotFound):
+        RequestRecords(0).find("r", "t0")
