@@ -253,7 +253,7 @@ class Matchers:
             matcher.consume_token(int(random.choice(choices)))
 
     def keep(self, ids: Collection[int], forks: Mapping[int, int]) -> None:
-        """Drop the states of all candidates but `ids`; `forks` have copies of their parents' states."""
+        """Drop the states of all candidates but `ids`; a fork has a copy of its parent's state."""
         states = {number: state for number, state in self._states.items() if number in ids}
         for number, parent in forks.items():
             if parent in self._states:
