@@ -263,29 +263,21 @@ class Engine:
 
     def _append(self, session: Session, logits: Tensor) -> None:
         """Append each live candidate's next token; a finished candidate holds no slots."""
-        eos_ids, sampling, step = self._model.eos_ids, session.command.sampling, session.num_tokens
-        if step < session.command.num_given:
+        eos_ids, command = self._model.eos_ids, session.command
+        if session.num_tokens < command.num_given:
             session.num_tokens += 1
             for candidate in session.rows:
                 candidate.take_given()
             return
-        forbidden = session.command.ends(eos_ids) if step < sampling.min_tokens else ()
-        ids = [candidate.id for candidate in session.rows]
-        texts = [candidate.token_ids for candidate in session.rows]
-        allowed = None
-        if session.matchers:  # on a GPU, while the forward pass computes
-            allowed, forbidden = session.matchers.allowed(ids, texts, forbidden), ()
-        tokens, logprobs = sample(
-            logits, sampling, ids, step, forbidden, session.adjustment, texts, allowed
-        )
+        tokens, logprobs = _draw(session, logits, eos_ids)
         session.num_tokens += 1
-        self._tally.generated += len(ids)
+        self._tally.generated += len(session.rows)
         drawn = zip(session.rows, tokens.tolist(), logprobs.tolist(), strict=True)
         for candidate, token_id, logprob in drawn:
             candidate.append(token_id, logprob)
-            candidate.finish = session.command.finish_of(candidate, eos_ids)
-        if sampling.top_logprobs:
-            session.note_top(most_probable(logits, tokens, logprobs, sampling.top_logprobs))
+            candidate.finish = command.finish_of(candidate, eos_ids)
+        if count := command.sampling.top_logprobs:
+            session.note_top(most_probable(logits, tokens, logprobs, count))
         for row in reversed(range(len(session.rows))):
             if session.rows[row].finish:
                 session.drop(row)
@@ -355,6 +347,18 @@ class Engine:
         if session.growing:
             raise OutOfOrder("the session's round is still running")
         return session
+
+
+def _draw(session: Session, logits: Tensor, eos_ids: frozenset[int]) -> tuple[Tensor, Tensor]:
+    """The next token of each row [rows], and its log-probability [rows]."""
+    sampling, step = session.command.sampling, session.num_tokens
+    forbidden = session.command.ends(eos_ids) if step < sampling.min_tokens else ()
+    ids = [candidate.id for candidate in session.rows]
+    texts = [candidate.token_ids for candidate in session.rows]
+    allowed = None
+    if session.matchers:  # on a GPU, while the forward pass computes
+        allowed, forbidden = session.matchers.allowed(ids, texts, forbidden), ()
+    return sample(logits, sampling, ids, step, forbidden, session.adjustment, texts, allowed)
 
 
 def _computed(
