@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from specrej.hub import ModelFiles, embedded_models, find
 from specrej.limits import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
 
@@ -26,8 +27,9 @@ class GeneratorSettings(ServiceSettings):
 
     port: Port = Field(50051, description="port to listen on; 0 picks a free one")
     model: str = Field(
-        ".models/SmolLM2-135M-Instruct",
-        description="directory of a transformers causal language model, or 'toy', a test double",
+        str(embedded_models() / "SmolLM2-135M-Instruct"),
+        description="a causal language model: a directory as transformers saves it, a GGUF file, or"
+        " a name of the hub, org/name[@revision], which is fetched; or 'toy', a test double",
     )
     engine: Literal["auto", "own", "vllm"] = Field(
         "auto",
@@ -90,8 +92,13 @@ class GeneratorSettings(ServiceSettings):
         return options
 
     @property
+    def files(self) -> ModelFiles:
+        """The model's; fetched, if it is one of the hub that the cache lacks. Raises as `find`."""
+        return find(self.model)
+
+    @property
     def model_directory(self) -> Path:
-        return Path(self.model)
+        return self.files.directory
 
     @property
     def node_rank(self) -> int:

@@ -48,6 +48,7 @@ _TERMINATED = 143
 _FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "up": ("embedded", ("deploy.local", "up"), "run the whole service until Ctrl-C"),
     "demo": ("embedded", ("deploy.local", "demo"), "start everything and answer one prompt"),
+    "pull": ("server", ("specrej.hub",), "fetch models of a hub by their names"),
     "plan": (
         "server",
         ("generator_service.plan",),
