@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.local import demo
+from deploy.local import demo, models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
 from specrej.cli import note, run_to_end
@@ -35,6 +35,7 @@ def main() -> None:
     shown.set_defaults(work=lambda given: demo.run(given.prompt, Console()))
     given = parser.parse_args()
     try:
+        models.prepare(note)
         run_to_end(given.work(given))
     except ProcessError as error:
         note(f"specrej: {error}")
