@@ -42,13 +42,17 @@ class CausalLM(SegmentedModel):
         """The model in a local directory; float32 on a CPU, bfloat16 on a GPU.
 
         Raises:
-            ValueError: the engine cannot compute a model of this type; the text has the reason.
+            ValueError: weights are missing, or the engine cannot compute a model of this type.
         """
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type {config.model_type}: not a causal language model")
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+        if missing := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
+            raise ValueError(f"{directory}: lacks {', '.join(missing[:3])}")
         try:
             return cls(model.to(device))
         except ValueError as error:

@@ -245,10 +245,14 @@ def convert(gguf: Path, target: Path) -> None:
 
     transformers_logging.disable_progress_bar()
     try:
-        packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        packed, loading = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:
+    except Exception as error:  # of a damaged file, readers raise errors of many kinds
         raise ValueError(f"{gguf}: {_line(error)}") from error
+    if missing := sorted(map(str, loading["missing_keys"])):
+        raise ValueError(f"{gguf}: lacks {', '.join(missing[:3])}")
     config = packed.config
     if hasattr(config, "quantization_config"):
         # The weights are unpacked by now; a config of packed ones cannot be saved.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from generator_service.engine import Engine
@@ -49,6 +50,17 @@ def test_the_chat_template_is_that_of_the_files(tmp_path: Path) -> None:
     assert text.decode([*hi, families.END_OF_TURN, *hi]) != "hi"
     (directory / "generation_config.json").unlink()
     assert CausalLM.load(directory, "cpu").eos_ids == {families.END}
+
+
+def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
+    """Guards against random numbers in their place, with a warning in the log."""
+    directory = families.save("Llama 3", tmp_path)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.norm.weight"]
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
+        CausalLM.load(directory, "cpu")
 
 
 @pytest.mark.parametrize("name", families.REFUSED)
