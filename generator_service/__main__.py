@@ -59,6 +59,13 @@ async def _load(
         toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
         instruments.observe(toy.load)
         return toy, lambda: 0.0
+    if settings.engine == "remote":
+        from generator_service.remote import RemoteGenerator
+
+        remote = RemoteGenerator(settings, instruments.count_step)
+        resources.push_async_callback(remote.close)
+        instruments.observe(remote.load)
+        return remote, lambda: 0.0
     await threads.load(partial(_check_files, settings))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     engine = await threads.load(partial(_engine_of, settings))

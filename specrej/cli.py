@@ -380,6 +380,9 @@ def _facts(description: ServiceDescription) -> dict[str, str]:
     return {
         "model": f"{generator.model} ({generator.device})",
         "fingerprint": generator.fingerprint,
+        "rejection": "none before the end: whole answers (Best-of-N)"
+        if generator.whole_answers
+        else "at decision tokens",
         "context": f"{generator.context_tokens:,} tokens",
         "candidates": f"at most {generator.max_candidates:,}",
         "slots": f"{slots.owned:,} of {slots.capacity:,} owned, {slots.cached:,} cached",

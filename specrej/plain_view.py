@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from specrej.contracts import (
     Admitted,
+    Algorithm,
     AnswerSource,
     Event,
     Finished,
@@ -144,7 +145,8 @@ def parameters(record: RequestRecord) -> str:
     )
     n = f"{record.n or chosen.n or 'as many as fit'} candidates"
     prompt = f", prompt of {record.prompt_tokens} tokens" if record.prompt_tokens else ""
-    algorithm = f"{chosen.algorithm.value} by {rewards}"
+    is_whole = chosen.algorithm is Algorithm.BEST_OF_N
+    algorithm = f"{chosen.algorithm.value}{', no early rejection,' * is_whole} by {rewards}"
     return f"{n}, at most {record.max_tokens} tokens each{prompt}, {algorithm}"
 
 
