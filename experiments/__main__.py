@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from experiments import commands
 from experiments.collect import DEFAULT_CHUNK, CollectError
 from experiments.prompts import DEFAULT_PROMPTS
@@ -17,7 +15,7 @@ from experiments.studies.plans import DOUBLING
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej import threads
 from specrej.cli_options import parse_branching, parse_schedule
-from specrej.contracts import Branching, Schedule
+from specrej.contracts import Branching
 from specrej.errors import SpecrejError
 
 _ROOT = Path("build/experiments")
@@ -72,7 +70,7 @@ def _replay(subparsers: Any) -> None:
     _add_source(parser)
     parser.add_argument("--n", type=int, default=0, help="candidates; 0: all that were generated")
     parser.add_argument("--alpha", type=float, default=0.5)
-    parser.add_argument("--schedule", type=_schedule, default=DOUBLING, help="as of generate")
+    parser.add_argument("--schedule", type=parse_schedule, default=DOUBLING, help="as of generate")
     parser.add_argument("--slots", type=int, default=0, help="KV slots; 0: unlimited")
     parser.add_argument(
         "--snap",
@@ -104,7 +102,10 @@ def _live(subparsers: Any) -> None:
     parser.add_argument("--n", type=_numbers, default=(8, 64), help="numbers, by comma")
     parser.add_argument("--alpha", type=float, action="append", help="repeatable; default 0.5")
     parser.add_argument(
-        "--schedule", type=_schedule, action="append", help="repeatable; default geometric:16,2"
+        "--schedule",
+        type=parse_schedule,
+        action="append",
+        help="repeatable; default geometric:16,2",
     )
     _add_objective(parser)
     _add_models(parser)
@@ -168,14 +169,6 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-slots", type=int, default=0, help="in-process; 0: from memory")
     parser.add_argument("--generator-address", default="", help="HOST:PORT; default: in-process")
     parser.add_argument("--reward-address", default="127.0.0.1:50052")
-
-
-def _schedule(text: str) -> Schedule:
-    """A schedule in the syntax of `specrej generate`."""
-    try:
-        return parse_schedule(text)
-    except typer.BadParameter as error:
-        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

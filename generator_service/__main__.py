@@ -59,10 +59,14 @@ async def _load(
         toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
         instruments.observe(toy.load)
         return toy, lambda: 0.0
-    if not (settings.model_directory / "config.json").is_file():
-        raise FileNotFoundError(
-            f"no model in {settings.model} (SPECREJ_GENERATOR_MODEL): run make models"
-        )
+    if settings.engine == "remote":
+        from generator_service.remote import RemoteGenerator
+
+        remote = RemoteGenerator(settings, instruments.count_step)
+        resources.push_async_callback(remote.close)
+        instruments.observe(remote.load)
+        return remote, lambda: 0.0
+    await threads.load(partial(_check_files, settings))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     engine = await threads.load(partial(_engine_of, settings))
     generator = await threads.load(partial(_load_model, settings, engine))
@@ -71,6 +75,16 @@ async def _load(
         await cast("VLLMGenerator", generator).warm_up()
     instruments.observe(generator.load)
     return generator, generator.heartbeat_s
+
+
+def _check_files(settings: GeneratorSettings) -> None:
+    """Fetch the model, if it is to be; raises OSError or ValueError where there is none."""
+    try:
+        directory = settings.model_directory
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error} (SPECREJ_GENERATOR_MODEL): run make models") from None
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"no model in {directory} (SPECREJ_GENERATOR_MODEL)")
 
 
 # Imported here: --help must not load torch, and vLLM has an environment of its own.

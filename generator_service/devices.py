@@ -26,8 +26,9 @@ def engine_of(settings: GeneratorSettings) -> str:
         return "own"
     if importlib.util.find_spec("vllm") is None:
         raise RuntimeError(
-            "the engine on CUDA is vLLM, which is not installed: pip install 'specrej[models,vllm]'"
-            " in an environment of its own, or set SPECREJ_GENERATOR_ENGINE=own for a reference"
+            "the engine on CUDA is vLLM, which is not installed:"
+            " pip install 'specrej-server[models,vllm]' in an environment of its own, or set"
+            " SPECREJ_GENERATOR_ENGINE=own for a reference"
             " that is not tuned for GPUs"
         )
     return "vllm"

@@ -35,7 +35,8 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = device_of(settings.device)
-    model = CausalLM.load(settings.model_directory, device)
+    files = settings.files
+    model = CausalLM.load(files.directory, device)
     context_tokens = settings.context_of(model.sizes.context_tokens)
     dtype = str(model.shape.dtype).removeprefix("torch.")
     auto_candidates = settings.auto_candidates_of(dtype)
@@ -54,10 +55,8 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     thread.start()
     _warm_up(thread)
     card = ModelCard(
-        name=settings.model_directory.resolve().name,
-        fingerprint=fingerprint.of_directory(
-            settings.model_directory, {"dtype": str(model.shape.dtype)}
-        ),
+        name=files.name,
+        fingerprint=fingerprint.of_directory(files.directory, {"dtype": str(model.shape.dtype)}),
         context_tokens=context_tokens,
         max_candidates=settings.max_candidates,
         vocabulary=model.vocabulary,
@@ -65,7 +64,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
         device=f"{device} {dtype}",
         auto_candidates=auto_candidates,
     )
-    return LocalGenerator(thread, Text.load(settings.model_directory, model.eos_ids), card)
+    return LocalGenerator(thread, Text.load(files.directory, model.eos_ids), card)
 
 
 def slots_from_memory(model: CausalLM, settings: GeneratorSettings) -> int:

@@ -10,7 +10,12 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from generator_service.text import eos_ids
 from specrej.inference.attention import Segment
@@ -34,10 +39,24 @@ class CausalLM(SegmentedModel):
 
     @classmethod
     def load(cls, directory: Path, device: str) -> Self:
-        """The model in a local directory; float32 on a CPU, bfloat16 on a GPU."""
+        """The model in a local directory; float32 on a CPU, bfloat16 on a GPU.
+
+        Raises:
+            ValueError: weights are missing, or the engine cannot compute a model of this type.
+        """
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-        return cls(model.to(device))
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"model_type {config.model_type}: not a causal language model")
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+        if missing := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
+            raise ValueError(f"{directory}: lacks {', '.join(missing[:3])}")
+        try:
+            return cls(model.to(device))
+        except ValueError as error:
+            raise ValueError(f"model_type {config.model_type}: {error}") from error
 
     @torch.inference_mode()
     def forward(

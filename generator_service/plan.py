@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -20,8 +21,6 @@ PROMPTS, ANSWERS = (128, 1024, 8192), (128, 512, 2048)
 _UNITS = {"": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
 
 def parse_bytes(text: str) -> int:
     """`80GiB`, `80GB` or a number of bytes."""
@@ -31,64 +30,97 @@ def parse_bytes(text: str) -> int:
             return int(float(match[1]) * _UNITS[match[2]])
     except ValueError:
         pass
-    raise typer.BadParameter(f"{text!r}: use 80GiB, 80GB or a number of bytes")
+    raise argparse.ArgumentTypeError(f"{text!r}: use 80GiB, 80GB or a number of bytes")
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(place: str | Path) -> dict[str, Any]:
     """The config.json of a model's directory, or that file."""
+    path = Path(place)
     file = path / "config.json" if path.is_dir() else path
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{path}: {error}") from None
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
     return config
 
 
-@app.command()
-def plan(
-    model: Annotated[Path, typer.Option(help="Directory of a model, or its config.json.")],
-    memory: Annotated[
-        int, typer.Option(parser=parse_bytes, metavar="BYTES", help="Of each device.")
-    ],
-    memory_fraction: Annotated[
-        float, typer.Option(min=0, max=0.95, help="Share of it for the generator.")
-    ] = 0.9,
-    dtype: Annotated[
-        Literal["bfloat16", "float32"], typer.Option(help="bfloat16 on GPUs, float32 on CPUs.")
-    ] = "bfloat16",
-    engine: Annotated[Literal["auto", "own", "vllm"], typer.Option(help="The setting.")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share layers.")] = 1,
-    context_tokens: Annotated[int, typer.Option(min=0, help="0: the model's, if it fits.")] = 0,
-    first: Annotated[int, typer.Option(min=1, help="The first decision token.")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Compute bytes per slot, slots, N and settings from a model's config alone."""
-    config = read_config(model)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compute bytes per slot, slots, N and settings from a model's config alone.
+
+    Raises:
+        SystemExit: bad usage, or a model that does not fit.
+    """
+    given = _parser().parse_args(arguments)
     try:
-        read = reader(config)
-        whole, settings = ModelSizes.of(read), GeneratorSettings(context_tokens=context_tokens)
-        device = "cuda" if dtype == "bfloat16" else "cpu"
-        is_vllm = engine == "vllm" or (engine, device) == ("auto", "cuda") or tensor_parallel > 1
-        planned = Capacity(
-            whole.split(tensor_parallel),
-            weight_bytes(read, device, tensor_parallel, is_vllm=is_vllm),
-            int(memory * memory_fraction),
-            settings.context_of(whole.context_tokens),
-            settings.max_candidates,
-            settings.prefill_chunk,
-            device,
-            is_vllm,
-        ).fitted(first)
-        result = {"parameters": num_parameters(read)} | _described(planned, first)
+        planned, parameters = _plan(given)
+        result = {"parameters": parameters} | _described(planned, given.first)
     except ValueError as error:
-        typer.echo(f"specrej: {error}", err=True)
-        raise typer.Exit(1) from None
-    result["settings"] = _settings(planned, memory_fraction, whole.context_tokens, tensor_parallel)
-    result["notes"] = _notes(config, read, is_vllm=is_vllm)
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        print(f"specrej: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    read, fraction, devices = reader(given.model), given.memory_fraction, given.tensor_parallel
+    whole = ModelSizes.of(read)
+    result["settings"] = _settings(planned, fraction, whole.context_tokens, devices)
+    result["notes"] = _notes(given.model, read, is_vllm=planned.is_vllm)
+    if given.json:
+        print(json.dumps(result, indent=2))
     else:
         _show(result, planned)
+
+
+def _plan(given: argparse.Namespace) -> tuple[Capacity, int]:
+    """The capacity of each device, and the number of the model's weights."""
+    read, devices = reader(given.model), given.tensor_parallel
+    whole, settings = ModelSizes.of(read), GeneratorSettings(context_tokens=given.context_tokens)
+    device = "cuda" if given.dtype == "bfloat16" else "cpu"
+    is_vllm = given.engine == "vllm" or (given.engine, device) == ("auto", "cuda") or devices > 1
+    planned = Capacity(
+        whole.split(devices),
+        weight_bytes(read, device, devices, is_vllm=is_vllm),
+        int(given.memory * given.memory_fraction),
+        settings.context_of(whole.context_tokens),
+        settings.max_candidates,
+        settings.prefill_chunk,
+        device,
+        is_vllm,
+    ).fitted(given.first)
+    return planned, num_parameters(read)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="specrej plan",
+        description="Compute bytes per slot, slots, N and settings from a model's config alone.",
+    )
+    add = parser.add_argument
+    text = "directory of a model, or its config.json"
+    add("--model", type=read_config, required=True, metavar="PATH", help=text)
+    add("--memory", type=parse_bytes, required=True, metavar="BYTES", help="of each device")
+    text = "share of it for the generator, 0 .. 0.95"
+    add("--memory-fraction", type=_fraction, default=0.9, help=text)
+    text = "bfloat16 on GPUs, float32 on CPUs"
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
+    add("--engine", choices=("auto", "own", "vllm"), default="auto", help="the setting")
+    text = "devices that share layers"
+    add("--tensor-parallel", type=_at_least(1), default=1, help=text)
+    add("--context-tokens", type=_at_least(0), default=0, help="0: the model's, if it fits")
+    add("--first", type=_at_least(1), default=16, help="the first decision token")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _fraction(text: str) -> float:
+    if not 0 <= (fraction := float(text)) <= 0.95:
+        raise argparse.ArgumentTypeError(f"{text!r}: use 0 .. 0.95")
+    return fraction
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if (number := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: use {least} or more")
+        return number
+
+    return parse
 
 
 def _described(planned: Capacity, first: int) -> dict[str, Any]:
@@ -167,4 +199,4 @@ def _show(result: Mapping[str, Any], planned: Capacity) -> None:
 
 
 if __name__ == "__main__":
-    app(prog_name="specrej plan")
+    main()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
+from specrej.hub import ModelFiles, embedded_models, find
 from specrej.limits import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
 
@@ -26,13 +27,32 @@ class GeneratorSettings(ServiceSettings):
 
     port: Port = Field(50051, description="port to listen on; 0 picks a free one")
     model: str = Field(
-        ".models/SmolLM2-135M-Instruct",
-        description="directory of a transformers causal language model, or 'toy', a test double",
+        str(embedded_models() / "SmolLM2-135M-Instruct"),
+        description="a causal language model: a directory as transformers saves it, a GGUF file, or"
+        " a name of the hub, org/name[@revision], which is fetched; or 'toy', a test double",
     )
-    engine: Literal["auto", "own", "vllm"] = Field(
+    engine: Literal["auto", "own", "vllm", "remote"] = Field(
         "auto",
         description="vLLM (docs/vllm.md), or this service's own engine, on CUDA a reference without"
-        " tuned kernels; auto: vLLM on CUDA, own on CPUs",
+        " tuned kernels; auto: vLLM on CUDA, own on CPUs; remote: an endpoint with OpenAI's API,"
+        " Best-of-N without early rejection (docs/remote.md)",
+    )
+    remote_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="base URL of the endpoint, such as http://127.0.0.1:8000/v1; model is its name"
+        " of the model",
+    )
+    remote_key_file: Path | None = Field(
+        None, description="file with the endpoint's key, read again when it changes"
+    )
+    remote_requests: int = Field(
+        16, ge=1, le=1024, description="requests to the endpoint at the same time, one a candidate"
+    )
+    remote_logprobs: CliImplicitFlag[bool] = Field(
+        True,
+        description="request log-probabilities; false: an endpoint that has none, and ranking by"
+        " likelihood is arbitrary",
     )
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,
@@ -79,6 +99,13 @@ class GeneratorSettings(ServiceSettings):
     lease_s: Seconds = Field(300, description="seconds without a command that end a session")
     deadline_s: Seconds = Field(3600, description="deadline in seconds of calls without one")
 
+    @model_validator(mode="after")
+    def _check_remote(self) -> Self:
+        needed = {"remote_url", "model"}
+        if self.engine == "remote" and (missing := needed - self.model_fields_set):
+            raise ValueError(f"{' and '.join(sorted(missing))} must be set if engine is remote")
+        return self
+
     @field_validator("vllm_options")
     @classmethod
     def _check_vllm_options(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +117,13 @@ class GeneratorSettings(ServiceSettings):
         return options
 
     @property
+    def files(self) -> ModelFiles:
+        """The model's; fetched, if it is one of the hub that the cache lacks. Raises as `find`."""
+        return find(self.model)
+
+    @property
     def model_directory(self) -> Path:
-        return Path(self.model)
+        return self.files.directory
 
     @property
     def node_rank(self) -> int:

@@ -296,11 +296,11 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
     # Imported here: vLLM has an environment of its own, and reads the variables when imported.
     from generator_service.vllm_engine import VERSION, VLLMEngine
 
-    directory = settings.model_directory
+    files = settings.files
     engine = VLLMEngine.load(settings, on_step)
     shape = engine.shape
     card = ModelCard(
-        name=directory.resolve().name,
+        name=files.name,
         fingerprint=fingerprint_of(settings, shape.dtype, VERSION),
         context_tokens=shape.context_tokens,
         max_candidates=engine.max_rows,
@@ -312,7 +312,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
     )
     return VLLMGenerator(
         engine,
-        Text.load(directory, shape.eos_ids),
+        Text.load(files.directory, shape.eos_ids),
         card,
         max_waiting=settings.max_waiting,
     )

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from reward_service.specs import ClassifierSpec, RelevanceSpec, Resources, RewardSpec
+from specrej.hub import embedded_models
 from specrej.limits import MAX_BATCH
 from specrej.settings import Port, Seconds, ServiceSettings
 
@@ -44,10 +45,10 @@ class RewardSettings(ServiceSettings):
     port: Port = Field(50052, description="port to listen on; 0 picks a free one")
     rewards: tuple[RewardSpec, ...] = Field(
         (
-            RelevanceSpec(name="relevance", directory=Path(".models/relevance")),
+            RelevanceSpec(name="relevance", directory=embedded_models() / "relevance"),
             ClassifierSpec(
                 name="harmless",
-                directory=Path(".models/SmolLM2-135M-Instruct"),
+                directory=embedded_models() / "SmolLM2-135M-Instruct",
                 head=Path(__file__).with_name("harmless.safetensors"),
             ),
         ),

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from specrej import fingerprint
+from specrej import fingerprint, hub
 from specrej.credentials import Credentials, is_loopback
 
 if TYPE_CHECKING:
@@ -94,16 +94,22 @@ class ComputedSpec(Spec):
     def load(self, resources: Resources) -> Reward:
         """The reward that this spec describes.
 
+        Models of a hub are fetched, if its cache lacks them.
+
         Raises:
             FileNotFoundError: a file or directory that it names does not exist.
             OSError, ValueError, RuntimeError: it is no such reward, or cannot be reached.
         """
+        found: dict[str, Path] = {}
         for option in _PATHS:
             path: Path | None = getattr(self, option, None)
-            if path and not path.exists():
+            if path and not path.exists() and hub.is_name(str(path)):
+                with_code = getattr(self, "trust_remote_code", False)
+                found[option] = hub.find(str(path), with_code=with_code).directory
+            elif path and not path.exists():
                 what = "model directory" if option == "directory" else option
                 raise FileNotFoundError(f"reward {self.name}: no {what} {path}")
-        reward: Reward = self.loaded_by()(self, resources)
+        reward: Reward = self.loaded_by()(self.model_copy(update=found), resources)
         return reward
 
 

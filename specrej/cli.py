@@ -3,36 +3,33 @@
 Only answers go to stdout; progress and errors go to stderr. Exit codes: 0 done, 2 bad usage or
 request, 3 server unavailable, 4 deadline exceeded, 5 overloaded, 6 missing or refused token,
 130 interrupted, 143 terminated, 1 any other error.
+
+Tables need the extra `rich`; without it there is a line per round.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib.util
 import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NoReturn
 
 import grpc.aio
-import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from specrej import errors, wire
+from specrej import errors, plain_view, wire
 from specrej.channel import open_channel
-from specrej.cli_options import takes_credentials, takes_options
+from specrej.cli_options import add_credentials, add_options, credentials_of, options_of
 from specrej.client import Client, RewardClient
-from specrej.contracts import Generation, Message, Options, Prompt, ServiceDescription
-from specrej.credentials import Credentials
-from specrej.rounds_view import watch
+from specrej.contracts import Event, Generation, Message, Prompt, ServiceDescription
 from specrej.security import Role, append_line, new_token, time_of
-from specrej.trace_view import drawing
 
 _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
     errors.InvalidRequest: 2,
@@ -47,21 +44,44 @@ _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
 _INTERRUPTED = 130
 _TERMINATED = 143
 
-app = typer.Typer(
-    help="Best-of-N answers at a fraction of their cost: Speculative Rejection as a service.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+# Commands of `python -m MODULE ...`: the extra they need, the module's arguments, and a help text.
+_FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "up": ("embedded", ("deploy.local", "up"), "run the whole service until Ctrl-C"),
+    "demo": ("embedded", ("deploy.local", "demo"), "start everything and answer one prompt"),
+    "pull": ("server", ("specrej.hub",), "fetch models of a hub by their names"),
+    "plan": (
+        "server",
+        ("generator_service.plan",),
+        "compute slots, N and settings from a model's config",
+    ),
+    "train-reward": ("server", ("reward_service.training",), "fit a reward on pairs of answers"),
+    "cache": ("server", ("orchestrator.cache.admin",), "inspect or empty the answer cache"),
+    "experiment": ("", ("experiments",), "reproduce the paper on your models"),
+}
 
-_Address = Annotated[
-    str, typer.Option(envvar="SPECREJ_ADDRESS", help="The orchestrator, as HOST:PORT.")
-]
-_RewardAddress = Annotated[
-    str, typer.Option(envvar="SPECREJ_REWARD_ADDRESS", help="The reward service, as HOST:PORT.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-_Timeout = Annotated[float, typer.Option(min=0, help="Seconds until the call's deadline.")]
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console entry point: run one command.
+
+    Raises:
+        SystemExit: the command failed.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] in _FORWARDED:
+        _forward(words[0], words[1:])
+        return
+    parsed = _parser().parse_args(words)
+    parsed.command(parsed)
+
+
+def _forward(name: str, arguments: Sequence[str]) -> None:
+    """Become the module of a command that needs more than this package."""
+    extra, (module, *rest), _ = _FORWARDED[name]
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        way = f"pip install 'specrej[{extra}]'" if extra else "run this command in the repository"
+        _fail(f"{package} is not installed: {way}")
+    os.execv(sys.executable, (sys.executable, "-m", module, *rest, *arguments))
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
@@ -69,12 +89,12 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     try:
         asyncio.run(_with_sigterm(work))
     except errors.SpecrejError as error:
-        note(f"specrej: {' '.join(error.message.split()) or error.reason}")
-        raise typer.Exit(_EXIT_CODES.get(type(error), 1)) from None
+        text = " ".join(error.message.split()) or error.reason
+        _fail(text, _EXIT_CODES.get(type(error), 1))
     except KeyboardInterrupt:
-        raise typer.Exit(_INTERRUPTED) from None
+        raise SystemExit(_INTERRUPTED) from None
     except asyncio.CancelledError:
-        raise typer.Exit(_TERMINATED) from None
+        raise SystemExit(_TERMINATED) from None
 
 
 async def _with_sigterm(work: Coroutine[Any, Any, None]) -> None:
@@ -87,34 +107,91 @@ async def _with_sigterm(work: Coroutine[Any, Any, None]) -> None:
 
 def note(text: str) -> None:
     """Print to stderr."""
-    typer.echo(text, err=True)
+    print(text, file=sys.stderr)
+
+
+def _fail(text: str, code: int = 1) -> NoReturn:
+    note(f"specrej: {text}")
+    raise SystemExit(code) from None
 
 
 def _print_json(plain: Mapping[str, object]) -> None:
-    typer.echo(json.dumps(plain, ensure_ascii=False, indent=2))
+    print(json.dumps(plain, ensure_ascii=False, indent=2))
 
 
-@app.command()
-@takes_credentials
-@takes_options
-def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from stdin.")],
-    address: _Address = "127.0.0.1:50050",
-    system: Annotated[str, typer.Option(help="A system turn before the prompt.")] = "",
-    timeout: _Timeout = 300.0,
-    as_json: _Json = False,
-    *,
-    options: Options,
-    credentials: Credentials,
-) -> None:
-    """Answer PROMPT with the best of many candidates."""
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="specrej",
+        description="Best-of-N answers at a fraction of their cost: Speculative Rejection as a"
+        " service.",
+    )
+    parser.add_argument("--version", action="version", version=version("specrej"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_generate, _add_score, _add_describe, _add_trace, _add_health, _add_token):
+        add(commands)
+    for name, (_, _, text) in _FORWARDED.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
 
+
+def _add(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    """Add a command; `text` is its description, and its first sentence the help text."""
+    summary = text.partition(".")[0]
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=text)
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_call(parser: argparse.ArgumentParser, address: str, timeout_s: float) -> None:
+    """Add the flags of a call to the service at `address`, "variable=default"."""
+    variable, _, default = address.partition("=")
+    parser.add_argument(
+        "--address",
+        default=os.environ.get(variable) or default,
+        metavar="HOST:PORT",
+        help=f"the service [{variable}; {default}]",
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, default=timeout_s, help="seconds until the call's deadline"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_credentials(parser)
+
+
+_ORCHESTRATOR = "SPECREJ_ADDRESS=127.0.0.1:50050"
+_REWARD = "SPECREJ_REWARD_ADDRESS=127.0.0.1:50052"
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: use 0 or more")
+    return seconds
+
+
+def _client(given: argparse.Namespace) -> Client:
+    return Client(given.address, timeout_s=given.timeout, **credentials_of(given))
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _add(
+        commands, "generate", _generate, "Answer PROMPT with the best of many candidates."
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
+    parser.add_argument("--system", default="", help="a system turn before the prompt")
+    add_options(parser.add_argument_group("request"))
+    _add_call(parser, _ORCHESTRATOR, 300.0)
+
+
+def _generate(given: argparse.Namespace) -> None:
     async def run() -> None:
-        async with Client(address, timeout_s=timeout, **credentials) as client:
-            events = client.stream(_prompt(system, prompt), **options)
-            generation = await watch(events, Console(stderr=True))
+        async with _client(given) as client:
+            events = client.stream(_prompt(given.system, given.prompt), **options_of(given))
+            generation = await _watched(events)
         note(f"request {generation.request_id}")
-        if as_json:
+        if given.json:
             _print_json(wire.to_plain(generation))
         else:
             _print_answers(generation)
@@ -122,104 +199,114 @@ def generate(
     run_to_end(run())
 
 
-@app.command()
-@takes_credentials
-def describe(
-    address: _Address = "127.0.0.1:50050",
-    timeout: _Timeout = 10.0,
-    as_json: _Json = False,
-    *,
-    credentials: Credentials,
-) -> None:
-    """Show models, rewards, limits and load."""
+async def _watched(events: AsyncGenerator[Event, None]) -> Generation:
+    """Show events on stderr: a live table on a terminal, if rich is installed, else lines."""
+    if not (sys.stderr.isatty() and _has_rich()):
+        return await plain_view.follow(events, note)
+    from rich.console import Console
 
+    from specrej.rounds_view import watch
+
+    return await watch(events, Console(stderr=True))
+
+
+def _has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+def _add_describe(commands: Any) -> None:
+    parser = _add(commands, "describe", _describe, "Show models, rewards, limits and load.")
+    _add_call(parser, _ORCHESTRATOR, 10.0)
+
+
+def _describe(given: argparse.Namespace) -> None:
     async def run() -> None:
-        async with Client(address, timeout_s=timeout, **credentials) as client:
+        async with _client(given) as client:
             description = await client.describe()
-        if as_json:
+        if given.json:
             _print_json(wire.to_plain(description))
-        else:
-            Console().print(_description_table(description))
+            return
+        for name, value in _facts(description).items():
+            print(f"{name:<12}  {value}")
 
     run_to_end(run())
 
 
-@app.command()
-@takes_credentials
-def trace(
-    request: Annotated[str, typer.Argument(help="Its id, as generate prints it.")],
-    address: _Address = "127.0.0.1:50050",
-    timeout: _Timeout = 10.0,
-    as_json: _Json = False,
-    *,
-    credentials: Credentials,
-) -> None:
-    """Show the phases of a REQUEST, its rounds and its candidates' rewards.
+def _add_trace(commands: Any) -> None:
+    text = """Show the phases of a REQUEST, its rounds and its candidates' rewards. The orchestrator
+        keeps records of its latest requests, running ones included; see journal_requests in
+        python -m orchestrator --help."""
+    parser = _add(commands, "trace", _trace, text)
+    parser.add_argument("request", metavar="REQUEST", help="its id, as generate prints it")
+    _add_call(parser, _ORCHESTRATOR, 10.0)
 
-    The orchestrator keeps records of its latest requests, running ones included; see
-    journal_requests in python -m orchestrator --help.
-    """
 
+def _trace(given: argparse.Namespace) -> None:
     async def run() -> None:
-        async with Client(address, timeout_s=timeout, **credentials) as client:
-            record = await client.record(request)
-        if as_json:
+        async with _client(given) as client:
+            record = await client.record(given.request)
+        if given.json:
             _print_json(wire.to_plain(record))
-        else:
+        elif _has_rich():
+            from rich.console import Console
+
+            from specrej.trace_view import drawing
+
             Console().print(drawing(record))
+        else:
+            print(*plain_view.record_lines(record), sep="\n")
 
     run_to_end(run())
 
 
-@app.command()
-@takes_credentials
-def score(
-    responses: Annotated[list[str], typer.Argument(metavar="RESPONSE...")],
-    prompt: Annotated[str, typer.Option(help="The prompt; - reads it from stdin.")],
-    reward: Annotated[str, typer.Option(help="The reward's name; empty: the default.")] = "",
-    unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="The responses are beginnings of answers.")
-    ] = False,
-    address: _RewardAddress = "127.0.0.1:50052",
-    timeout: _Timeout = 60.0,
-    as_json: _Json = False,
-    *,
-    credentials: Credentials,
-) -> None:
-    """Score RESPONSEs to a prompt; higher is better."""
+def _add_score(commands: Any) -> None:
+    parser = _add(commands, "score", _score, "Score RESPONSEs to a prompt; higher is better.")
+    parser.add_argument("responses", metavar="RESPONSE", nargs="+")
+    parser.add_argument("--prompt", required=True, help="the prompt; - reads it from stdin")
+    parser.add_argument("--reward", default="", help="the reward's name; empty: the default")
+    parser.add_argument(
+        "--unfinished", action="store_true", help="the responses are beginnings of answers"
+    )
+    _add_call(parser, _REWARD, 60.0)
 
+
+def _score(given: argparse.Namespace) -> None:
     async def run() -> None:
-        async with RewardClient(address, timeout_s=timeout, **credentials) as client:
+        credentials = credentials_of(given)
+        async with RewardClient(given.address, timeout_s=given.timeout, **credentials) as client:
             scores = await client.score(
-                _prompt("", prompt), responses, reward=reward, unfinished=unfinished
+                _prompt("", given.prompt),
+                given.responses,
+                reward=given.reward,
+                unfinished=given.unfinished,
             )
-        if as_json:
+        if given.json:
             _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
             return
-        for value, response in zip(scores.values, responses, strict=True):
-            typer.echo(f"{value:8.4f}  {' '.join(response.split())}")
+        for value, response in zip(scores.values, given.responses, strict=True):
+            print(f"{value:8.4f}  {' '.join(response.split())}")
 
     run_to_end(run())
 
 
-@app.command()
-@takes_credentials
-def health(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Any of the services.")],
-    service: Annotated[
-        str, typer.Option(help="A service's name, or liveness; empty: readiness.")
-    ] = "",
-    timeout: Annotated[float, typer.Option(help="Maximum seconds to wait.")] = 5.0,
-    *,
-    credentials: Credentials,
-) -> None:
-    """Check a service's health: exit code 0 if it is SERVING, else 1."""
+def _add_health(commands: Any) -> None:
+    text = "Check a service's health: exit code 0 if it is SERVING, else 1."
+    parser = _add(commands, "health", _health, text)
+    parser.add_argument("address", metavar="HOST:PORT", help="any of the services")
+    parser.add_argument(
+        "--service", default="", help="a service's name, or liveness; empty: readiness"
+    )
+    parser.add_argument("--timeout", type=_seconds, default=5.0, help="maximum seconds to wait")
+    add_credentials(parser)
 
+
+def _health(given: argparse.Namespace) -> None:
     async def check() -> str:
-        async with open_channel(address, retries=False, **credentials) as channel:
+        credentials = credentials_of(given)
+        async with open_channel(given.address, retries=False, **credentials) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service=service)
-            answer = await stub.Check(request, timeout=timeout)
+            request = health_pb2.HealthCheckRequest(service=given.service)
+            answer = await stub.Check(request, timeout=given.timeout)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     try:
@@ -229,74 +316,48 @@ def health(
     except (OSError, ValueError) as error:  # of the credentials
         state = str(error)
     if state != "SERVING":
-        note(f"specrej: {state}")
-        raise typer.Exit(1)
+        _fail(state)
 
 
-@app.command()
-def token(
-    tenant: Annotated[str, typer.Argument(help="The tenant that the token identifies.")],
-    role: Annotated[
-        list[Role] | None,
-        typer.Option(
-            help="What the token permits; repeatable. generate (the default), gateway (generate "
-            "for the tenants that the metadata specrej-tenant names) or admin (describe only)."
-        ),
-    ] = None,
-    expires: Annotated[
-        str, typer.Option(help="End of its validity, as 2030-12-31T23:59:59Z; default: none.")
-    ] = "",
-    append: Annotated[
-        Path | None, typer.Option(help="Append the line to this tokens file instead.")
-    ] = None,
-) -> None:
-    """Make a token for TENANT.
+def _add_token(commands: Any) -> None:
+    text = """Make a token for TENANT. The token is printed to stdout and not stored. Its line for a
+        tokens file, with only its SHA-256, goes to stderr or is appended to a file:
+        specrej token acme --append tokens.jsonl > acme.token"""
+    parser = _add(commands, "token", _token, text)
+    parser.add_argument("tenant", metavar="TENANT", help="the tenant that the token identifies")
+    parser.add_argument(
+        "--role",
+        type=Role,
+        action="append",
+        choices=list(Role),
+        help="what the token permits; repeatable: generate (the default), gateway (generate for the"
+        " tenants that the metadata specrej-tenant names) or admin (describe only)",
+    )
+    parser.add_argument(
+        "--expires", default="", help="end of its validity, as 2030-12-31T23:59:59Z; default: none"
+    )
+    parser.add_argument(
+        "--append", type=Path, metavar="FILE", help="append the line to this tokens file instead"
+    )
 
-    The token is printed to stdout and not stored. Its line for a tokens file, with only its
-    SHA-256, goes to stderr or is appended to a file:
 
-    specrej token acme --append tokens.jsonl > acme.token
-    """
-    if not tenant:
-        raise typer.BadParameter("TENANT must not be empty")
-    if expires:
+def _token(given: argparse.Namespace) -> None:
+    if not given.tenant:
+        _fail("TENANT must not be empty", 2)
+    if given.expires:
         try:
-            time_of(expires)
+            time_of(given.expires)
         except ValueError as error:
-            raise typer.BadParameter(f"--expires {error}") from None
-    made, line = new_token(tenant, role or (), expires)
-    if append is None:
+            _fail(f"--expires {error}", 2)
+    made, line = new_token(given.tenant, given.role or (), given.expires)
+    if given.append is None:
         note(line)
     else:
         try:
-            append_line(append, line)
+            append_line(given.append, line)
         except OSError as error:
-            note(f"specrej: {error}")
-            raise typer.Exit(1) from None
-    typer.echo(made)
-
-
-def _forward(name: str, help_text: str, *command: str) -> None:
-    """Add a command that becomes `python -m COMMAND ...`: it needs more than this package."""
-
-    def run(context: typer.Context) -> None:
-        package = command[0].partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            note(f"specrej: {package} is not installed; run this command in the repository")
-            raise typer.Exit(1)
-        os.execv(sys.executable, (sys.executable, "-m", *command, *context.args))
-
-    run.__doc__ = help_text
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(name, context_settings=settings, add_help_option=False)(run)
-
-
-_forward("up", "Run the whole service on this machine until Ctrl-C.", "deploy.local", "up")
-_forward("demo", "Start everything on free ports and answer one prompt.", "deploy.local", "demo")
-_forward("plan", "Compute slots, N and settings from a model's config.", "generator_service.plan")
-_forward("train-reward", "Fit a reward on pairs of answers.", "reward_service.training")
-_forward("cache", "Inspect or empty the answer cache.", "orchestrator.cache.admin")
-_forward("experiment", "Reproduce the paper on your models.", "experiments")
+            _fail(str(error))
+    print(made)
 
 
 def _prompt(system: str, text: str) -> Prompt:
@@ -307,18 +368,21 @@ def _prompt(system: str, text: str) -> Prompt:
 
 def _print_answers(generation: Generation) -> None:
     if len(generation.candidates) == 1:
-        typer.echo(generation.best.text)
+        print(generation.best.text)
         return
     for ranked in generation.candidates:
         vetoed = ", vetoed" if ranked.vetoed else ""
-        typer.echo(f"[{ranked.score:.4f}, candidate {ranked.id}{vetoed}] {ranked.text}")
+        print(f"[{ranked.score:.4f}, candidate {ranked.id}{vetoed}] {ranked.text}")
 
 
-def _description_table(description: ServiceDescription) -> Table:
+def _facts(description: ServiceDescription) -> dict[str, str]:
     generator, slots = description.generator, description.generator.slots
-    rows = {
+    return {
         "model": f"{generator.model} ({generator.device})",
         "fingerprint": generator.fingerprint,
+        "rejection": "none before the end: whole answers (Best-of-N)"
+        if generator.whole_answers
+        else "at decision tokens",
         "context": f"{generator.context_tokens:,} tokens",
         "candidates": f"at most {generator.max_candidates:,}",
         "slots": f"{slots.owned:,} of {slots.capacity:,} owned, {slots.cached:,} cached",
@@ -329,15 +393,6 @@ def _description_table(description: ServiceDescription) -> Table:
         "answers": f"{description.num_answers:,} made, {description.num_degraded:,} degraded,"
         f" {description.num_hurried:,} hurried",
     }
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(Text(name, "dim"), Text(value))
-    return table
-
-
-def main() -> None:
-    """The console entry point."""
-    app()
 
 
 if __name__ == "__main__":

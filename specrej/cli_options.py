@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
+import argparse
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
-from functools import wraps
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional, get_type_hints
-
-import typer
+from typing import Any, get_type_hints
 
 from specrej.contracts import (
     Branching,
@@ -21,6 +19,7 @@ from specrej.contracts import (
     JsonSchema,
     MemorySchedule,
     Normalization,
+    Options,
     Regex,
     Sampling,
     Schedule,
@@ -30,7 +29,7 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.credentials import TOKEN_VARIABLE, Credentials
+from specrej.credentials import TOKEN_VARIABLE, Credentials, credentials_from
 
 BIAS_SYNTAX = "TOKEN=BIAS"
 STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):(TEXT|@FILE)"
@@ -53,7 +52,7 @@ def parse_schedule(text: str) -> Schedule:
             return GeometricSchedule(first=first, factor=factor)
     except ValueError:
         pass
-    raise typer.BadParameter(
+    raise argparse.ArgumentTypeError(
         f"{text!r}: use memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64"
     )
 
@@ -63,7 +62,7 @@ def parse_branching(text: str) -> Branching:
     try:
         return Branching(*(int(value) for value in text.split(",")))
     except (ValueError, TypeError):
-        raise typer.BadParameter(f"{text!r}: use 16,4 (width, keep)") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: use 16,4 (width, keep)") from None
 
 
 def parse_reward(text: str) -> WeightedReward:
@@ -78,7 +77,7 @@ def parse_reward(text: str) -> WeightedReward:
         veto_below = None if veto is None else float(veto)
         return WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: use {REWARD_SYNTAX}") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: use {REWARD_SYNTAX}") from None
 
 
 def parse_bias(text: str) -> TokenBias:
@@ -87,7 +86,7 @@ def parse_bias(text: str) -> TokenBias:
     try:
         return TokenBias(int(token_id), float(bias))
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: use {BIAS_SYNTAX}") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: use {BIAS_SYNTAX}") from None
 
 
 def parse_structured_output(text: str) -> StructuredOutput:
@@ -97,7 +96,7 @@ def parse_structured_output(text: str) -> StructuredOutput:
         try:
             given = Path(given[1:]).read_text()
         except (OSError, UnicodeError) as error:
-            raise typer.BadParameter(f"{given[1:]}: {error}") from None
+            raise argparse.ArgumentTypeError(f"{given[1:]}: {error}") from None
     match kind:
         case "json_object" if not given:
             return JsonObject()
@@ -107,7 +106,7 @@ def parse_structured_output(text: str) -> StructuredOutput:
             return Regex(given)
         case "grammar" if given:
             return Grammar(given)
-    raise typer.BadParameter(f"{text!r}: use {STRUCTURED_SYNTAX}")
+    raise argparse.ArgumentTypeError(f"{text!r}: use {STRUCTURED_SYNTAX}")
 
 
 def _normalization(parts: Mapping[str, str]) -> Normalization:
@@ -122,123 +121,94 @@ def _normalization(parts: Mapping[str, str]) -> Normalization:
             raise ValueError("unknown normalization")
 
 
-def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with a flag per option of a request; its keyword `options` holds those given."""
-    flags = [
-        _flag_of(item, get_type_hints(contract)[item.name])
-        for contract in (Selection, Sampling, GenerationRequest)
-        for item in fields(contract)
-        if "help" in item.metadata
-    ]
-
-    def options_of(**given: Any) -> dict[str, Any]:
-        for name, parse in (("rewards", parse_reward), ("logit_bias", parse_bias)):
-            given[name] = [parse(text) for text in given[name] or ()]
-        return {name: value for name, value in given.items() if value not in (None, [])}
-
-    return _with_flags(command, "options", flags, options_of)
+# Of options that are repeated, or that are no number, text or enumeration.
+_SYNTAX: dict[str, tuple[Callable[[str], object], str]] = {
+    "rewards": (parse_reward, REWARD_SYNTAX),
+    "logit_bias": (parse_bias, BIAS_SYNTAX),
+    "schedule": (parse_schedule, "SCHEDULE"),
+    "branching": (parse_branching, "WIDTH,KEEP"),
+    "structured_output": (parse_structured_output, STRUCTURED_SYNTAX),
+}
 
 
-def _flag_of(item: Field[Any], hint: Any) -> inspect.Parameter:
-    """The flag of one option. Not given: None, so that the server's default applies."""
-    flag, kind = f"--{item.name.replace('_', '-')}", hint
+def add_options(parser: argparse._ArgumentGroup) -> None:
+    """Add a flag per option of a request; a flag that is not given leaves no attribute."""
+    for contract in (Selection, Sampling, GenerationRequest):
+        hints = get_type_hints(contract)
+        for item in fields(contract):
+            if "help" in item.metadata:
+                _add_option(parser, item, hints[item.name])
+
+
+def _add_option(parser: argparse._ArgumentGroup, item: Field[Any], hint: Any) -> None:
     more: dict[str, Any] = {}
-    match item.name:
-        case "rewards":
-            flag, kind, more = "--reward", list[str], {"metavar": REWARD_SYNTAX}
-        case "logit_bias":
-            kind, more = list[str], {"metavar": BIAS_SYNTAX}
-        case "structured_output":
-            kind = JsonObject
-            more = {"parser": parse_structured_output, "metavar": STRUCTURED_SYNTAX}
-        case "schedule":
-            # typer accepts no union as a type; the parser makes the value.
-            kind, more = GeometricSchedule, {"parser": parse_schedule, "metavar": "SCHEDULE"}
-        case "branching":
-            kind, more = Branching, {"parser": parse_branching, "metavar": "WIDTH,KEEP"}
-        case _ if hint == tuple[str, ...]:
-            kind = list[str]
-        case _ if hint == tuple[int, ...]:
-            kind = list[int]
-        case _ if item.default is True:
-            flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    if item.name in _SYNTAX:
+        more["type"], more["metavar"] = _SYNTAX[item.name]
+    elif hint is bool:
+        on_off = argparse.BooleanOptionalAction
+        more["action"] = on_off if item.default else "store_true"
+    elif isinstance(hint, type) and issubclass(hint, Enum):
+        choices = [choice.value for choice in hint]
+        more |= {"type": _choice(hint), "metavar": f"{{{','.join(choices)}}}"}
+    else:
+        more["type"] = {tuple[str, ...]: str, tuple[int, ...]: int}.get(hint, hint)
+    if isinstance(item.default, tuple):
+        more["action"] = "append"
+    flag = "--reward" if item.name == "rewards" else f"--{item.name.replace('_', '-')}"
     names = (flag, "-n") if item.name == "n" else (flag,)
-    annotation: Any = Annotated[
-        Optional[kind],  # noqa: UP045
-        typer.Option(*names, help=item.metadata["help"], **more),
-    ]
-    return inspect.Parameter(
-        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
+    # argparse formats help texts with %.
+    text = item.metadata["help"].replace("%", "%%")
+    parser.add_argument(*names, dest=item.name, default=argparse.SUPPRESS, help=text, **more)
 
 
-def takes_credentials(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the flags of a client's credentials, and the keyword `credentials`."""
-    flags = list(inspect.signature(_credentials, eval_str=True).parameters.values())
-    return _with_flags(command, "credentials", flags, _credentials)
+def _choice(kind: type[Enum]) -> Callable[[str], Enum]:
+    """A parser of an enumeration's values."""
+
+    def parse(text: str) -> Enum:
+        try:
+            return kind(text)
+        except ValueError:
+            values = ", ".join(choice.value for choice in kind)
+            raise argparse.ArgumentTypeError(f"{text!r}: use one of {values}") from None
+
+    return parse
 
 
-def _with_flags(
-    command: Callable[..., None],
-    name: str,
-    flags: list[inspect.Parameter],
-    make: Callable[..., Any],
-) -> Callable[..., None]:
-    """The command with `flags` in place of its keyword `name`; `make` returns that value."""
-    own = inspect.signature(command, eval_str=True)
-
-    @wraps(command)
-    def with_flags(**given: Any) -> None:
-        values = {flag.name: given.pop(flag.name) for flag in flags}
-        command(**given, **{name: make(**values)})
-
-    others = [parameter for parameter in own.parameters.values() if parameter.name != name]
-    as_keywords = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
-    with_flags.__signature__ = own.replace(  # type: ignore[attr-defined]
-        parameters=[*others, *as_keywords]
-    )
-    return with_flags
+def options_of(arguments: argparse.Namespace) -> Options:
+    """The options that were given; for all others the server's defaults apply."""
+    given: Any = _given(arguments, Options)
+    options: Options = given
+    return options
 
 
-def _flag(name: str, variable: str | None, text: str) -> Any:
-    return typer.Option(name, envvar=variable, help=text, rich_help_panel="Credentials")
+def _given(arguments: argparse.Namespace, keys: type) -> dict[str, Any]:
+    return {key: value for key, value in vars(arguments).items() if key in keys.__annotations__}
 
 
-def _credentials(
-    token_file: Annotated[
-        Path | None,
-        _flag(
-            "--token-file",
-            "SPECREJ_TOKEN_FILE",
-            f"File with the token to send; {TOKEN_VARIABLE} holds the token itself.",
-        ),
-    ] = None,
-    tls: Annotated[
-        bool, _flag("--tls", "SPECREJ_TLS", "Use TLS and trust the system's authorities.")
-    ] = False,
-    tls_ca: Annotated[
-        Path | None,
-        _flag("--tls-ca", "SPECREJ_TLS_CA", "Use TLS and trust the authorities in this PEM file."),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None,
-        _flag("--tls-cert", "SPECREJ_TLS_CERT", "PEM file of the client's certificate."),
-    ] = None,
-    tls_key: Annotated[
-        Path | None, _flag("--tls-key", "SPECREJ_TLS_KEY", "PEM file of its key.")
-    ] = None,
-    allow_plaintext_token: Annotated[
-        bool,
-        _flag("--allow-plaintext-token", None, "Send the token to other machines without TLS."),
-    ] = False,
-) -> Credentials:
-    return Credentials(
-        # Not a flag: other users of the machine can read the arguments of a process.
-        token=os.environ.get(TOKEN_VARIABLE, ""),
-        token_file=token_file or "",
-        tls=tls,
-        tls_ca=tls_ca or "",
-        tls_cert=tls_cert or "",
-        tls_key=tls_key or "",
-        allow_plaintext_token=allow_plaintext_token,
-    )
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a client's credentials; see `credentials_of`."""
+    group = parser.add_argument_group("credentials")
+    for flag, text in (
+        ("--token-file", f"file with the token to send; {TOKEN_VARIABLE} holds the token itself"),
+        ("--tls-ca", "use TLS and trust the authorities in this PEM file"),
+        ("--tls-cert", "PEM file of the client's certificate"),
+        ("--tls-key", "PEM file of its key"),
+    ):
+        variable = f"SPECREJ_{flag.strip('-').replace('-', '_').upper()}"
+        text = f"{text} [{variable}]"
+        group.add_argument(flag, metavar="FILE", default=argparse.SUPPRESS, help=text)
+    for flag, text in (
+        ("--tls", "use TLS and trust the system's authorities [SPECREJ_TLS]"),
+        ("--allow-plaintext-token", "send the token to other machines without TLS"),
+    ):
+        group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+
+
+def credentials_of(arguments: argparse.Namespace) -> Credentials:
+    """The credentials of the flags, and those of environment variables for flags not given.
+
+    The token itself has no flag: other users of the machine can read the arguments of a process.
+    """
+    given: Any = {**credentials_from(os.environ), **_given(arguments, Credentials)}
+    credentials: Credentials = given
+    return credentials

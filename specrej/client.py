@@ -2,25 +2,27 @@
 
 They build messages from plain arguments, return the contract's values and raise the exceptions of
 `errors.py`. Validation is the server's, which reports all violations at once. An omitted argument
-stays absent on the wire, so that the server's default applies.
+stays absent on the wire, so that the server's default applies. Calls are traced if OpenTelemetry
+(the extra `telemetry`) is installed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import random
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specrej import telemetry, wire
+from specrej import wire
 from specrej.channel import open_channel
 from specrej.contracts import (
     Event,
@@ -62,6 +64,8 @@ from specrej.v1 import (
 
 _ORCHESTRATOR = "specrej.v1.OrchestratorService"
 _REWARD = "specrej.v1.RewardService"
+
+_TRACED = importlib.util.find_spec("opentelemetry") is not None
 
 # One user turn, a whole prompt, or a conversation.
 PromptLike = str | Prompt | Sequence[Message]
@@ -196,7 +200,7 @@ class _Connection:
             except SpecrejError as error:
                 await attempts.after(error)
 
-    def _metadata(self, span: telemetry.ClientSpan, token: str, metadata: Metadata) -> Metadata:
+    def _metadata(self, span: _Span, token: str, metadata: Metadata) -> Metadata:
         """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext."""
         if not token:
             return (*span.metadata, *metadata)
@@ -400,10 +404,34 @@ def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
     return wire.to_message(prompt, common_pb2.Prompt)
 
 
+class _Span(Protocol):
+    """The span of a call; see `specrej.telemetry.ClientSpan`."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]: ...
+
+    def end(self, code: str) -> None: ...
+
+
+class _NoSpan:
+    metadata = ()
+
+    def end(self, code: str) -> None:
+        pass
+
+
+def _span_of(method: str) -> _Span:
+    if not _TRACED:
+        return _NoSpan()
+    from specrej import telemetry
+
+    return telemetry.ClientSpan(method)
+
+
 @contextmanager
-def _calling(method: str) -> Iterator[telemetry.ClientSpan]:
+def _calling(method: str) -> Iterator[_Span]:
     """One call with its span; a failure is raised as a SpecrejError."""
-    span = telemetry.ClientSpan(method)
+    span = _span_of(method)
     try:
         yield span
         span.end(grpc.StatusCode.OK.name)

@@ -53,15 +53,21 @@ def credentials_from(environment: Mapping[str, str]) -> Credentials:
 
 @dataclass(frozen=True, slots=True)
 class PEM:
-    """The contents of TLSFiles; the key is neither compared nor printed.
-
-    `expires` is the first end of a certificate of the chain, in seconds since the epoch.
-    """
+    """The contents of TLSFiles; the key is neither compared nor printed."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False, compare=False)
     ca: bytes | None
-    expires: float = math.inf
+
+    @property
+    def expires(self) -> float:
+        """The first end of a certificate of the chain, in seconds since the epoch."""
+        if self.cert is None:
+            return math.inf
+        from cryptography import x509  # only servers report it
+
+        chain = x509.load_pem_x509_certificates(self.cert)
+        return min(certificate.not_valid_after_utc.timestamp() for certificate in chain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ class TLSFiles:
             _check_authorities(context, ca, self.ca)
         if self.cert and self.key:
             _check_pair(context, self.cert, self.key)
-        return PEM(cert, key, ca, _expires(cert) if cert else math.inf)
+        return PEM(cert, key, ca)
 
     def watch(self) -> ReloadingFile[PEM]:
         """The current contents."""
@@ -139,13 +145,6 @@ def _check_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
         raise ValueError(
             f"{cert} and {key} must be a PEM certificate and its key, without a password"
         ) from None
-
-
-def _expires(chain: bytes) -> float:
-    from cryptography import x509  # only programs with certificates load it
-
-    certificates = x509.load_pem_x509_certificates(chain)
-    return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
 
 
 def tls_files(given: Credentials) -> TLSFiles | None:

@@ -1,14 +1,11 @@
-"""Display a running request: a table of its rounds on a terminal, a line per round in a pipe.
-
-Pure functions turn traces into text; `watch` feeds them with events.
-"""
+"""Display a running request: a table of its rounds on a terminal, a line per round in a pipe."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,64 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specrej.contracts import Admitted, Event, Finished, Generation, RoundCompleted, RoundTrace
+from specrej.plain_view import follow, round_texts, summary_line, survivors_bar
 
-BAR_CELLS = 16
 _PREVIEW_CHARACTERS = 160
-_MINUS = "\N{MINUS SIGN}"
-
-
-class RoundTexts(NamedTuple):
-    """One round in words, for a table's cells or a line."""
-
-    number: str
-    token: str  # the decision token
-    alive: str  # live candidates before and after
-    finished: str  # candidates that finished in it
-    best: str  # the best reward so far
-    slots: str  # slots in use at the decision token, and what the cut freed
-    speed: str
-
-
-def round_texts(trace: RoundTrace) -> RoundTexts:
-    """A round's numbers as they are shown."""
-    freed = f" ({_MINUS}{trace.freed_slots:,})" if trace.freed_slots else ""
-    forks = f" ({len(trace.forks)} forks)" if trace.forks else ""
-    vetoed = f" ({trace.num_vetoed} vetoed)" if trace.num_vetoed else ""
-    return RoundTexts(
-        number=str(trace.number),
-        token=str(trace.decision_token),
-        alive=f"{trace.num_started}→{trace.num_live}{forks}{vetoed}",
-        finished=str(trace.num_finished or ""),
-        best=f"{trace.best_score:.3f}",
-        slots=f"{trace.session_slots:,}{freed}",
-        speed=f"{tokens_per_s(trace):,.0f} tok/s",
-    )
-
-
-def tokens_per_s(trace: RoundTrace) -> float:
-    """Tokens of all candidates per second of the round's extend."""
-    return 1000 * trace.generated_tokens / trace.extend_ms if trace.extend_ms else 0.0
-
-
-def survivors_bar(trace: RoundTrace, n: int) -> tuple[str, str, str]:
-    """A bar of `n` candidates in three parts: alive, lost or finished in this round, gone before.
-
-    At least one cell is alive if a candidate is, however many there were.
-    """
-    total = max(n, trace.num_started, 1)
-    alive = _cells(trace.num_live, total)
-    started = max(alive, _cells(trace.num_started, total))
-    return "█" * alive, "▒" * (started - alive), "░" * (BAR_CELLS - started)
-
-
-def plain_line(trace: RoundTrace, n: int) -> str:
-    """A round as one line of plain text."""
-    texts = round_texts(trace)
-    finished = f"  finished {texts.finished}" if texts.finished else ""
-    return (
-        f"round {texts.number}  {''.join(survivors_bar(trace, n))}  token {texts.token}"
-        f"  alive {texts.alive}{finished}  best {texts.best}  slots {texts.slots}  {texts.speed}"
-    )
 
 
 def rounds_table(traces: list[RoundTrace], n: int) -> Table:
@@ -99,27 +41,6 @@ def rounds_table(traces: list[RoundTrace], n: int) -> Table:
             f"[dim]{texts.speed}",
         )
     return table
-
-
-def summary_line(generation: Generation) -> str:
-    """What an answer cost, in one line."""
-    usage, seconds = generation.usage, generation.timings.total_ms / 1000
-    made = f"{usage.generated_tokens:,} tokens in {seconds:.1f} s"
-    compared = f"best-of-{generation.n} about {usage.best_of_n_tokens_estimate:,}"
-    flags = [
-        name for name in ("cached", "degraded", "hurried", "reduced") if getattr(generation, name)
-    ]
-    noted = f"  [{', '.join(flags)}]" if flags else ""
-    return f"reward {generation.best.score:.3f}  {made}, {compared}{saved_text(generation)}{noted}"
-
-
-def saved_text(generation: Generation) -> str:
-    """The share of Best-of-N's tokens that were not made, such as " (-61 %)"; may be empty."""
-    usage = generation.usage
-    if usage.best_of_n_tokens_estimate <= usage.generated_tokens:
-        return ""
-    saved = 1 - usage.generated_tokens / usage.best_of_n_tokens_estimate
-    return f" ({_MINUS}{saved:.0%})"
 
 
 @dataclass
@@ -165,28 +86,14 @@ async def watch(events: AsyncGenerator[Event, None], console: Console) -> Genera
 
     Leaving early closes the stream, which cancels the request.
     """
+    if not console.is_terminal:
+        write = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        return await follow(events, write)
     view = RoundsView()
-    live = Live(view, console=console, refresh_per_second=8) if console.is_terminal else None
     async with aclosing(events):
-        with live or nullcontext():
+        with Live(view, console=console, refresh_per_second=8):
             async for event in events:
                 view.add(event)
-                if not live:
-                    _print_line(event, view.n, console)
     if view.answer is None:
         raise RuntimeError("the stream ended without an answer")
     return view.answer
-
-
-def _print_line(event: Event, n: int, console: Console) -> None:
-    line = ""
-    if isinstance(event, RoundCompleted):
-        line = plain_line(event.trace, n)
-    elif isinstance(event, Finished):
-        line = summary_line(event.generation)
-    if line:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _cells(candidates: int, total: int) -> int:
-    return max(round(BAR_CELLS * candidates / total), int(candidates > 0))

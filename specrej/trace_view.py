@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from rich.bar import Bar as BlockBar
 from rich.console import Group, RenderableType
@@ -21,10 +20,10 @@ from specrej.contracts import (
     RecordedRound,
     RequestRecord,
 )
+from specrej.plain_view import MINUS, cost, parameters, time_totals, title
 
 _LEAST_SPAN_MS = 1e-3  # of a time axis
 _LEAST_SHARE = 0.01  # of a time axis, for a bar
-_MINUS = "\N{MINUS SIGN}"
 _STRIP_CELLS = 32
 
 _COLORS = {
@@ -43,11 +42,6 @@ _MARKS = {
     Fate.FINISHED: ("◆", "cyan"),
 }
 _ANSWER = ("★", "bold yellow")
-_SOURCES = {
-    AnswerSource.RUN: "generated for this request",
-    AnswerSource.CACHE: "from the cache",
-    AnswerSource.FLIGHT: "generated for an equal, concurrent request",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +176,7 @@ def rounds_table(record: RequestRecord) -> Table:
     table.add_column(f"{low}{between}{high}", width=_STRIP_CELLS, no_wrap=True)
     for done in record.rounds:
         trace = done.trace
-        freed = f" {_MINUS}{trace.freed_slots:,}" if trace.freed_slots else ""
+        freed = f" {MINUS}{trace.freed_slots:,}" if trace.freed_slots else ""
         table.add_row(
             str(trace.number),
             str(trace.decision_token),
@@ -193,51 +187,6 @@ def rounds_table(record: RequestRecord) -> Table:
             strip(trace.candidates, ends, answer_id),
         )
     return table
-
-
-def title(record: RequestRecord) -> str:
-    """The request's id, time, outcome and source."""
-    took = f"{record.elapsed_ms / 1000:,.3f} s"
-    state = f"{record.outcome} in {took}" if record.outcome else f"running, for {took} so far"
-    source = f", {_SOURCES[record.source]}" if record.source else ""
-    arrived = datetime.fromtimestamp(record.started_unix_s).astimezone()
-    return f"{record.request_id}  {arrived:%Y-%m-%d %H:%M:%S}  {state}{source}"
-
-
-def parameters(record: RequestRecord) -> str:
-    """The parameters of the request."""
-    chosen = record.selection
-    rewards = "+".join(
-        reward.name if reward.weight == 1 else f"{reward.weight:g}*{reward.name}"
-        for reward in chosen.rewards
-    )
-    n = f"{record.n or chosen.n or 'as many as fit'} candidates"
-    prompt = f", prompt of {record.prompt_tokens} tokens" if record.prompt_tokens else ""
-    algorithm = f"{chosen.algorithm.value} by {rewards}"
-    return f"{n}, at most {record.max_tokens} tokens each{prompt}, {algorithm}"
-
-
-def time_totals(record: RequestRecord) -> str:
-    """The total time of each phase of the rounds."""
-    parts = []
-    for name in ("extend", "score", "prune"):
-        spent = sum(getattr(recorded.trace, f"{name}_ms") for recorded in record.rounds)
-        parts.append(f"{name} {spent:,.1f} ms")
-    return f"{len(record.rounds)} rounds: {', '.join(parts)}"
-
-
-def cost(record: RequestRecord) -> str:
-    """The answer's reward and cost; empty without an answer."""
-    usage = record.usage
-    if usage is None:
-        return ""
-    made = f"{usage.generated_tokens:,} tokens made"
-    compared = f"best-of-{record.n} about {usage.best_of_n_tokens_estimate:,}"
-    flags = [degradation.value for degradation in record.degradations]
-    flags += ["hurried"] if record.hurried else []
-    noted = f"  [{', '.join(flags)}]" if flags else ""
-    read = f"{usage.reward_tokens:,} read by rewards"
-    return f"reward {record.score:.3f}, {made}, {compared}, {read}{noted}"
 
 
 def drawing(record: RequestRecord) -> RenderableType:

@@ -1,9 +1,10 @@
 """Installs the packages of an image by hash and lists them in a bill of materials.
 
 `python install.py LOCK EXTRA...`, in the environment to install into, with pip and cyclonedx-py on
-the path. Package names come from pyproject.toml (its dependencies and those extras), versions and
-hashes from the lock: pip refuses a package without them. Packages that are installed already, such
-as torch, are kept. Only wheels are used: no code of a package runs.
+the path. Package names come from pyproject.toml and server/pyproject.toml (the dependencies of both
+and those extras of the second), versions and hashes from the lock: pip refuses a package without
+them. Packages that are installed already, such as torch, are kept. Only wheels are used: no code of
+a package runs.
 """
 
 from __future__ import annotations
@@ -17,19 +18,29 @@ from pathlib import Path
 
 def main(lock: str, *extras: str) -> None:
     """Install and list the packages."""
-    project = Path("pyproject.toml")
+    root = Path()
     pip = ("pip", "--python", sys.executable, "install", "--no-cache-dir", "--only-binary=:all:")
     locked = ("--require-hashes", f"--constraint={lock}")
-    subprocess.run([*pip, *locked, *requirements(project, extras)], check=True)
-    sbom = ("--output-reproducible", f"--pyproject={project}", f"-o={sys.prefix}/sbom.cdx.json")
+    subprocess.run([*pip, *locked, *requirements(root, extras)], check=True)
+    sbom = (
+        "--output-reproducible",
+        f"--pyproject={root / 'pyproject.toml'}",
+        f"-o={sys.prefix}/sbom.cdx.json",
+    )
     subprocess.run(["cyclonedx-py", "environment", *sbom, sys.executable], check=True)
 
 
-def requirements(project: Path, extras: Iterable[str]) -> list[str]:
-    """Return the project's dependencies and those of the extras."""
-    declared = tomllib.loads(project.read_text())["project"]
-    groups = (declared["optional-dependencies"][extra] for extra in extras)
-    return [*declared["dependencies"], *(package for group in groups for package in group)]
+def requirements(root: Path, extras: Iterable[str]) -> list[str]:
+    """Return the dependencies of client and services and those of the services' extras."""
+    client, server = (
+        tomllib.loads((root / folder / "pyproject.toml").read_text()) for folder in ("", "server")
+    )
+    declared = [
+        *client["project"]["dependencies"],
+        *server["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"],
+        *(name for extra in extras for name in server["project"]["optional-dependencies"][extra]),
+    ]
+    return [name for name in declared if not name.startswith("specrej")]
 
 
 if __name__ == "__main__":

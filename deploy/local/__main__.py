@@ -2,71 +2,112 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
-from deploy.local import demo as demonstration
+from deploy.local import demo, models
 from deploy.local.processes import ProcessError
 from deploy.local.stack import Ports, Stack
 from specrej.cli import note, run_to_end
 from specrej.credentials import credentials_from
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _DEFAULT = Ports()
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
+def main() -> None:
+    """Run one of the two commands.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    parser = argparse.ArgumentParser(prog="specrej")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_up(commands)
+    text = "Start everything on free ports, answer one prompt, stop everything."
+    shown = commands.add_parser("demo", help=text, description=text)
+    prompt = os.environ.get("SPECREJ_PROMPT") or demo.PROMPT
+    shown.add_argument("--prompt", default=prompt, help="what to answer [SPECREJ_PROMPT]")
+    shown.add_argument(
+        "--hold",
+        action=argparse.BooleanOptionalAction,
+        help="keep the page that replays it until Ctrl-C; default: on a terminal",
+    )
+    shown.set_defaults(work=_demo)
+    given = parser.parse_args()
     try:
-        run_to_end(work)
+        models.prepare(note)
+        run_to_end(given.work(given))
     except ProcessError as error:
         note(f"specrej: {error}")
-        raise typer.Exit(1) from None
+        raise SystemExit(1) from None
 
 
-@app.command()
-def up(
-    port: Annotated[int, typer.Option(help="The orchestrator's port.")] = _DEFAULT.orchestrator,
-    generator_port: Annotated[int, typer.Option()] = _DEFAULT.generator,
-    reward_port: Annotated[int, typer.Option()] = _DEFAULT.reward,
-    redis_port: Annotated[int, typer.Option()] = _DEFAULT.redis,
-    gateway_port: Annotated[
-        int, typer.Option(envvar="SPECREJ_GATEWAY_PORT", help="The port of OpenAI's API.")
-    ] = _DEFAULT.gateway,
-    metrics_port: Annotated[
-        int,
-        typer.Option(help="The first of four: orchestrator, generator, reward service, gateway."),
-    ] = _DEFAULT.metrics_orchestrator,
-    orchestrators: Annotated[
-        int, typer.Option(min=1, help="Number of orchestrators; all but the first on free ports.")
-    ] = 1,
-    generators: Annotated[int, typer.Option(min=1, help="Number of generators, likewise.")] = 1,
-    reward_services: Annotated[
-        int, typer.Option(min=1, help="Number of reward services, likewise.")
-    ] = 1,
-    log_dir: Annotated[Path | None, typer.Option(help="Keep logs in this directory.")] = None,
-) -> None:
-    """Run the whole service on this machine until Ctrl-C."""
-    metrics = range(metrics_port, metrics_port + 4)
-    ports = (port, generator_port, reward_port, redis_port, *metrics[:3], gateway_port, metrics[3])
-    stack = Stack(
-        Ports(*ports),
-        log_dir=log_dir,
+def _add_up(commands: Any) -> None:
+    text = "Run the whole service on this machine until Ctrl-C."
+    parser = commands.add_parser("up", help=text, description=text)
+    gateway_port = os.environ.get("SPECREJ_GATEWAY_PORT") or _DEFAULT.gateway
+    for flag, port, text in (
+        ("--port", _DEFAULT.orchestrator, "of the orchestrator"),
+        ("--generator-port", _DEFAULT.generator, "of the generator"),
+        ("--reward-port", _DEFAULT.reward, "of the reward service"),
+        ("--redis-port", _DEFAULT.redis, "of the cache"),
+        ("--gateway-port", gateway_port, "of OpenAI's API [SPECREJ_GATEWAY_PORT]"),
+        (
+            "--metrics-port",
+            _DEFAULT.metrics_orchestrator,
+            "the first of four: orchestrator, generator, reward service, gateway",
+        ),
+    ):
+        parser.add_argument(flag, type=int, default=port, help=f"{text}; default {port}")
+    for flag in ("--orchestrators", "--generators", "--reward-services"):
+        text = "number of processes; all but the first on free ports"
+        parser.add_argument(flag, type=_count, default=1, help=text)
+    parser.add_argument("--log-dir", type=Path, help="keep logs in this directory")
+    parser.set_defaults(work=_up)
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return count
+
+
+def _stack(given: argparse.Namespace) -> Stack:
+    metrics = range(given.metrics_port, given.metrics_port + 4)
+    return Stack(
+        Ports(
+            orchestrator=given.port,
+            generator=given.generator_port,
+            reward=given.reward_port,
+            redis=given.redis_port,
+            metrics_orchestrator=metrics[0],
+            metrics_generator=metrics[1],
+            metrics_reward=metrics[2],
+            gateway=given.gateway_port,
+            metrics_gateway=metrics[3],
+        ),
+        log_dir=given.log_dir,
         credentials=credentials_from(os.environ),
-        orchestrators=orchestrators,
-        generators=generators,
-        reward_services=reward_services,
+        orchestrators=given.orchestrators,
+        generators=given.generators,
+        reward_services=given.reward_services,
         gateway=True,
     )
-    _run(_up(stack))
 
 
-async def _up(stack: Stack) -> None:
+async def _demo(given: argparse.Namespace) -> None:
+    console = Console()
+    holds = console.is_terminal if given.hold is None else given.hold
+    await demo.run(given.prompt, console, holds=holds)
+
+
+async def _up(given: argparse.Namespace) -> None:
+    stack = _stack(given)
     note("starting valkey, generator, reward service, orchestrator and gateway")
     async with stack:
         note(
@@ -90,20 +131,5 @@ async def _up(stack: Stack) -> None:
             note("stopping")  # Ctrl-C and SIGTERM are the normal end of this command
 
 
-@app.command()
-def demo(
-    prompt: Annotated[
-        str, typer.Option(envvar="SPECREJ_PROMPT", help="What to answer.")
-    ] = demonstration.PROMPT,
-    hold: Annotated[
-        bool | None,
-        typer.Option(help="Keep the page that replays it until Ctrl-C; default: on a terminal."),
-    ] = None,
-) -> None:
-    """Start everything on free ports, answer one prompt, stop everything."""
-    console = Console()
-    _run(demonstration.run(prompt, console, holds=console.is_terminal if hold is None else hold))
-
-
 if __name__ == "__main__":
-    app(prog_name="specrej")
+    main()

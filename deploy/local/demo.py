@@ -20,7 +20,8 @@ from specrej.client import Client, Options
 from specrej.contracts import Generation, GeometricSchedule
 from specrej.credentials import Credentials, credentials_from
 from specrej.errors import InternalError, SpecrejError
-from specrej.rounds_view import saved_text, watch
+from specrej.plain_view import saved_text
+from specrej.rounds_view import watch
 
 PROMPT = "Give three tips for staying focused while studying."
 OPTIONS = Options(

@@ -127,8 +127,8 @@ class Planner:
         selection = request.selection
         most = _most_candidates(request, generator)
         raise_if_any(check_top_logprobs(request.sampling, most))
-        if selection.algorithm is Algorithm.BEST_OF_N:
-            selection = replace(selection, alpha=0.0)
+        if generator.whole_answers or selection.algorithm is Algorithm.BEST_OF_N:
+            selection = replace(selection, algorithm=Algorithm.BEST_OF_N, alpha=0.0)
         has_no_rewards = False
         try:
             rewards, reward_fingerprint = await self._rewards_of(selection, most)

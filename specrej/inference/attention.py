@@ -107,7 +107,7 @@ def attend(
     applies to the scores is added to `seen`.
 
     Raises:
-        NotImplementedError: the model uses attention sinks.
+        NotImplementedError: the model uses attention sinks, or compressed keys and values.
     """
     if s_aux is not None:
         raise NotImplementedError("attention sinks are not supported")
@@ -115,6 +115,8 @@ def attend(
     if seen is not None:
         seen.append(scaled)
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if key.shape[-1] != value.shape[-1]:
+        raise NotImplementedError("keys and values of different sizes are not supported")
     output = attend_rows(layer, (query[0], key[0], value[0]), segments, scaled, decoder)
     return output.unsqueeze(0), None
 

@@ -15,9 +15,14 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specrej.inference import attention
-from specrej.inference.attention import Decoder, Segment
-from specrej.inference.kv import KVShape
+from specrej.inference.attention import Decoder, PrefillSegment, Segment
+from specrej.inference.kv import KVShape, PromptKV
 from specrej.inference.sizes import ModelSizes
+
+# Of the trial that compares a model's outputs with ours: tokens, and differences in parts of the
+# largest output, in float32 and in types of two bytes.
+_TRIAL_TOKENS = 5
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 
 AttentionInterface.register(attention.NAME, attention.attend)
 
@@ -32,11 +37,11 @@ class SegmentedModel:
         """Takes over `model`: its attention becomes ours.
 
         Raises:
-            ValueError: its layers do not all keep plain keys and values, or see what comes later.
+            ValueError: its layers do not all keep plain keys and values, or see what comes later,
+                or its attention is not transformers' common one.
         """
         if not all(getattr(module, "is_causal", True) for module in model.modules()):
             raise ValueError("must be decoder-only, its tokens see those after them")
-        model.set_attn_implementation(attention.NAME)
         self._model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ()) - {
@@ -54,6 +59,7 @@ class SegmentedModel:
             device=model.device,
         )
         self._decoder: Callable[[Sequence[Segment]], Decoder | None] | None = None
+        self._take_over_attention(model)
         self._speed_up()
 
     @property
@@ -96,6 +102,33 @@ class SegmentedModel:
             decoder=self._decoder(segments) if self._decoder else None,
             **options,
         )
+
+    @torch.inference_mode()
+    def _take_over_attention(self, model: PreTrainedModel) -> None:
+        """Replace the model's attention; what comes out must stay the same.
+
+        Raises:
+            ValueError: it does not, or the model's attention cannot be replaced.
+        """
+        token_ids = [number % self.sizes.vocabulary for number in range(1, _TRIAL_TOKENS + 1)]
+        positions = list(range(_TRIAL_TOKENS))
+        plain = torch.tensor([token_ids], device=model.device)
+        has_weights = model.device.type != "meta"
+        expected = model(input_ids=plain, use_cache=False)[0] if has_weights else None
+        model.set_attn_implementation(attention.NAME)
+        if model.config.get_text_config()._attn_implementation != attention.NAME:
+            raise ValueError("its attention is its own, not transformers' common one")
+        if expected is None:
+            return
+        segment = PrefillSegment((PromptKV(self.shape, _TRIAL_TOKENS),), 0, 0, _TRIAL_TOKENS)
+        try:
+            actual = self._run(model, token_ids, positions, [segment])[0]
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"its attention cannot be replaced: {error}") from error
+        largest = expected.abs().max().item()
+        tolerance = largest * (_TOLERANCE if model.dtype.itemsize >= 4 else _HALF_TOLERANCE)
+        if not torch.allclose(actual, expected, rtol=0, atol=tolerance):
+            raise ValueError("its attention does more than scores, soft caps and windows")
 
     def _speed_up(self) -> None:
         """Replace what is slow with few rows, where there is something faster for the device."""

@@ -615,6 +615,7 @@ class GeneratorServiceDescribeResponse(_message.Message):
     AUTO_CANDIDATES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CAN_FORK_FIELD_NUMBER: _builtins.int
+    WHOLE_ANSWERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
@@ -637,6 +638,10 @@ class GeneratorServiceDescribeResponse(_message.Message):
     """Most candidates of a session whose n is 0."""
     can_fork: _builtins.bool
     """Whether it forks candidates."""
+    whole_answers: _builtins.bool
+    """Whether every candidate ends in its first round, whatever `until_tokens` is: there is no early
+    rejection, and requests run as Best-of-N.
+    """
     @_builtins.property
     def slots(self) -> _common_pb2.SlotGauge:
         """Slots now."""
@@ -661,10 +666,11 @@ class GeneratorServiceDescribeResponse(_message.Message):
         auto_candidates: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         can_fork: _builtins.bool = ...,
+        whole_answers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

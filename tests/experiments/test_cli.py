@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from experiments import live
 from experiments.__main__ import main
 from experiments.commands import by_length
 from experiments.trajectories import Trajectories, load
-from specrej.cli import app
+from specrej import cli
 from specrej.contracts import Generation
 
 TOYS = {
@@ -85,7 +84,7 @@ def test_run_writes_everything(
 def test_specrej_becomes_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
-    assert CliRunner().invoke(app, ["experiment", "run", "--n", "8"]).exit_code == 0
+    cli.main(["experiment", "run", "--n", "8"])
     assert commands == [(sys.executable, "-m", "experiments", "run", "--n", "8")]
 
 
@@ -107,7 +106,9 @@ def test_collect_adds_missing_prompts_to_equal_settings(
     )
 
 
-def test_installed_wheel_refuses_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_wheel_refuses_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The package `experiments` is in a source checkout only."""
     find_spec = importlib.util.find_spec
 
@@ -115,9 +116,9 @@ def test_installed_wheel_refuses_with_the_way_out(monkeypatch: pytest.MonkeyPatc
         return None if name == "experiments" else find_spec(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", without_experiments)
-    result = CliRunner().invoke(app, ["experiment", "run"])
-    assert result.exit_code == 1
-    assert "run this command in the repository" in " ".join(result.output.split())
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["experiment", "run"])
+    assert "run this command in the repository" in capsys.readouterr().err
 
 
 def test_settings_are_replayed_and_recommended(run: Run, collected: Path) -> None:

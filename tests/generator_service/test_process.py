@@ -108,7 +108,7 @@ def test_cuda_without_vllm_is_one_line_that_says_what_to_install(
         main()
     message = str(ended.value.code)
     assert message.startswith("generator: the engine on CUDA is vLLM")
-    assert "pip install 'specrej[models,vllm]'" in message
+    assert "pip install 'specrej-server[models,vllm]'" in message
     assert "\n" not in message
 
 

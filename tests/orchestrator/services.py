@@ -90,6 +90,7 @@ class HeldGenerator:
         self.salts: list[str] = []
         self.adapters: tuple[str, ...] = ()
         self.can_fork = True
+        self.whole_answers = False
         self.opened_adapters: list[str] = []
         self.times_left_s: list[float | None] = []
         self.gates = {verb: Gate() for verb in ("describe", "open", "extend", "prune", "close")}
@@ -117,7 +118,12 @@ class HeldGenerator:
     async def describe(self) -> GeneratorDescription:
         await self.gates["describe"].passed()
         described = await self.toy.describe()
-        return replace(described, adapters=self.adapters, can_fork=self.can_fork)
+        return replace(
+            described,
+            adapters=self.adapters,
+            can_fork=self.can_fork,
+            whole_answers=self.whole_answers,
+        )
 
     @property
     def is_idle(self) -> bool:

@@ -168,3 +168,19 @@ async def test_branching_needs_a_generator_that_forks(cached_service: Whole) -> 
     cached_service.generator.can_fork = False
     error = await refusal(cached_service, small_request(selection=branching | {"n": 5}))
     assert [*violations_of(error)] == ["selection.branching"]
+
+
+async def test_whole_answers_are_best_of_n(cached_service: Whole) -> None:
+    """Guards against a trace of rejections that a generator without early rejection cannot make,
+    and an answer that is stored under a plan that was not carried out."""
+    cached_service.generator.whole_answers = True
+    generation = await answer(cached_service, small_request(selection={"n": 6}))
+    assert [trace.num_rejected for trace in generation.rounds] == [0]
+    record = await cached_service.stub.GetRecord(
+        pb.GetRecordRequest(request_id=generation.request_id)
+    )
+    assert record.record.selection.algorithm == pb.ALGORITHM_BEST_OF_N
+    best_of_n = {"n": 6, "algorithm": pb.ALGORITHM_BEST_OF_N}
+    assert (await answer(cached_service, small_request(selection=best_of_n))).cached
+    described = await cached_service.stub.Describe(pb.OrchestratorServiceDescribeRequest())
+    assert described.generator.whole_answers

@@ -49,7 +49,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
     async def run(*arguments: str) -> tuple[str, str]:
         capsys.readouterr()
-        cli.app(arguments, standalone_mode=False)
+        cli.main(arguments)
         if works:
             await works.pop()
         output = capsys.readouterr()

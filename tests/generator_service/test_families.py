@@ -1,0 +1,80 @@
+"""Model families, from their files to logits; those that cannot work are refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from generator_service.engine import Engine
+from generator_service.model import CausalLM
+from generator_service.text import Text
+from specrej.contracts import Message, Prompt
+from tests.generator_service import families, tiny
+from tests.generator_service.stepping import PROMPT, Recorder, admitted, grown
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+@pytest.mark.parametrize("name", families.SUPPORTED)
+def test_logits_equal_plain_transformers(name: str, tmp_path: Path) -> None:
+    """Three rounds and two cuts on a model that was loaded from its files."""
+    directory = families.save(name, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = Recorder(CausalLM.load(directory, "cpu"))
+    engine = Engine(model, 2000, prefill_chunk=7)
+    session_id = admitted(engine, n=6)
+    for until, keep in ((8, {0, 2, 5}), (16, {2, 5})):
+        grown(engine, session_id, until)
+        engine.prune(session_id, keep)
+    for row, prefix in enumerate(grown(engine, session_id).prefixes):
+        tiny.check_candidate(reference, PROMPT, prefix, model.passes[-1].logits[row], 1e-3)
+    assert model.eos_ids == {families.END, families.END_OF_TURN}
+
+
+def test_the_chat_template_is_that_of_the_files(tmp_path: Path) -> None:
+    """Guards against another format than the model was trained with, and a lost end of turn."""
+    directory = families.save("Llama 3", tmp_path)
+    text = Text.load(directory, CausalLM.load(directory, "cpu").eos_ids)
+    rendered = text.encode(Prompt(messages=(Message("system", "be"), Message("user", "hi"))))
+    assert text.decode(rendered) == "<system>be<user>hi<a>"
+    assert rendered.count(families.END) == 2 and 1 not in rendered
+    hi = text.encode(Prompt(text="hi"))[1:]
+    assert text.decode([*hi, families.END_OF_TURN]) == text.decode(hi) == "hi"
+    assert text.decode([*hi, families.END_OF_TURN, *hi]) != "hi"
+    (directory / "generation_config.json").unlink()
+    assert CausalLM.load(directory, "cpu").eos_ids == {families.END}
+
+
+def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
+    """Guards against random numbers in their place, with a warning in the log."""
+    directory = families.save("Llama 3", tmp_path)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.norm.weight"]
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
+        CausalLM.load(directory, "cpu")
+
+
+@pytest.mark.parametrize("name", families.REFUSED)
+def test_a_family_that_cannot_work_is_refused(name: str, tmp_path: Path) -> None:
+    """Guards against wrong tokens, and errors at the first request: Bloom's and Falcon's attention
+    stayed their own, and candidates saw each other."""
+    directory = families.save(name, tmp_path)
+    kind = json.loads((directory / "config.json").read_text())["model_type"]
+    with pytest.raises(ValueError, match=f"^model_type {kind}: .*{families.REFUSED[name][2]}"):
+        CausalLM.load(directory, "cpu")
+
+
+def test_the_page_lists_the_families() -> None:
+    """Guards against families that are named and not tested."""
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    listed = re.search(r"within 1e-3 of each logit: (.+?)\. ", page)
+    assert listed and listed[1] == "; ".join(families.SUPPORTED)

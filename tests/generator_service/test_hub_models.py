@@ -1,0 +1,140 @@
+"""Models of a hub and of a GGUF file, from a name to answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from generator_service.loading import load_generator
+from generator_service.settings import GeneratorSettings
+from reward_service.reward import score
+from specrej import hub
+from specrej.contracts import Prompt, Sampling, SessionSpec
+from tests import hub as hubs
+from tests.generator_service import families
+from tests.reward_service.tiny import load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SPEC = SessionSpec(Prompt(text="hello"), 1, Sampling(max_tokens=8, temperature=0.0), 8)
+
+
+async def tokens_of(model: str, name: str) -> tuple[int, ...]:
+    """The greedy tokens of a generator's answer, once it has described itself by `name`."""
+    generator = load_generator(GeneratorSettings(model=model, device="cpu", kv_slots=500))
+    try:
+        assert (await generator.describe()).model == name
+        async with generator.open(SPEC) as session:
+            (candidate,) = (await session.extend(8)).candidates
+        return candidate.new_token_ids
+    finally:
+        generator.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.save("Llama 3", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def fetched(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a model that `specrej pull` fetched."""
+    with hubs.running() as server:
+        server.add("tiny/llama", directory, "v1")
+        variables = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "specrej.cli", "pull", "tiny/llama@v1"]
+        subprocess.run(command, env={**os.environ, **variables}, check=True, timeout=60)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    yield "tiny/llama@v1"
+
+
+async def test_a_generator_and_a_reward_by_name(directory: Path, fetched: str) -> None:
+    """Guards against other weights than the directory's, and a name that only one service takes."""
+    assert await tokens_of(fetched, "tiny/llama") == await tokens_of(str(directory), directory.name)
+    rewards = [load("likelihood", source) for source in (Path(fetched), directory)]
+    named, local = (score(reward, SPEC.prompt, ["some text"]).values for reward in rewards)
+    assert named == local
+    assert rewards[0].fingerprint == rewards[1].fingerprint
+
+
+def small_llama() -> Any:
+    torch.manual_seed(1)
+    config = LlamaConfig(**families._SIZES | {"num_hidden_layers": 2, "head_dim": 8})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def write_gguf(model: Any, path: Path) -> None:
+    """A Llama with two layers as llama.cpp's converter writes it."""
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    first, second, *others = (chr(256 + n) for n in range(config.vocab_size - 4))
+    tokens = ["<pad>", "<s>", "</s>", first, second, *others, first + second]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    writer.add_token_merges([f"{first} {second}"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for key, tensor in model.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        for part, count in heads.items():
+            if part in key:  # rotated in pairs of neighbours
+                halves = tensor.reshape(count, 2, -1, tensor.shape[1])
+                tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names.get_name(key, (".weight",)) or key, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against other weights than the file's, and half a minute at every start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = small_llama()
+    path = tmp_path / "small.f32.gguf"
+    write_gguf(model, path)
+    found = hub.find(str(path))
+    assert found.name == "small.f32"
+    plain = AutoModelForCausalLM.from_pretrained(found.directory).eval()
+    ids = torch.tensor([[1, 5, 9, 40]])
+    with torch.inference_mode():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr(hub, "convert", refuse)
+    assert hub.find(str(path)) == found
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against weights that the file lacks, which were random numbers, and half a model."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF and nothing else")
+    model = small_llama()
+    del model.model.norm
+    write_gguf(model, tmp_path / "lacking.gguf")
+    for name, reason in (("broken", "broken.gguf: "), ("lacking", "lacks model.norm.weight")):
+        with pytest.raises(ValueError, match=reason):
+            hub.find(str(tmp_path / f"{name}.gguf"))
+    assert not list((tmp_path / "cache").rglob("*.json"))

@@ -1,0 +1,268 @@
+"""The generator of whole answers, against an endpoint on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from generator_service import remote
+from generator_service.remote import RemoteGenerator
+from generator_service.settings import GeneratorSettings
+from generator_service.steps import Step
+from orchestrator.loop.run import run
+from specrej import contracts as c
+from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable
+from tests.generator_service.endpoint import Body, Endpoint, Reply, answered, listening
+from tests.orchestrator.runs import LetterScorer
+from tests.serving import until
+
+SPEC = c.SessionSpec(c.Prompt.from_user("why?"), 4, c.Sampling(max_tokens=9, seed=5), 16)
+Replies = Callable[[Body, int], Reply]
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_DELAY_S", 0.001)
+
+
+@asynccontextmanager
+async def generator(
+    reply: Replies, steps: list[Step] | None = None, **settings: Any
+) -> AsyncIterator[tuple[RemoteGenerator, Endpoint]]:
+    async with listening(reply) as endpoint:
+        options = {"model": "m", "remote_url": f"{endpoint.url}/", **settings}
+        made = RemoteGenerator(
+            GeneratorSettings(engine="remote", **options),
+            steps.append if steps is not None else None,
+        )
+        try:
+            yield made, endpoint
+        finally:
+            await made.close()
+            assert made.load().slots.owned == made.load().sessions == 0
+
+
+def by_seed(body: Body, _: int) -> Reply:
+    """Candidate 2, of seed 7, is cut off."""
+    return answered(f"seed {body['seed']}", finish="length" if body["seed"] == 7 else "stop")
+
+
+async def test_candidates_are_whole_answers() -> None:
+    """Guards against equal candidates, tokens that are not the endpoint's, and a prompt that is
+    charged once per candidate but counted once."""
+    steps: list[Step] = []
+    async with generator(by_seed, steps) as (made, endpoint), made.open(SPEC) as session:
+        assert session.n == 4 and made.load().slots.owned == 4 * 9
+        ended = await session.extend(3)
+        assert (ended.ended_by, ended.num_tokens) == (c.RoundEnd.ALL_FINISHED, 3)
+        assert [(one.id, one.text) for one in ended.candidates] == [
+            (number, f"seed {5 + number}") for number in range(4)
+        ]
+        cut = [one.id for one in ended.candidates if one.finish is c.FinishReason.LENGTH]
+        assert cut == [2]
+        assert {(one.num_tokens, one.logprob) for one in ended.candidates} == {(3, -1.5)}
+        assert (await session.extend(9)).candidates == ()
+    assert sum(step.generated for step in steps) == 4 * 3
+    assert sum(step.prefilled for step in steps) == 4 * 7
+    path, headers, body = endpoint.requests[0]
+    assert (path, body["messages"]) == (
+        "/v1/chat/completions",
+        [{"role": "user", "content": "why?"}],
+    )
+    assert (body["model"], body["max_tokens"], body["logprobs"]) == ("m", 9, True)
+    assert "authorization" not in headers and "top_k" not in body
+
+
+async def test_raw_text_and_every_sampling_field_reach_the_endpoint(tmp_path: Path) -> None:
+    """Guards against options that are accepted and dropped."""
+
+    def reply(body: Body, _: int) -> Reply:
+        choice = {"text": "t", "finish_reason": "stop", "logprobs": {"token_logprobs": [None, -2]}}
+        return Reply({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+
+    sampling = c.Sampling(
+        max_tokens=9, temperature=0.5, top_k=3, top_p=0.5, stop=("END",), min_p=0.1, min_tokens=2,
+        repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3, ignore_eos=True,
+        logit_bias=(c.TokenBias(7, -1.0),), bad_words=("x",), stop_token_ids=(4,),
+    )  # fmt: skip
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    spec = replace(SPEC, prompt=c.Prompt(text="once"), sampling=sampling, n=1)
+    async with (
+        generator(reply, remote_key_file=key) as (made, endpoint),
+        made.open(spec) as session,
+    ):
+        (candidate,) = (await session.extend(9)).candidates
+    assert (candidate.text, candidate.num_tokens, candidate.logprob) == ("t", 2, -2.0)
+    path, headers, body = endpoint.requests[0]
+    assert (path, body["prompt"], headers["authorization"]) == (
+        "/v1/completions", "once", "Bearer secret",
+    )  # fmt: skip
+    sent = {name: list(value) if isinstance(value, tuple) else value for name, value in (
+        (name, getattr(sampling, name)) for name in (*remote._FIELDS, *remote._MORE_FIELDS)
+    )}  # fmt: skip
+    assert sent.items() <= body.items()
+    assert (body["stop"], body["logit_bias"]) == (["END"], {"7": -1.0})
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_busy_endpoint_is_called_again(status: int) -> None:
+    """Guards against a request that fails for one refusal, and a storm without delays."""
+
+    def reply(body: Body, number: int) -> Reply:
+        busy = Reply({}, status, {"Retry-After": "0.01"})
+        return busy if number < 2 else by_seed(body, number)
+
+    spec = replace(SPEC, n=1)
+    async with generator(reply) as (made, endpoint), made.open(spec) as session:
+        began = asyncio.get_running_loop().time()
+        assert len((await session.extend(9)).candidates) == 1
+        assert asyncio.get_running_loop().time() - began >= 0.02
+    assert len(endpoint.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "text", "most"),
+    [
+        (Reply({}, 429), Overloaded, "the endpoint limits requests", 4),
+        (Reply({}, 502), Unavailable, "answers with status 502", 4),
+        (Reply({"error": {"message": "max_tokens is too large"}}, 400), InvalidRequest,
+         "max_tokens is too large", 1),
+        (Reply({}, 401), InternalError, "refuses the key", 1),
+        (Reply({"choices": []}), InternalError, "answer is none: IndexError", 1),
+        (Reply([]), InternalError, "answer is none: TypeError", 1),
+        (Reply({"choices": [{"text": "t", "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1}}), InternalError,
+         "reports no logprobs: set remote_logprobs", 1),
+    ],
+)  # fmt: skip
+async def test_failures_are_those_of_the_status_table(
+    reply: Reply, kind: type[Exception], text: str, most: int
+) -> None:
+    """Guards against retries of what fails for good, and an error without its cause."""
+    spec = replace(SPEC, n=1)
+    async with generator(lambda *_: reply) as (made, endpoint), made.open(spec) as session:
+        with pytest.raises(kind, match=text):
+            await session.extend(9)
+    assert len(endpoint.requests) == most
+
+
+async def test_a_delay_beyond_the_deadline_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a caller that waits for an answer that cannot be in time."""
+    monkeypatch.setattr(remote, "time_left_s", lambda: 5.0)
+    busy = Reply({}, 429, {"Retry-After": "20"})
+    async with (
+        generator(lambda *_: busy) as (made, endpoint),
+        made.open(replace(SPEC, n=1)) as session,
+    ):
+        with pytest.raises(Overloaded) as refused:
+            await session.extend(9)
+    assert refused.value.retry_after_s == 20 and len(endpoint.requests) == 1
+
+
+async def test_an_endpoint_that_is_down_is_unavailable() -> None:
+    async with generator(by_seed) as (made, endpoint):
+        endpoint.url = ""
+        made._url = "http://127.0.0.1:9/v1"
+        async with made.open(replace(SPEC, n=1)) as session:
+            with pytest.raises(Unavailable, match="does not answer: ConnectError"):
+                await session.extend(9)
+
+
+async def test_cancelling_closes_every_request() -> None:
+    """Guards against an endpoint that makes, and charges, answers without a reader."""
+    async with (
+        generator(lambda *_: Reply(hangs=True)) as (made, endpoint),
+        made.open(SPEC) as session,
+    ):
+        extending = asyncio.create_task(session.extend(9))
+        await until(lambda: endpoint.running == 4)
+        extending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await extending
+        await until(lambda: endpoint.lost == 4)
+
+
+async def test_a_failure_stops_the_other_candidates() -> None:
+    """Guards against answers that are made for a request that has failed."""
+
+    def reply(_: Body, number: int) -> Reply:
+        return Reply({}, 401) if number == 3 else Reply(hangs=True)
+
+    async with generator(reply) as (made, endpoint), made.open(SPEC) as session:
+        with pytest.raises(InternalError):
+            await session.extend(9)
+        await until(lambda: endpoint.lost == 3)
+
+
+async def test_requests_at_once_are_bounded() -> None:
+    """Guards against hundreds of connections for one large N."""
+    async with (
+        generator(by_seed, remote_requests=2) as (made, endpoint),
+        made.open(replace(SPEC, n=9)) as session,
+    ):
+        assert len((await session.extend(9)).candidates) == 9
+    assert endpoint.most_running == 2
+
+
+async def test_sessions_are_bounded() -> None:
+    async with generator(by_seed, max_waiting=0) as (made, _), made.open(SPEC):
+        with pytest.raises(Overloaded, match="sessions are open"):
+            async with made.open(SPEC):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (replace(SPEC, sampling=replace(SPEC.sampling, logprobs=True)), "sampling.logprobs"),
+        (replace(SPEC, started=(c.StartedCandidate(0, (1,), 0.0),)), "open.started"),
+        (
+            replace(SPEC, prompt=c.Prompt(text="t", allow_special_tokens=True)),
+            "prompt.allow_special_tokens",
+        ),
+    ],
+)
+async def test_what_the_endpoint_cannot_do_is_refused(spec: c.SessionSpec, field: str) -> None:
+    async with generator(by_seed) as (made, endpoint):
+        with pytest.raises(InvalidRequest, match=field):
+            async with made.open(spec):
+                pass
+    assert not endpoint.requests
+
+
+async def test_the_best_whole_answer_wins() -> None:
+    """Guards against rejection before the end, which the label denies, and a wrong total."""
+    request = c.GenerationRequest(
+        SPEC.prompt, SPEC.sampling, c.Selection(n=4, algorithm=c.Algorithm.BEST_OF_N)
+    )
+
+    def reply(body: Body, _: int) -> Reply:
+        return answered("aeiou" if body["seed"] == 6 else "xyz")
+
+    async with generator(reply) as (made, _):
+        described = await made.describe()
+        assert described.whole_answers and "no early rejection" in described.device
+        events = [event async for event in run(request, made, LetterScorer("a"))]
+    finished = events[-1]
+    assert isinstance(finished, c.Finished)
+    generation = finished.generation
+    assert (generation.best.text, generation.best.id) == ("aeiou", 1)
+    assert generation.usage.generated_tokens == 12
+    assert [trace.num_rejected for trace in generation.rounds] == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"model": "m"}, "remote_url must be set"), ({"remote_url": "http://x"}, "model must be set")],
+)
+def test_settings_that_are_missing_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        GeneratorSettings(engine="remote", **options)

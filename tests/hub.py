@@ -1,0 +1,163 @@
+"""A model hub on loopback, as the real client library reads it: lists, revisions, files, ranges.
+
+`HF_ENDPOINT` names it. Only what downloads need; see huggingface_hub for the protocol.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+_API = re.compile(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/?]+)")
+_FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+# How one file is damaged: lost after this many bytes once, cut short, changed, or not found.
+BROKEN, SHORT, CHANGED, GONE = "broken", "short", "changed", "gone"
+BREAK_AT = 12 << 20
+
+
+@dataclass
+class Hub:
+    """Repositories by name: files by revision. All revisions that a hub has are commits, too."""
+
+    endpoint: str = ""
+    repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
+    token: str = ""  # required if set
+    gated: bool = False
+    faults: dict[str, str] = field(default_factory=dict)  # by file
+    requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
+
+    def add(self, name: str, files: Mapping[str, bytes] | Path, *revisions: str) -> str:
+        """Add a commit under these names; returns its hash."""
+        if isinstance(files, Path):
+            files = {path.name: path.read_bytes() for path in sorted(files.iterdir())}
+        content = dict(files)
+        digest = hashlib.sha1(repr(sorted(content.items())).encode()).hexdigest()
+        known = self.repositories.setdefault(name, {})
+        for revision in (digest, *(revisions or ("main",))):
+            known[revision] = content
+        return digest
+
+    def commit_of(self, name: str, revision: str) -> str:
+        known = self.repositories[name]
+        return next(c for c in known if len(c) == 40 and known[c] is known[revision])
+
+    def downloads(self) -> list[str]:
+        """Files of which content was requested, in order."""
+        found = (_FILE.fullmatch(path) for method, path, _ in self.requests if method == "GET")
+        return [match[3] for match in found if match]
+
+
+@contextmanager
+def running() -> Iterator[Hub]:
+    """A hub on a free port of loopback."""
+    hub = Hub()
+
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        hub = self.hub
+        hub.requests.append((self.command, self.path, self.headers.get("Range", "")))
+        match = _API.match(self.path) or _FILE.fullmatch(self.path)
+        if not match:
+            return self._refuse(404, "NotFound")
+        if hub.gated:
+            return self._refuse(403, "GatedRepo")
+        authorized = not hub.token or self.headers.get("Authorization") == f"Bearer {hub.token}"
+        name = match[1]
+        if name not in hub.repositories or not authorized:
+            return self._refuse(401, "RepoNotFound")
+        if match.re is _FILE:
+            return self._file(name, match[2], match[3])
+        if match[3] not in hub.repositories[name]:
+            return self._refuse(404, "RevisionNotFound")
+        files = hub.repositories[name][match[3]]
+        if match[2] == "tree":
+            return self._json([_entry(path, content) for path, content in files.items()])
+        siblings = [{"rfilename": path} for path in files]
+        commit = hub.commit_of(name, match[3])
+        return self._json({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
+
+    def _json(self, value: object) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._send(status, b"", {"X-Error-Code": code})
+
+    def _file(self, name: str, commit: str, path: str) -> None:
+        files = self.hub.repositories[name].get(commit, {})
+        fault = self.hub.faults.get(path)
+        if path not in files or (fault == GONE):
+            return self._refuse(404, "EntryNotFound")
+        content = files[path]
+        etag = hashlib.sha256(content).hexdigest()
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "X-Linked-Etag": f'"{etag}"'}
+        headers["X-Linked-Size"] = str(len(content))
+        if self.command == "HEAD":
+            return self._send(200, content, headers)
+        if fault == CHANGED:
+            content = bytes(len(content))
+        if fault == SHORT:
+            content = content[: len(content) // 2]
+        start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
+        status = 206 if start else 200
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if fault == BROKEN:
+            del self.hub.faults[path]
+            return self._send(status, content[start:], headers, break_at=BREAK_AT)
+        return self._send(status, content[start:], headers)
+
+    def _send(
+        self, status: int, body: bytes, headers: Mapping[str, str], break_at: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[:break_at])
+        self.close_connection = self.close_connection or break_at is not None
+
+
+def _entry(path: str, content: bytes) -> dict[str, object]:
+    digest = hashlib.sha256(content).hexdigest()
+    blob = {"oid": digest[:40], "size": len(content)}
+    lfs = {"oid": digest, "size": len(content), "pointerSize": 134}
+    large = path.endswith((".safetensors", ".gguf", ".bin"))
+    return {"type": "file", "path": path, **blob, **({"lfs": lfs} if large else {})}

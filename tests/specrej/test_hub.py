@@ -1,0 +1,213 @@
+"""Models by name, from a hub on loopback with the real client library, each in a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from specrej import hub
+from tests import hub as hubs
+
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{ }",
+    "model.safetensors": b"weights",
+    "README.md": b"a card",
+    "pytorch_model.bin": b"pickled",
+    "modeling.py": b"raise SystemExit",
+    "onnx/model.safetensors": b"a copy",
+}
+USED = ["config.json", "model.safetensors", "tokenizer.json"]
+
+Pull = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def server() -> Iterator[hubs.Hub]:
+    with hubs.running() as running:
+        yield running
+
+
+@pytest.fixture
+def pull(server: hubs.Hub, tmp_path: Path) -> Pull:
+    """`specrej pull` with an empty cache and no token."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        own = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "hub")}
+        return subprocess.run(
+            [sys.executable, "-m", "specrej.hub", *arguments],
+            env={**inherited, **own, **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+def stored(outcome: subprocess.CompletedProcess[str]) -> list[str]:
+    """The names of the files in the directory that was printed."""
+    assert outcome.returncode == 0, outcome.stderr
+    directory = Path(outcome.stdout.strip())
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.*"))
+
+
+def test_a_model_is_fetched_once(server: hubs.Hub, pull: Pull) -> None:
+    """Guards against pickled weights, code and copies in the cache, and a second download."""
+    server.add("tiny/llama", FILES)
+    first = pull("tiny/llama")
+    assert stored(first) == sorted(server.downloads()) == USED
+    server.requests.clear()
+    assert pull("tiny/llama").stdout == first.stdout
+    assert not server.downloads()
+    assert stored(pull("tiny/llama", "--with-code")) == [*USED[:2], "modeling.py", USED[2]]
+
+
+def test_a_revision_is_the_one_named(server: hubs.Hub, pull: Pull) -> None:
+    """Guards against weights of another revision, and a branch that is never read again."""
+    old = server.add("tiny/llama", FILES, "v1", "main")
+    assert Path(pull("tiny/llama").stdout.strip()).name == old
+    new = server.add("tiny/llama", {**FILES, "model.safetensors": b"newer"}, "main")
+    for revision, commit in (("", new), ("@v1", old), (f"@{new}", new)):
+        directory = Path(pull(f"tiny/llama{revision}").stdout.strip())
+        assert directory.name == commit
+        content = b"newer" if commit == new else b"weights"
+        assert (directory / "model.safetensors").read_bytes() == content
+    outcome = pull("tiny/llama@v9")
+    assert (outcome.returncode, outcome.stderr) == (1, "specrej: tiny/llama has no revision v9\n")
+
+
+def test_a_broken_download_is_resumed(server: hubs.Hub, pull: Pull) -> None:
+    """Guards against a lost connection that costs the whole file once more."""
+    server.add("tiny/llama", {**FILES, "model.safetensors": os.urandom(hubs.BREAK_AT + 100_000)})
+    server.faults["model.safetensors"] = hubs.BROKEN
+    assert stored(pull("tiny/llama")) == USED
+    ranges = [found for _, path, found in server.requests if path.endswith("/model.safetensors")]
+    assert len(ranges) >= 2 and ranges[-1].startswith("bytes=") and ranges[-1] != "bytes=0-"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (hubs.SHORT, "the download failed: Consistency check failed"),
+        (hubs.CHANGED, "model.safetensors: damaged on the way, and removed"),
+        (hubs.GONE, "tiny/llama lacks a file that it lists"),
+    ],
+)
+def test_a_damaged_model_is_refused(server: hubs.Hub, pull: Pull, fault: str, reason: str) -> None:
+    """Guards against damaged weights in the cache; what is complete is kept, the rest fetched."""
+    server.add("tiny/llama", FILES)
+    server.faults["model.safetensors"] = fault
+    outcome = pull("tiny/llama")
+    assert (outcome.returncode, outcome.stdout) == (1, "")
+    assert reason in outcome.stderr and len(outcome.stderr.splitlines()) == 1
+    server.faults.clear()
+    server.requests.clear()
+    assert stored(pull("tiny/llama")) == USED
+    assert "model.safetensors" in server.downloads()
+
+
+def without(*names: str) -> dict[str, bytes]:
+    return {name: content for name, content in FILES.items() if name not in names}
+
+
+INDEX = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (without("config.json"), "has no config.json: it is not a model of transformers"),
+        (without("model.safetensors"), "has no safetensors files; other weights are not loaded"),
+        (
+            {**without("model.safetensors"), "model.safetensors.index.json": INDEX}
+            | {"model-1.safetensors": b"a"},
+            "lacks model-2.safetensors, which its index names",
+        ),
+    ],
+)
+def test_an_incomplete_model_is_refused(
+    server: hubs.Hub, pull: Pull, files: dict[str, bytes], reason: str
+) -> None:
+    """Guards against a start that fails much later, and weights that hold code."""
+    server.add("tiny/llama", files)
+    outcome = pull("tiny/llama")
+    assert (outcome.returncode, outcome.stderr) == (1, f"specrej: tiny/llama {reason}\n")
+    assert not {"pytorch_model.bin", "README.md"} & set(server.downloads())
+
+
+def test_a_token_is_sent_and_a_missing_one_named(server: hubs.Hub, pull: Pull) -> None:
+    server.add("tiny/llama", FILES)
+    server.token = "secret"
+    for variables in ({}, {"HF_TOKEN": "wrong"}):
+        outcome = pull("tiny/llama", **variables)
+        expected = "specrej: the hub has no model tiny/llama, or it needs a token: HF_TOKEN\n"
+        assert (outcome.returncode, outcome.stderr) == (1, expected)
+    assert stored(pull("tiny/llama", HF_TOKEN="secret")) == USED
+    server.gated = True
+    outcome = pull("tiny/other")
+    assert "tiny/other is gated: its terms must be accepted on the hub" in outcome.stderr
+
+
+FIND = "import sys; from specrej import hub; print(hub.find(sys.argv[1]).directory)"
+
+
+def test_a_stored_model_needs_no_network(server: hubs.Hub, pull: Pull, tmp_path: Path) -> None:
+    """Guards against a start that waits for the hub, and an incomplete model that starts."""
+    commit = server.add("tiny/llama", FILES)
+    fetched = pull("tiny/llama").stdout
+    server.requests.clear()
+    variables = {"HF_HOME": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+
+    def find(model: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", FIND, model],
+            env={**os.environ, **variables, **more},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    for model in ("tiny/llama", f"tiny/llama@{commit}"):
+        assert find(model).stdout == find(model, HF_HUB_OFFLINE="1").stdout == fetched
+    assert "tiny/other: the hub does not answer" in find("tiny/other").stderr
+    way = "specrej pull tiny/other, with HF_HUB_OFFLINE=0, fetches it"
+    assert f"tiny/other is not in the cache: {way}" in find("tiny/other", HF_HUB_OFFLINE="1").stderr
+    (Path(fetched.strip()) / "model.safetensors").unlink()
+    assert find("tiny/llama", HF_HUB_OFFLINE="1").returncode == 1
+    assert not server.requests
+
+
+@pytest.mark.parametrize(
+    ("text", "is_name"),
+    [
+        ("org/name", True),
+        ("org/name@v1.0", True),
+        ("org/name@refs/pr/1", True),
+        ("org/name/sub/model.Q4_1.gguf@main", True),
+        ("name", False),
+        ("/models/llama", False),
+        (".models/llama", False),
+        ("../org/name", False),
+        ("org/name/sub", False),
+        ("org/na me", False),
+        ("https://example.com/org", False),
+    ],
+)
+def test_names(text: str, is_name: bool) -> None:
+    """Guards against a path that is sent to a hub, and a name read as a path."""
+    assert hub.is_name(text) == is_name
+
+
+def test_a_missing_directory_is_not_asked_of_a_hub(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no model directory, GGUF file or name such as"):
+        hub.find(str(tmp_path / "gone"))
+    assert hub.find(str(tmp_path)) == hub.ModelFiles(tmp_path.name, tmp_path)
