@@ -230,14 +230,7 @@ class Orchestrator:
                 return
             if record:
                 record.queued()
-            permit = self._admission.enter(
-                plan.tenant, plan.candidate_tokens, plan.left_s(), plan.share
-            )
-            try:
-                queue_ms = await instruments.admitted(stack, permit)
-            except Overloaded:
-                self._num_refused += 1
-                raise
+            queue_ms = await self._admitted(plan, stack)
             lead.note_progress()
             if record:
                 record.running()
@@ -271,6 +264,17 @@ class Orchestrator:
                         yield event
                 except InvalidRequest as error:
                     raise _with_public_paths(error) from error
+
+    async def _admitted(self, plan: Plan, stack: AsyncExitStack) -> float:
+        """Wait for a permit, which the stack holds; returns the milliseconds waited."""
+        permit = self._admission.enter(
+            plan.tenant, plan.candidate_tokens, plan.left_s(), plan.share
+        )
+        try:
+            return await instruments.admitted(stack, permit)
+        except Overloaded:
+            self._num_refused += 1
+            raise
 
     async def _find_answer(
         self, plan: Plan, stack: AsyncExitStack, *, is_refresh: bool

@@ -105,6 +105,17 @@ async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     assert await fresh.text("#live .said") == "The request was stopped."
 
 
+async def test_a_second_request_replaces_the_first(fresh: Window, stack: Stack) -> None:
+    """Guards against the end of the first request in the picture of the second."""
+    await fresh.run(n=40, max_tokens=2000, algorithm="best-of-n")
+    await fresh.until("document.getElementById('live').state.position > 3")
+    await fresh.run(**SEEDED)
+    await fresh.until("document.getElementById('live').state.n === 24")
+    assert await fresh.ended() == "finished"
+    assert len(await fresh.fates()) == 24
+    await fresh.until("document.getElementById('stop').disabled")
+
+
 async def test_forks_grow_out_of_their_parents(fresh: Window, client: Client) -> None:
     """Guards against forks without a lane, or without the line to their parent."""
     await fresh.run(**SEEDED, algorithm="branching", width=12, keep=3)
