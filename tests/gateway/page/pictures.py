@@ -23,7 +23,7 @@ from tests.gateway.page.window import PROMPT, Window
 PICTURES = Path(__file__).parents[3] / "docs" / "pictures"
 # Width of the window, color scheme, and most pixels of height.
 SIZES = ((1600, "light", 1060), (900, "dark", 1250), (400, "light", 1250))
-_COLORS = 160  # of a picture: there are no photographs
+_COLORS = 256  # of a picture: there are no photographs
 _MAX_FRAME_MS = 50
 _SPEED = "0.25"
 _FRAMES = """
@@ -47,9 +47,17 @@ async def picture(window: Window, name: str, width: int, height: int, top: str =
     path = PICTURES / f"page-{name}-{width}.png"
     await window.page.picture(path, start, height)
     with Image.open(path) as image:
-        method = Image.Quantize.MAXCOVERAGE  # keeps the colors of small marks
-        small = image.convert("RGB").quantize(_COLORS, method, dither=Image.Dither.NONE)
+        small = reduced(image.convert("RGB"))
     small.save(path, optimize=True)
+
+
+def reduced(image: Image.Image) -> Image.Image:
+    """The image in its most frequent colors: palettes that Pillow computes change large areas."""
+    counted = sorted(image.getcolors(1 << 24) or [], reverse=True)[:_COLORS]
+    palette = Image.new("P", (1, 1))
+    colors = [color for _, color in counted if isinstance(color, tuple)]
+    palette.putpalette([part for color in colors for part in color])
+    return image.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 async def pictures(window: Window) -> None:

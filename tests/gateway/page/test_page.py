@@ -105,6 +105,17 @@ async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     assert await fresh.text("#live .said") == "The request was stopped."
 
 
+async def test_a_second_request_replaces_the_first(fresh: Window, stack: Stack) -> None:
+    """Guards against the end of the first request in the picture of the second."""
+    await fresh.run(n=40, max_tokens=2000, algorithm="best-of-n")
+    await fresh.until("document.getElementById('live').state.position > 3")
+    await fresh.run(**SEEDED)
+    await fresh.until("document.getElementById('live').state.n === 24")
+    assert await fresh.ended() == "finished"
+    assert len(await fresh.fates()) == 24
+    await fresh.until("document.getElementById('stop').disabled")
+
+
 async def test_forks_grow_out_of_their_parents(fresh: Window, client: Client) -> None:
     """Guards against forks without a lane, or without the line to their parent."""
     await fresh.run(**SEEDED, algorithm="branching", width=12, keep=3)
@@ -327,7 +338,7 @@ async def test_the_keyboard_alone_runs_a_request(fresh: Window) -> None:
 
 
 async def test_reduced_motion_moves_nothing(fresh: Window) -> None:
-    """Guards against animations for people whom they make ill."""
+    """Guards against animations, which make some people ill."""
     await fresh.page.prefer("light", prefers_reduced_motion="reduce")
     try:
         await fresh.run(**SEEDED)
@@ -349,11 +360,11 @@ async def test_forced_colors_keep_the_marks(fresh: Window) -> None:
             const probe = document.createElement('i');
             probe.style.color = 'CanvasText';
             document.body.append(probe);
-            const marks = [...document.querySelectorAll('#live .mark, #live .score')];
+            const marks = [...document.querySelectorAll('#live .lane .mark')];
             const inks = marks.map((each) => getComputedStyle(each).stroke);
             return [getComputedStyle(probe).color, ...inks];"""
         )
-        assert len(inks) > 24 and set(inks) == {system}
+        assert len(inks) == 24 and set(inks) == {system}
     finally:
         await fresh.page.prefer("light")
 
