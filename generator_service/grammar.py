@@ -162,6 +162,7 @@ class Trials:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is for the service, which ends it
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self._end = weakref.finalize(self, _end, process)

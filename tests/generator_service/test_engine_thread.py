@@ -17,11 +17,13 @@ from generator_service.commands import OpenCommand, PrefixBatch
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
 from generator_service.frontend import ModelCard
+from generator_service.grammar import Grammars
 from generator_service.local import LocalGenerator
 from generator_service.steps import Step
 from generator_service.text import Text
 from specrej.contracts import Prompt, SessionSpec
 from specrej.errors import InternalError, Unavailable
+from tests.generator_service import tiny
 from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
 from tests.serving import until
 
@@ -205,6 +207,9 @@ class HangingText(Text):
     def encode(self, prompt: Prompt) -> list[int]:
         self.released.wait()
         return PROMPT
+
+    def grammars(self, vocabulary: int) -> Grammars:
+        return tiny.grammars()
 
     def stops(self, stop: Sequence[str]) -> None:
         """It has no stop texts."""

@@ -61,6 +61,9 @@ class Words:
     def sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         return ()
 
+    def grammars(self, vocabulary: int) -> None:
+        return None
+
     def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
         return " ".join(map(str, token_ids))
 
@@ -127,6 +130,7 @@ class DoubleEngine:
         streams: bool = False,
         adapter: str = "",
         bad_words: Sequence[Sequence[int]] = (),
+        grammar: str = "",
     ) -> DoubleRequest:
         return DoubleRequest(self, candidate, len(prompt_ids), len(given))
 
