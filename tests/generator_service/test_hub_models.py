@@ -50,9 +50,9 @@ def fetched(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The name of a model that `specrej pull` fetched."""
     with hubs.running() as server:
         server.add("tiny/llama", directory, "v1")
-        variables = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path)}
+        own = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         command = [sys.executable, "-m", "specrej.cli", "pull", "tiny/llama@v1"]
-        subprocess.run(command, env={**os.environ, **variables}, check=True, timeout=60)
+        subprocess.run(command, env={**os.environ, **own}, check=True, timeout=60)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     yield "tiny/llama@v1"
 

@@ -167,9 +167,11 @@ def test_a_stored_model_needs_no_network(server: hubs.Hub, pull: Pull, tmp_path:
     variables = {"HF_HOME": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"}
 
     def find(model: str, **more: str) -> subprocess.CompletedProcess[str]:
+        # A generator that other tests load in this process leaves HF_HUB_OFFLINE.
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         return subprocess.run(
             [sys.executable, "-c", FIND, model],
-            env={**os.environ, **variables, **more},
+            env={**inherited, **variables, **more},
             capture_output=True,
             text=True,
             timeout=60,
