@@ -52,11 +52,14 @@ async def picture(window: Window, name: str, width: int, height: int, top: str =
 
 
 def reduced(image: Image.Image) -> Image.Image:
-    """The image in its most frequent colors: palettes that Pillow computes change large areas."""
-    counted = sorted(image.getcolors(1 << 24) or [], reverse=True)[:_COLORS]
+    """The image in its most frequent colors, bright ones first: small marks are bright.
+
+    Palettes that Pillow computes change the colors of large areas.
+    """
+    counted = [(n, c) for n, c in image.getcolors(1 << 24) or [] if isinstance(c, tuple)]
+    counted.sort(key=lambda pair: pair[0] * (1 + max(pair[1]) - min(pair[1])), reverse=True)
     palette = Image.new("P", (1, 1))
-    colors = [color for _, color in counted if isinstance(color, tuple)]
-    palette.putpalette([part for color in colors for part in color])
+    palette.putpalette([part for _, color in counted[:_COLORS] for part in color])
     return image.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
