@@ -190,6 +190,8 @@ class SimulatedRedis:
                 if self._get(key) != token.encode():
                     return 0
                 return self._put(key, left, left_ms) if left else self._values.pop(key)[1]
+            case ("EVAL", _, 2, key, _, record, _, life_ms, _):  # of an ended request
+                return self._put(key, record, life_ms)
             case ("HSET", key, name, value):
                 return self._values.setdefault(key, ({}, float("inf")))[0].update({name: value})
             case ("HLEN", key):
