@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ demo: $(READY) models ## start all services, answer one prompt, stop: make demo 
 
 up: $(READY) models ## start all services and keep them running until Ctrl-C
 	@$(BIN)/specrej up
+
+example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
+	@$(BIN)/python -m examples $(NAME) $(ARGS)
 
 test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
