@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
         *("examples/batch/batch.py", "examples/batch/questions.jsonl"),
         str(OUTPUT / "answers.jsonl"),
     ),
+    "fastapi_app": ("-m", "uvicorn", "examples.fastapi_app.app:app", "--port", "8080"),
 }
 # The services' settings, where an example needs others than the defaults.
 SETTINGS: Mapping[str, Mapping[str, str]] = {}
