@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
         str(OUTPUT / "answers.jsonl"),
     ),
     "fastapi_app": ("-m", "uvicorn", "examples.fastapi_app.app:app", "--port", "8080"),
+    "rag": ("examples/rag/rag.py",),
 }
 # The services' settings, where an example needs others than the defaults.
 SETTINGS: Mapping[str, Mapping[str, str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
@@ -9,9 +10,13 @@ import pytest_asyncio
 from deploy.local.stack import Stack
 from specrej.client import Client
 
+REWARDS = [
+    {"name": "toy", "kind": "toy"},
+    {"name": "relevance", "kind": "relevance", "directory": ".models/relevance"},
+]
 SETTINGS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=2",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+    "SPECREJ_REWARD_REWARDS": json.dumps(REWARDS),
     # Small enough that the tests can overload it.
     "SPECREJ_ORCHESTRATOR_MAX_RUNNING": "2",
     "SPECREJ_ORCHESTRATOR_SPARE_RUNNING": "0",
