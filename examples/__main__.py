@@ -25,11 +25,18 @@ COMMANDS: Mapping[str, Sequence[str]] = {
         *("examples/batch/batch.py", "examples/batch/questions.jsonl"),
         str(OUTPUT / "answers.jsonl"),
     ),
+    "coding": ("examples/coding/coding.py",),
     "fastapi_app": ("-m", "uvicorn", "examples.fastapi_app.app:app", "--port", "8080"),
+    "preferences": (
+        *("examples/preferences/preferences.py", "examples/preferences/prompts.jsonl"),
+        str(OUTPUT / "pairs.jsonl"),
+    ),
     "rag": ("examples/rag/rag.py",),
 }
 # The services' settings, where an example needs others than the defaults.
-SETTINGS: Mapping[str, Mapping[str, str]] = {}
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "coding": {"SPECREJ_REWARD_REWARDS": (HERE / "coding/rewards.json").read_text()},
+}
 
 
 async def run(command: Sequence[str], address: str) -> int:

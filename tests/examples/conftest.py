@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest_asyncio
 
 from deploy.local.stack import Stack
 from specrej.client import Client
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 REWARDS = [
     {"name": "toy", "kind": "toy"},
+    *json.loads((EXAMPLES / "coding/rewards.json").read_text()),
     {"name": "relevance", "kind": "relevance", "directory": ".models/relevance"},
 ]
 SETTINGS = {
