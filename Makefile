@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ demo: $(READY) models ## answer one prompt; a terminal keeps the page of its rep
 
 up: $(READY) models ## start all services and keep them running until Ctrl-C
 	@$(BIN)/specrej up
+
+example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
+	@$(BIN)/python -m examples $(NAME) $(ARGS)
 
 test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)

@@ -22,7 +22,7 @@ threads.bound_spinning()
 settings.register_profile("specrej", deadline=None)
 settings.load_profile("specrej")
 
-_SERVICES = ("e2e", "faults", "loadtest", "telemetry", "multihost", "deploy", "gateway")
+_SERVICES = ("e2e", "faults", "loadtest", "telemetry", "multihost", "deploy", "gateway", "examples")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,79 @@
+"""`make example NAME=batch`: start all services on free ports, run one example, stop them.
+
+The examples themselves need an address only, and run against any specrej.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from deploy.local.processes import ProcessError
+from deploy.local.stack import Stack
+
+HERE = Path(__file__).parent
+OUTPUT = Path("build/examples")
+
+# The command of each example, for Python in the repository's root.
+COMMANDS: Mapping[str, Sequence[str]] = {
+    "batch": (
+        *("examples/batch/batch.py", "examples/batch/questions.jsonl"),
+        str(OUTPUT / "answers.jsonl"),
+    ),
+    "coding": ("examples/coding/coding.py",),
+    "fastapi_app": ("-m", "uvicorn", "examples.fastapi_app.app:app", "--port", "8080"),
+    "preferences": (
+        *("examples/preferences/preferences.py", "examples/preferences/prompts.jsonl"),
+        str(OUTPUT / "pairs.jsonl"),
+    ),
+    "rag": ("examples/rag/rag.py",),
+}
+# The services' settings, where an example needs others than the defaults.
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "coding": {"SPECREJ_REWARD_REWARDS": (HERE / "coding/rewards.json").read_text()},
+}
+
+
+async def run(command: Sequence[str], address: str) -> int:
+    """Run a command on the orchestrator at `address`; returns its exit code."""
+    # Ctrl-C reaches the example, too, which ends by itself.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, env={**os.environ, "SPECREJ_ADDRESS": address}
+    )
+    try:
+        return await process.wait()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+async def with_services(name: str, arguments: Sequence[str]) -> int:
+    """Start the services that the example needs, run it, stop them; returns its exit code."""
+    print("starting the services", file=sys.stderr)
+    async with Stack(environment=SETTINGS.get(name)) as stack:
+        code = await run((*COMMANDS[name], *arguments), stack.orchestrator_address)
+    print("everything is stopped", file=sys.stderr)
+    return code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make example")
+    parser.add_argument("name", choices=COMMANDS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the example")
+    options = parser.parse_args()
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    try:
+        return asyncio.run(with_services(options.name, options.arguments))
+    except ProcessError as error:
+        parser.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

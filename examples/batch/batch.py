@@ -1,0 +1,123 @@
+"""Answer the prompts of a JSONL file; a run that was interrupted continues where it stopped.
+
+Each input line is {"id": ..., "prompt": ...}. Each output line has the id and its answer, in the
+order in which the answers are complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from specrej import Client, Generation, SpecrejError
+
+ATTEMPTS = 8
+
+Question = dict[str, Any]
+
+
+async def run(options: argparse.Namespace) -> int:
+    """Answer all questions that have no answer yet; returns the number of those that failed."""
+    questions = read_questions(options.questions)
+    finished = finished_ids(options.answers)
+    work = (question for question in questions if question["id"] not in finished)
+    num_failed = 0
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        options.answers.open("a", encoding="utf-8") as answers,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+    ):
+        bar = progress.add_task("", total=len(questions), completed=len(finished))
+
+        async def worker() -> None:
+            nonlocal num_failed
+            for question in work:  # shared by all workers
+                try:
+                    generation = await generate(client, question["prompt"], options.n)
+                except SpecrejError as error:
+                    num_failed += 1
+                    progress.console.print(f"{question['id']}: {error}", markup=False)
+                else:
+                    answers.write(answer_line(question["id"], generation))
+                    answers.flush()
+                    progress.advance(bar)
+
+        async with (
+            Client(options.address, timeout_s=options.timeout) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(options.concurrency):
+                group.create_task(worker())
+    return num_failed
+
+
+async def generate(client: Client, prompt: str, n: int) -> Generation:
+    """The best of `n` answers; an overloaded or unavailable server sets the delay of a retry.
+
+    Raises:
+        SpecrejError: no attempt is left, or the error stays.
+    """
+    for attempts_left in reversed(range(ATTEMPTS)):
+        try:
+            return await client.generate(prompt, n=n, temperature=0.7)
+        except SpecrejError as error:
+            # The delay of google.rpc.RetryInfo; None if the error stays.
+            if error.retry_after_s is None or not attempts_left:
+                raise
+            # At different times, so that requests refused together do not return together.
+            await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def answer_line(question_id: str, generation: Generation) -> str:
+    best = generation.best
+    answer = {"id": question_id, "text": best.text, "score": best.score}
+    return json.dumps(answer, ensure_ascii=False) + "\n"
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Raises ValueError: an id occurs twice, or a line is no JSON."""
+    with path.open(encoding="utf-8") as lines:
+        questions = [json.loads(line) for line in lines if line.strip()]
+    if len({question["id"] for question in questions}) < len(questions):
+        raise ValueError(f"{path}: an id occurs twice")
+    return questions
+
+
+def finished_ids(path: Path) -> set[str]:
+    """The ids of the answers; cuts off a last line that an interruption left half-written."""
+    with path.open("a+b") as file:
+        file.seek(0)
+        data = file.read()
+        end = data.rfind(b"\n") + 1
+        file.truncate(end)
+    return {json.loads(line)["id"] for line in data[:end].splitlines()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--address", default=os.environ.get("SPECREJ_ADDRESS", "127.0.0.1:50050"))
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--n", type=int, default=16)
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of each request")
+    try:
+        num_failed = asyncio.run(run(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("interrupted: the same command continues", file=sys.stderr)
+        return 130
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Write a function that passes unit tests: candidates are ranked by the tests that they pass.
+
+The server must have the reward `unit-tests` of rewards.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from specrej import Client, RankedCandidate, SpecrejError, WeightedReward
+
+HERE = Path(__file__).parent
+# Below the score of untested text: only code that passes no test is vetoed.
+VETO_BELOW = 0.05
+
+
+async def write_code(client: Client, task: str, n: int) -> RankedCandidate:
+    """The candidate that passes most tests.
+
+    Raises:
+        SpecrejError: the request failed.
+    """
+    generation = await client.generate(
+        task,
+        n=n,
+        max_tokens=256,
+        temperature=0.8,
+        rewards=[WeightedReward("unit-tests", veto_below=VETO_BELOW)],
+    )
+    return generation.best
+
+
+async def run(options: argparse.Namespace) -> int:
+    task = options.task.read_text("utf-8")
+    async with Client(options.address, timeout_s=300) as client:
+        best = await write_code(client, task, options.n)
+    print(best.text)
+    print(f"\n{best.score:.0%} of the unit tests pass", file=sys.stderr)
+    return 0 if best.score == 1 else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", type=Path, nargs="?", default=HERE / "task.md")
+    parser.add_argument("--n", type=int, default=32)
+    parser.add_argument("--address", default=os.environ.get("SPECREJ_ADDRESS", "127.0.0.1:50050"))
+    try:
+        return asyncio.run(run(parser.parse_args()))
+    except SpecrejError as error:
+        sys.exit(f"coding: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The batch: resume, repair, retries; `run` of the examples with a real process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from deploy.local.stack import Stack
+from examples.__main__ import COMMANDS, run
+from examples.batch import batch
+from specrej import Client, DeadlineExceeded, Generation, Overloaded, SpecrejError, Unavailable
+from tests.serving import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+QUESTIONS = Path(COMMANDS["batch"][1])
+IDS = sorted(question["id"] for question in batch.read_questions(QUESTIONS))
+
+
+def ids_of(answers: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in answers.read_text().splitlines()]
+
+
+def options(answers: Path, stack: Stack) -> argparse.Namespace:
+    return argparse.Namespace(
+        questions=QUESTIONS,
+        answers=answers,
+        address=stack.orchestrator_address,
+        concurrency=6,
+        n=4,
+        timeout=60.0,
+    )
+
+
+async def test_a_killed_batch_continues_where_it_stopped(stack: Stack, tmp_path: Path) -> None:
+    """Guards the resume: every id once, answers kept, the half-written line answered again."""
+    answers = tmp_path / "answers.jsonl"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, COMMANDS["batch"][0], str(QUESTIONS), str(answers)),
+        *("--n", "4", "--concurrency", "2"),
+        env={**os.environ, "SPECREJ_ADDRESS": stack.orchestrator_address},
+    )
+    try:
+        await until(lambda: answers.exists() and answers.read_text().count("\n") >= 2)
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 20) == 130
+    before = answers.read_text()
+    assert 2 <= len(ids_of(answers)) < len(IDS)
+    missing = next(name for name in IDS if name not in ids_of(answers))
+    answers.write_text(f'{before}{{"id": "{missing}", "text": "half')
+    assert await batch.run(options(answers, stack)) == 0
+    assert answers.read_text().startswith(before)
+    assert sorted(ids_of(answers)) == IDS
+
+
+async def test_refused_requests_are_sent_again(stack: Stack, tmp_path: Path) -> None:
+    """Six at once, of which the server accepts three: none is lost."""
+    answers = tmp_path / "answers.jsonl"
+    uncached = argparse.Namespace(**vars(options(answers, stack)) | {"n": 5})
+    assert await batch.run(uncached) == 0
+    assert sorted(ids_of(answers)) == IDS
+
+
+class Refusing:
+    """A client whose calls raise these errors in turn."""
+
+    def __init__(self, *errors: SpecrejError) -> None:
+        self.errors = list(errors)
+
+    async def generate(self, prompt: str, **options: object) -> Generation:
+        raise self.errors.pop(0)
+
+
+@pytest.fixture
+def delays_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `asyncio.sleep` was called with, without waiting."""
+    delays: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return delays
+
+
+async def test_a_retry_waits_for_the_servers_delay(delays_s: list[float]) -> None:
+    refusals = Overloaded("full", retry_after_s=2.0), Unavailable("loading", retry_after_s=7.0)
+    client = Refusing(*refusals, DeadlineExceeded("late"))
+    with pytest.raises(DeadlineExceeded):
+        await batch.generate(cast(Client, client), "why?", 4)
+    first, second = delays_s
+    assert 2.0 <= first <= 3.0
+    assert 7.0 <= second <= 10.5
+
+
+async def test_the_last_attempt_raises(delays_s: list[float]) -> None:
+    client = Refusing(*(Overloaded("full") for _ in range(batch.ATTEMPTS + 1)))
+    with pytest.raises(Overloaded):
+        await batch.generate(cast(Client, client), "why?", 4)
+    assert len(client.errors) == 1
+    assert len(delays_s) == batch.ATTEMPTS - 1
+
+
+async def test_failures_set_the_exit_code(tmp_path: Path) -> None:
+    """Guards the command: no server, one question, one line of error, exit code 1."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"id": "a", "prompt": "why?"}\n')
+    answers = str(tmp_path / "answers.jsonl")
+    command = (COMMANDS["batch"][0], str(questions), answers, "--timeout", "0.2")
+    assert await run(command, "127.0.0.1:1") == 1
+
+
+async def test_an_id_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"id": "a", "prompt": "why?"}\n' * 2)
+    with pytest.raises(ValueError, match="occurs twice"):
+        batch.read_questions(questions)

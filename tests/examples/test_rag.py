@@ -1,0 +1,54 @@
+"""Retrieval, and the veto with the real relevance reward on texts of a toy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.rag.rag import BM25, DOCUMENTS, Passage, answer, read_passages
+from specrej import Client
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PASSAGES = read_passages(DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("question", "source"),
+    [
+        ("How long can I keep a book?", "loans.md"),
+        ("When does the library close on Thursday?", "opening-hours.md"),
+        ("What does a page in colour cost?", "printing.md"),
+        ("What is the fee for a lost card?", "fees.md"),
+    ],
+)
+async def test_the_best_passage_has_the_answer(question: str, source: str) -> None:
+    assert BM25(PASSAGES).search(question)[0].source == source
+
+
+async def test_a_rare_word_counts_more_than_a_frequent_one() -> None:
+    """Guards the sign of the inverse document frequency."""
+    passages = [Passage("a", "red fox"), Passage("b", "red hen"), Passage("c", "red owl")]
+    found = BM25(passages).search("the owl is red red red")
+    assert [passage.source for passage in found] == ["c", "a", "b"]
+
+
+async def test_passages_without_a_shared_word_are_left_out(tmp_path: Path) -> None:
+    assert BM25(PASSAGES).search("Who wrote Hamlet?") == []
+    assert BM25(read_passages(tmp_path)).search("anything") == []
+
+
+async def test_an_answer_is_given_unless_every_candidate_is_vetoed(client: Client) -> None:
+    """Guards the threshold: no cosine is above 1, and none is below -1."""
+    passages = BM25(PASSAGES).search("library card")
+    generation = await answer(client, "library card", passages, veto_below=-1)
+    assert generation
+    assert -1 <= generation.best.score <= 1
+    assert await answer(client, "library card", passages, veto_below=1) is None
+
+
+async def test_without_passages_the_model_is_not_called(client: Client) -> None:
+    before = (await client.describe()).num_answers
+    assert await answer(client, "Who wrote Hamlet?", [], veto_below=-1) is None
+    assert (await client.describe()).num_answers == before
