@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -136,6 +136,9 @@ bench: $(READY) models ## decode and scoring throughput against transformers and
 
 bench-rejection: $(READY) models ## tokens and seconds of Speculative Rejection against Best-of-N
 	@$(BIN)/python -m benchmarks.rejection
+
+bench-gateway: $(READY) models ## what HTTP adds to gRPC, and when an answer begins to stream
+	@$(BIN)/python -m benchmarks.gateway $(ARGS)
 
 bench-overlap: $(READY) models ## growth while scores are computed elsewhere, against waiting for them
 	@$(BIN)/python -m benchmarks.overlap $(ARGS)
