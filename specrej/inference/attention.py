@@ -22,7 +22,8 @@ NAME = "specrej"
 
 @dataclass(frozen=True, slots=True)
 class PrefillSegment:
-    """Some consecutive tokens of a prompt, from position `start`; all earlier ones are stored.
+    """Some consecutive tokens of a prompt, from position `start`; all earlier ones are stored, or
+    are of segments before it in the same pass.
 
     They belong to the last of `pieces`, from its token `offset` on. `stored`: their keys and values
     are there already, and only what comes out of the last layer is wanted.

@@ -10,8 +10,11 @@ share the head. The queries are columns, row by row, up to `PANEL` of them. Then
 2. A softmax down each column; its sum is divided by at the end.
 3. Mixed [columns, dim] = weights, turned, . values, of the same parts and tokens.
 
+Before all shares, the new keys and values of all rows are stored: a segment may see those of
+another one of the pass, as a text sees its prompt, whose share another thread may not have begun.
+
 Rows that decode stand at one position and see the same tokens of the prompt. Rows of a prompt see
-each other too, as the last part; for each row the scores of later tokens, and of those before its
+each other too, in the last part; for each row the scores of later tokens, and of those before its
 window, are hidden before the softmax. A column's sums run over tokens in their order, whatever the
 other columns are. All tensors are float32. Tables: `cpu_layout`.
 """
@@ -32,6 +35,7 @@ from specrej.inference.cpu_tiles import (
     PANEL,
     TILE_ROWS,
     TILE_VECTORS,
+    call,
     exp,
     next_share,
     pointer,
@@ -94,9 +98,26 @@ def _mix(
 
 
 @numba.njit(**OPTIONS)
-def _store(job: Any, segment: Any, head: int, first: int, rows: int) -> None:
-    """Put the rows' new keys and values into their store."""
-    for row in range(first, first + rows):
+def _segment_of(segments: Any, share: int, number: int) -> int:
+    """The number of a share's segment, at least `number`."""
+    while number + 1 < segments.size and share >= segments[number + 1].first_share:
+        number += 1
+    return number
+
+
+@numba.njit(**OPTIONS)
+def _place(segment: Any, share: int) -> Any:
+    """A share's head, its first row in the segment, and how many it has."""
+    place = share - segment.first_share
+    head, first = place // segment.blocks, place % segment.blocks * segment.block_rows
+    return head, first, min(segment.block_rows, segment.rows - first)
+
+
+@numba.njit(**OPTIONS)
+def _store(job: Any, segment: Any, share: int) -> None:
+    """Put the new keys and values of a share's rows into their store, if they are not there."""
+    head, first, rows = _place(segment, share)
+    for row in range(first, first + rows if segment.new_key else first):
         at, dim = segment.row + row, job.dim
         place = row * segment.store_row + head * segment.store_head
         new_key, new_value = (
@@ -161,13 +182,10 @@ def _cap(scores: Any, softcap: Any) -> None:
 def _attend(job: Any, segment: Any, parts: Any, share: int, scratch: int) -> None:
     """One share. `scratch`: address of the lines of queries, totals, mixed and scores."""
     dim, group = job.dim, job.heads // job.kv_heads
-    head, first = share // segment.blocks, share % segment.blocks * segment.block_rows
-    rows = min(segment.block_rows, segment.rows - first)
+    head, first, rows = _place(segment, share)
     columns = rows * group
     queries, totals = scratch, scratch + dim * _LINE
     mixed, scores = totals + _LINE, totals + _LINE + 4 * PANEL * dim
-    if segment.new_key:
-        _store(job, segment, head, first, rows)
     _turn(job, segment.row + first, head, columns, matrix(queries, dim, COLUMNS))
     tokens = segment.before + (first + rows if segment.is_prompt else 0)
     own, store = segment.own, first * segment.store_row + head * segment.store_head
@@ -210,13 +228,18 @@ def _attention(address: Any) -> None:
     floats = np.empty(
         COLUMNS * (job.dim + 1 + job.longest) + (PANEL + 1) * job.dim + CACHE_LINE, np.float32
     )
-    scratch = aligned(floats)
+    scratch, stores = aligned(floats), address + 8  # the second counter
+    share, number = next_share(stores), 0
+    while share < job.num_shares:
+        number = _segment_of(segments, share, number)
+        _store(job, segments[number], share)
+        share = next_share(stores)
+    if job.barrier:
+        call(job.barrier, 0)
     share, number = next_share(address), 0
     while share < job.num_shares:
-        while number + 1 < job.num_segments and share >= segments[number + 1].first_share:
-            number += 1
-        segment = segments[number]
-        _attend(job, segment, parts, share - segment.first_share, scratch)
+        number = _segment_of(segments, share, number)
+        _attend(job, segments[number], parts, share, scratch)
         share = next_share(address)
     hold(floats)
 

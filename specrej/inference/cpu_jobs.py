@@ -134,7 +134,7 @@ _OPEN_MP = _open_mp()
 ON_ALL_THREADS = _OPEN_MP is not None
 
 # Waits until all threads of a parallel call have called it; returns at once outside of one.
-_BARRIER = (ON_ALL_THREADS and ctypes.cast(_OPEN_MP.GOMP_barrier, ctypes.c_void_p).value) or 0
+BARRIER = (ON_ALL_THREADS and ctypes.cast(_OPEN_MP.GOMP_barrier, ctypes.c_void_p).value) or 0
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -186,7 +186,7 @@ class Program:
         jobs = self.words.ctypes.data + self.words.strides[0] * np.arange(len(kernels))
         self._steps = np.stack([np.array([kernel.address for kernel in kernels]), jobs], axis=1)
         self._job = words(_PROGRAM, steps=self._steps.ctypes.data, num_steps=len(kernels))
-        self._job[-1] = _BARRIER
+        self._job[-1] = BARRIER
 
     def run(self, work: int) -> None:
         """Run the jobs, whose counters are 0, on all threads if `work` is worth it."""

@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrej.inference.attention import DecodeSegment, PrefillSegment, Scaling, Segment
-from specrej.inference.cpu_jobs import layout
+from specrej.inference.cpu_jobs import BARRIER, layout
 from specrej.inference.cpu_tiles import LANES, PANEL
 from specrej.inference.kv import KVShape, PromptKV
 
-# A job: addresses, bytes between rows and between heads, sizes. `longest`: the most tokens that a
-# row sees; `num_shares`: what threads share.
+# A job: addresses, bytes between rows and between heads, sizes. `stores`: as `shares`, of what is
+# done before the barrier; `longest`: the most tokens that a row sees; `num_shares`: what threads
+# share.
 ATTENTION = layout(
-    "shares query query_row query_head key key_row key_head value value_row value_head output"
-    " heads kv_heads dim segments num_segments parts num_parts longest num_shares",
+    "shares stores barrier query query_row query_head key key_row key_head value value_row"
+    " value_head output heads kv_heads dim segments num_segments parts num_parts longest"
+    " num_shares",
     "scale softcap",
 )
 
@@ -89,8 +91,8 @@ class CPUAttention:
         if tables is None:
             tables = _Tables(self._segments, shape, self._heads // shape.kv_heads, scaled)
             self._tables[scaled] = tables
-        tables.place_new(qkv)
         jobs = np.zeros(len(layers), ATTENTION)
+        jobs["barrier"] = BARRIER
         for name, tensor in zip(("query", "key", "value"), qkv, strict=True):
             head, row, last = tensor.stride()
             assert last == 1
@@ -125,7 +127,6 @@ class _Tables:
     ) -> None:
         self._shape = shape
         self._parts: list[Table] = []
-        self._new: list[tuple[int, int]] = []  # parts that are rows of the pass, and the first row
         self.longest = self.shares = 0
         self.segments = np.zeros((shape.layers, len(segments)), SEGMENT)
         for number, (start, segment) in enumerate(segments):
@@ -137,7 +138,7 @@ class _Tables:
             self.shares += blocks * shape.kv_heads
             record["first_part"] = len(self._parts)
             if isinstance(segment, PrefillSegment):
-                seen = self._fill_prompt(record, segment, scaled.window or 0, start)
+                seen = self._fill_prompt(record, segment, scaled.window or 0)
             else:
                 seen = self._fill_rows(record, segment, scaled.window)
             record["num_parts"] = len(self._parts) - record["first_part"]
@@ -146,26 +147,13 @@ class _Tables:
         for number, part in enumerate(self._parts):
             self.parts[:, number] = part
 
-    def place_new(self, qkv: QKV) -> None:
-        """Set the addresses of the parts that are rows of the pass itself."""
-        for number, start in self._new:
-            for name, tensor in (("key", qkv[1]), ("value", qkv[2])):
-                head, row, _ = tensor.stride()
-                self.parts[f"{name}s"][:, number] = tensor.data_ptr() + 4 * start * row
-                self.parts[f"{name}_head"][:, number] = 4 * head
-                self.parts[f"{name}_row"][:, number] = 4 * row
-
-    def _fill_prompt(self, record: Table, segment: PrefillSegment, window: int, start: int) -> int:
+    def _fill_prompt(self, record: Table, segment: PrefillSegment, window: int) -> int:
         """Tokens that the last row may see."""
         first = max(0, segment.start + 1 - window) if window else 0
         *earlier, own = segment.pieces
-        counts = [*(piece.num_tokens for piece in earlier), segment.offset]
+        counts = [*(piece.num_tokens for piece in earlier), segment.offset + segment.num_rows]
         self._add_parts(segment.pieces, counts, first)
         record["before"], record["is_prompt"], record["window"] = segment.start - first, 1, window
-        part = np.zeros(self._shape.layers, PART)
-        part["tokens"] = segment.num_rows
-        self._new.append((len(self._parts), start))
-        self._parts.append(part)
         if not segment.stored:
             offset = 4 * segment.offset * self._shape.head_dim
             record["new_key"] = [key.data_ptr() + offset for key in own.keys]

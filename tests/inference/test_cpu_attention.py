@@ -284,15 +284,14 @@ def test_rows_whose_keys_are_stored_do_not_write() -> None:
     case, chunk = Case(()), Chunk((), 0, 6)
     (computed,) = prompts_of(case, (chunk,))
     assert isinstance(computed, PrefillSegment)
-    qkv = rows_of(case, [computed])
-    expected = attend(case, [computed], qkv)
+    query, key, value = rows_of(case, [computed])
+    expected = attend(case, [computed], (query, key, value))
     again = replace(computed, stored=True)
-    marked = computed.pieces[-1].keys[0]
-    before = marked.clone()
-    marked[:, 0] = torch.inf  # only the rows themselves read it
-    torch.testing.assert_close(attend(case, [again], qkv), expected)
-    assert marked[0, 0, 0] == torch.inf
-    torch.testing.assert_close(marked[:, 1:], before[:, 1:], rtol=0, atol=0, equal_nan=True)
+    before = [tensor.clone() for tensor in stored(again)]
+    others = query, torch.randn_like(key), torch.randn_like(value)  # must be neither read nor kept
+    torch.testing.assert_close(attend(case, [again], others), expected, rtol=0, atol=0)
+    for tensor, old in zip(stored(again), before, strict=True):
+        torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
 
 
 def test_prompt_rows_in_the_same_step_stay_where_they_are() -> None:
@@ -308,6 +307,26 @@ def test_prompt_rows_in_the_same_step_stay_where_they_are() -> None:
     rows = (query[:, alone], key[:, alone], value[:, alone])
     expected = attend_rows(0, rows, again, case.scaled, None)
     torch.testing.assert_close(actual[alone], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_segment_sees_what_another_one_of_the_pass_stores() -> None:
+    """Guards against a share that begins before those that store what it sees, as on threads of a
+    busy machine: here the text, which sees all of its prompt, has the first shares."""
+    case = CASES["several sessions"]
+    rows = [6, 4]
+
+    def pair() -> list[Segment]:
+        prompt, text = (PromptKV(case.shape, count) for count in rows)
+        for tensor in (*prompt.keys, *prompt.values, *text.keys, *text.values):
+            tensor.fill_(torch.nan)
+        first = PrefillSegment((prompt,), 0, 0, rows[0])
+        return [first, PrefillSegment((prompt, text), rows[0], 0, rows[1])]
+
+    query, key, value = rows_of(case, pair())
+    expected = attend_rows(0, (query, key, value), pair(), case.scaled, None)
+    turned = [*range(rows[0], sum(rows)), *range(rows[0])]
+    actual = attend(case, pair()[::-1], (query[:, turned], key[:, turned], value[:, turned]))
+    torch.testing.assert_close(actual, expected[turned], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
