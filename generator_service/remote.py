@@ -187,7 +187,7 @@ class RemoteGenerator:
         """Status 0: no answer."""
         headers = {"Authorization": f"Bearer {self._key.get()}"} if self._key else {}
         posting = self._client.stream("POST", f"{self._url}{path}", json=body, headers=headers)
-        answer = b""
+        answer = bytearray()
         try:
             async with posting as response:
                 async for part in response.aiter_raw():
@@ -196,7 +196,7 @@ class RemoteGenerator:
                         raise InternalError("the endpoint's answer is too long")
         except httpx2.HTTPError as error:
             return 0, {}, type(error).__name__.encode()
-        return response.status_code, response.headers, answer
+        return response.status_code, response.headers, bytes(answer)
 
     def _read(self, candidate_id: int, answer: bytes, seconds: float) -> Candidate:
         try:
