@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
@@ -38,10 +39,14 @@ def _iterating(
             while event := self._result(lambda: anext(events, None)):
                 yield event
         finally:
-            if not self._loop.is_closed():
+            with suppress(_Closed):  # its end has closed the stream
                 self._result(events.aclose)
 
     return call
+
+
+class _Closed(RuntimeError):
+    """The client is closed."""
 
 
 class SyncClient:
@@ -59,6 +64,8 @@ class SyncClient:
         retries: Retries | None = None,
         **credentials: Unpack[Credentials],
     ) -> None:
+        self._starting = threading.Lock()  # no call starts after the start of `_end`
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="specrej-client", daemon=True
@@ -89,8 +96,10 @@ class SyncClient:
 
     def close(self) -> None:
         """Cancel running calls and disconnect; no effect if it is closed."""
-        if not self._loop.is_closed():
-            self._result(self._end)
+        with self._starting:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._stop()
 
     async def _end(self) -> None:
@@ -108,13 +117,14 @@ class SyncClient:
 
     def _result(self, start: Callable[[], Awaitable[T]]) -> T:
         """Raises RuntimeError: the client is closed."""
-        if self._loop.is_closed():
-            raise RuntimeError("the client is closed")
 
         async def awaited() -> T:
             return await start()
 
-        running = asyncio.run_coroutine_threadsafe(awaited(), self._loop)
+        with self._starting:
+            if self._is_closed:
+                raise _Closed("the client is closed")
+            running = asyncio.run_coroutine_threadsafe(awaited(), self._loop)
         try:
             return running.result()
         finally:

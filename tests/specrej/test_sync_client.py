@@ -85,6 +85,31 @@ async def test_closing_ends_calls_of_other_threads(
     client.close()
 
 
+async def test_a_call_ends_while_the_client_closes(
+    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a call that waits for an event loop which has stopped."""
+    client = await asyncio.to_thread(SyncClient, address)
+    refused = threading.Event()
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match="the client is closed"):
+            client.describe()
+        refused.set()
+
+    loop = client._loop
+    close = loop.close
+
+    def call_and_close() -> None:
+        threading.Thread(target=call, daemon=True).start()
+        refused.wait(10)
+        close()
+
+    monkeypatch.setattr(loop, "close", call_and_close)
+    await asyncio.to_thread(client.close)
+    assert refused.is_set()
+
+
 def test_bad_credentials_leave_no_thread() -> None:
     with pytest.raises(errors.InvalidRequest, match="credentials"):
         SyncClient("example.com:1", token="t")
