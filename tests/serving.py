@@ -86,13 +86,19 @@ def retry_info_s(error: grpc.aio.AioRpcError) -> float | None:
     return info.retry_delay.ToMilliseconds() / 1000 if has_info else None
 
 
-async def health_of(address: str, service: str = "", **credentials: Unpack[Credentials]) -> str:
+async def health_of(
+    address: str,
+    service: str = "",
+    *,
+    timeout_s: float = _POLL_S,
+    **credentials: Unpack[Credentials],
+) -> str:
     """SERVING, NOT_SERVING or the status code of the failed check."""
     async with open_channel(address, retries=False, **credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             request = health_pb2.HealthCheckRequest(service=service)
-            reply = await stub.Check(request, timeout=_POLL_S)
+            reply = await stub.Check(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             return str(error.code().name)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))

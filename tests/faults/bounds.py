@@ -18,7 +18,7 @@ from specrej.v1 import common_pb2, generator_pb2, reward_pb2
 from tests import http2
 from tests.faults.case import Case, here
 from tests.faults.world import CALL_S, SERVICES, World, request
-from tests.serving import part, violations_of
+from tests.serving import health_of, part, violations_of
 
 MAX_GROWTH_MIB = 100
 
@@ -122,7 +122,8 @@ async def unread_replies(port: str, world: World) -> list[str]:
     opened = [await asyncio.open_connection(host, int(number)) for _ in range(4)]
     for _, writer in opened:
         writer.write(http2.PREFACE + http2.window(0) + calls)
-    answered = [await world.health(port) for _ in range(20)]
+    # Each check waits for a flood of valid calls, for seconds on a busy machine.
+    answered = [await health_of(world.addresses[port], timeout_s=20) for _ in range(20)]
     for reader, writer in opened:
         with suppress(ConnectionError):
             await reader.read()  # until the service shuts the connection
