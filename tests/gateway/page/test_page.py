@@ -161,8 +161,15 @@ async def test_a_candidate_shows_its_text_scores_and_fate(fresh: Window, client:
 
 
 async def test_the_same_by_best_of_n_runs_beside_it(fresh: Window, client: Client) -> None:
-    """Guards against a comparison of other requests, or with figures of one side."""
+    """Guards against a comparison of other requests, with figures of one side, or of requests that
+    slowed each other down."""
     await fresh.run(**SEEDED, compare=True)
+    overlap = (
+        "['live', 'other'].every((id) => document.getElementById(id).state.phase === 'running')"
+    )
+    await fresh.js(
+        f"window.overlaps = 0; setInterval(() => {{ window.overlaps += {overlap} ? 1 : 0; }}, 2)"
+    )
     assert [await fresh.ended(), await fresh.ended("other")] == ["finished"] * 2
     await fresh.until(
         "!document.querySelector('#compare-reward .verdict').textContent.includes('…')"
@@ -177,6 +184,7 @@ async def test_the_same_by_best_of_n_runs_beside_it(fresh: Window, client: Clien
     tokens = [f"{side.usage.generated_tokens:,}" for side in (ours, theirs) if side.usage]
     assert amounts[2:] == [*tokens, f"{ours.score:.3f}", f"{theirs.score:.3f}"]
     assert all(text.endswith(" s") for text in amounts[:2])
+    assert await fresh.js("return window.overlaps") == 0
     fewer = theirs.usage.generated_tokens / ours.usage.generated_tokens
     assert await fresh.text("#compare-tokens .verdict") == f"{fewer:.1f} times fewer"
 
