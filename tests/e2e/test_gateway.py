@@ -23,11 +23,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 ROOT = Path(__file__).parents[2]
 URL = "http://127.0.0.1:8000"
+NODE_CLIENT = ROOT / ".tools" / "node"
+PROGRAMS = {
+    "python": (sys.executable, "-c"),
+    "sh": ("bash", "-euc"),
+    "js": ("node", "--input-type=module", "--eval"),
+}
 EXAMPLES = [
     pytest.param(language, code, id=f"{page.name}-{number}")
     for page in (ROOT / "README.md", ROOT / "docs" / "gateway.md")
     for number, (language, code) in enumerate(
-        re.findall(r"^```(python|sh)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        re.findall(r"^```(python|sh|js)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     )
     if URL in code
 ]
@@ -49,16 +55,20 @@ async def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
 async def test_printed_examples_run(service: Observed, language: str, code: str) -> None:
-    program = (sys.executable, "-c") if language == "python" else ("bash", "-euc")
+    if language == "js" and not (NODE_CLIENT / "node_modules").exists():
+        pytest.skip("no client for Node: make node-client installs it")
     process = await asyncio.create_subprocess_exec(
-        *(*program, small(code).replace(URL, service.stack.gateway_url)),
+        *(*PROGRAMS[language], small(code).replace(URL, service.stack.gateway_url)),
+        cwd=NODE_CLIENT if language == "js" else None,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     output, errors = await asyncio.wait_for(process.communicate(), 240)
     assert process.returncode == 0, errors.decode()
     assert output.strip() and b'"error"' not in output, output.decode()
-    if "/chat/completions" in code:
+    if language == "js":
+        assert re.search(r"as an object: (wall|step)$", output.decode(), re.MULTILINE)
+    elif "/chat/completions" in code:
         assert json.loads(output)["specrej"]["n"] == 16
     elif "/specrej/stream" in code:
         assert output.count(b"event: round_completed") >= 1

@@ -49,19 +49,6 @@ test("raw text", async () => {
   assert.ok(answer.choices[0].text);
 });
 
-test("an answer of a JSON schema", async () => {
-  const schema = {
-    type: "object",
-    properties: { use: { enum: ["wall", "step", "weight"] } },
-    required: ["use"],
-    additionalProperties: false,
-  };
-  const answer = await client.chat.completions.create({
-    ...request, specrej: { n: 4 }, response_format: { type: "json_schema", json_schema: { name: "use", schema } },
-  });
-  assert.ok(schema.properties.use.enum.includes(JSON.parse(answer.choices[0].message.content).use));
-});
-
 test("models", async () => {
   const ids = [];
   for await (const model of client.models.list()) ids.push(model.id);
