@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -193,6 +193,9 @@ fuzz: $(READY) .tools/atheris ## run libFuzzer on the parsers: make fuzz ARGS="-
 loadtest: $(READY) ## one minute of load on the services of make up: make loadtest ARGS="--users 8 --n 32"
 	@$(BIN)/locust -f loadtest/locustfile.py --headless --host 127.0.0.1:50050 \
 		--users 4 --spawn-rate 4 --run-time 60s --stop-timeout 120 $(ARGS)
+
+loadtest-ui: $(READY) models ## Locust's page with our users, shapes and options; starts all services, or uses SPECREJ_ADDRESS
+	@$(BIN)/python -m loadtest $(ARGS)
 
 latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour; report in build/latency-vs-n
 	@$(BIN)/python -m loadtest.latency_vs_n $(ARGS)

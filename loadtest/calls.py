@@ -6,7 +6,7 @@ With grpc's gevent support enabled, a call blocks only its greenlet.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -15,6 +15,7 @@ import grpc
 from specrej.channel import open_blocking_channel
 from specrej.client import Options, build_request
 from specrej.credentials import Credentials
+from specrej.security import TENANT_METADATA
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
@@ -28,12 +29,16 @@ class RoundEvent:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: a status name, seconds, generated tokens (0 from the cache), rounds."""
+    """How a call ended: a status name, seconds, generated tokens (0 from the cache), rounds.
+
+    `admitted_s`: seconds to the first event of a stream, when its session was open; 0 without one.
+    """
 
     code: str
     seconds: float
     tokens: int = 0
     cached: bool = False
+    admitted_s: float = 0.0
     rounds: tuple[RoundEvent, ...] = ()
 
 
@@ -49,38 +54,55 @@ class Caller:
         """Cancel all calls and disconnect."""
         self._channel.close()
 
-    def generate(self, prompt: str, started: float, **options: Unpack[Options]) -> Outcome:
+    def generate(
+        self, prompt: str, started: float, tenant: str = "", **options: Unpack[Options]
+    ) -> Outcome:
         """Make a unary call; `started` is a reading of time.perf_counter()."""
+        message = build_request(prompt, **options)
         try:
-            answer = self._stub.Generate(build_request(prompt, **options), timeout=self._timeout_s)
+            answer = self._stub.Generate(message, **self._arguments(tenant))
         except grpc.RpcError as error:
-            return _failed(error, started, [])
-        return _answered(answer, started, [])
+            return _failed(error, started)
+        return _answered(answer, started)
 
-    def stream(self, prompt: str, started: float, **options: Unpack[Options]) -> Outcome:
+    def stream(
+        self, prompt: str, started: float, tenant: str = "", **options: Unpack[Options]
+    ) -> Outcome:
         """Make a streaming call and time every round."""
         message = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
         rounds: list[RoundEvent] = []
-        previous = started
+        previous, admitted_s = started, 0.0
         try:
-            events: Iterator[Any] = self._stub.GenerateStream(message, timeout=self._timeout_s)
+            events: Iterator[Any] = self._stub.GenerateStream(message, **self._arguments(tenant))
             for event in events:
-                if event.HasField("round_completed"):
-                    now = time.perf_counter()
+                now = time.perf_counter()
+                if event.HasField("admitted"):
+                    admitted_s = now - started
+                elif event.HasField("round_completed"):
                     tokens = event.round_completed.round.generated_tokens
                     rounds.append(RoundEvent(now - previous, tokens))
                     previous = now
                 elif event.HasField("finished"):
-                    return _answered(event.finished, started, rounds)
+                    return _answered(event.finished, started, admitted_s, rounds)
         except grpc.RpcError as error:
-            return _failed(error, started, rounds)
+            return _failed(error, started, admitted_s, rounds)
         return Outcome("NO_ANSWER", time.perf_counter() - started)
 
+    def _arguments(self, tenant: str) -> dict[str, Any]:
+        metadata = [(TENANT_METADATA, tenant)] if tenant else []
+        return {"timeout": self._timeout_s, "metadata": metadata}
 
-def _answered(answer: Any, started: float, rounds: list[RoundEvent]) -> Outcome:
+
+def _answered(
+    answer: Any, started: float, admitted_s: float = 0.0, rounds: Sequence[RoundEvent] = ()
+) -> Outcome:
     tokens = 0 if answer.cached else answer.usage.generated_tokens
-    return Outcome("OK", time.perf_counter() - started, tokens, answer.cached, tuple(rounds))
+    seconds = time.perf_counter() - started
+    return Outcome("OK", seconds, tokens, answer.cached, admitted_s, tuple(rounds))
 
 
-def _failed(error: Any, started: float, rounds: list[RoundEvent]) -> Outcome:
-    return Outcome(error.code().name, time.perf_counter() - started, rounds=tuple(rounds))
+def _failed(
+    error: Any, started: float, admitted_s: float = 0.0, rounds: Sequence[RoundEvent] = ()
+) -> Outcome:
+    seconds = time.perf_counter() - started
+    return Outcome(error.code().name, seconds, admitted_s=admitted_s, rounds=tuple(rounds))

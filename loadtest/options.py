@@ -1,13 +1,19 @@
-"""Options of the load test, added to Locust's command line."""
+"""Options of the load test, added to Locust's command line and to the form of its page."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+import math
+from argparse import ArgumentError, ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
 
-from loadtest.prompts import OWN_PROMPTS
+from loadtest.prompts import OWN_PROMPTS, read_prompts
 from specrej.contracts import Algorithm
 
 BOTH = "both"
+
+N = TypeVar("N", int, float)
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -22,6 +28,32 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def tenants(text: str) -> dict[str, float]:
+    """Weights by tenant: "acme=3,other" has the weights 3 and 1; "" has no tenant.
+
+    Raises:
+        ArgumentTypeError: a name is not plain ASCII, or a weight is not positive.
+    """
+    weights = {}
+    for part in text.split(",") if text.strip() else ():
+        name, _, weight = (piece.strip() for piece in part.partition("="))
+        if not (name.isascii() and name.replace("-", "").replace("_", "").isalnum()):
+            raise ArgumentTypeError("must be names with weights, such as acme=3,other=1")
+        weights[name] = _number(float, 1e-6)(weight or "1")
+    return weights
+
+
+def violations(values: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the options' values, given by name; other names are ignored."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False)
+    add_options(parser)
+    for name, value in values.items():
+        try:
+            parser.parse_known_args([f"--{name.replace('_', '-')}={value}"])
+        except ArgumentError as error:
+            yield f"{name}: {error.message}"
+
+
 def add_options(parser: ArgumentParser) -> None:
     """Listener of Locust's `init_command_line_parser`."""
     _add_request_options(parser)
@@ -29,40 +61,81 @@ def add_options(parser: ArgumentParser) -> None:
     _add_limits(parser)
 
 
-def _checked_counts(text: str) -> str:
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
     # The value stays text: Locust sends it to workers and shows it in the browser.
-    counts(text)
-    return text
+    def value(text: str) -> str:
+        try:
+            check(text)
+        except (OSError, ValueError) as error:
+            raise ArgumentTypeError(str(error)) from None
+        return text
+
+    return value
+
+
+def _number(kind: Callable[[str], N], least: float, most: float = math.inf) -> Callable[[str], N]:
+    to = "or more" if math.isinf(most) else f"to {most:g}"
+
+    def value(text: str) -> N:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan  # type: ignore[assignment]
+        if not (least <= number <= most and math.isfinite(number)):
+            raise ArgumentTypeError(f"must be a number, {least:g} {to}")
+        return number
+
+    return value
 
 
 def _add_request_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--n",
-        type=_checked_counts,
+        type=_checked(counts),
         default="16",
         help="candidates per request; several, such as 1,4,16, are used for --step-seconds each",
     )
-    parser.add_argument("--step-seconds", type=float, default=30, help="duration of each --n")
+    parser.add_argument(
+        "--step-seconds", type=_number(float, 0.1), default=30.0, help="duration of each --n"
+    )
     parser.add_argument(
         "--algorithm",
         choices=[*(algorithm.value for algorithm in Algorithm), BOTH],
         default=Algorithm.SPECULATIVE_REJECTION.value,
         help="both: send each request twice, with the same prompt and seed",
     )
-    parser.add_argument("--alpha", type=float, default=0.5, help="fraction rejected per round")
-    parser.add_argument("--max-tokens", type=int, default=64, help="most new tokens per candidate")
+    parser.add_argument(
+        "--alpha", type=_number(float, 0, 0.999), default=0.5, help="fraction rejected per round"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_number(int, 1), default=64, help="most new tokens per candidate"
+    )
     parser.add_argument(
         "--cache",
         choices=["bypass", "on"],
         default="bypass",
         help="bypass: generate every answer; on: repeat prompts, so that the cache answers them",
     )
-    parser.add_argument("--prompts", default=str(OWN_PROMPTS), help="file with one prompt per line")
-    parser.add_argument("--request-timeout", type=float, default=120, help="deadline in seconds")
+    parser.add_argument(
+        "--prompts",
+        type=_checked(lambda text: read_prompts(Path(text))),
+        default=str(OWN_PROMPTS),
+        help="file with one prompt per line",
+    )
+    parser.add_argument(
+        "--tenants",
+        type=_checked(tenants),
+        default="",
+        help="weights of tenants, such as acme=3,other=1, where callers may name their tenant",
+    )
+    parser.add_argument(
+        "--request-timeout", type=_number(float, 0.001), default=120.0, help="deadline in seconds"
+    )
 
 
 def _add_load_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
+    # Options of groups are not in the page's form, which has a field "Shape Class".
+    parser.add_argument_group("shape").add_argument(
         "--shape",
         choices=["constant", "ramp", "spike", "steps"],
         default="constant",
@@ -70,11 +143,15 @@ def _add_load_options(parser: ArgumentParser) -> None:
         "steps: all, until every --n was used",
     )
     parser.add_argument(
-        "--rate", type=float, default=0.5, help="open loop: arrivals per second of each user"
+        "--rate",
+        type=_number(float, 0),
+        default=0.0,
+        help="open loop: arrivals per second of each user, whether or not earlier requests are "
+        "answered; 0: each user waits for its answer",
     )
     parser.add_argument(
         "--max-in-flight",
-        type=int,
+        type=_number(int, 1),
         default=1000,
         help="open loop: most unanswered requests per user; further requests are missed",
     )

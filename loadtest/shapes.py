@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from locust import LoadTestShape
 
@@ -13,33 +14,53 @@ from loadtest.options import counts
 _SPAWN_RATE = 100.0
 
 
-_SHAPES = {"ramp": ramp, "spike": spike, "steps": constant}
-
-
 class Shape(LoadTestShape):
-    """The shape that --shape names. It lasts --run-time; steps last until every --n was used."""
+    """A curve over --run-time, by the options at that time: those of the form may change."""
 
-    # Locust would instantiate a concrete class that it finds in a locustfile.
     abstract = True
-
-    def __init__(self, parsed: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._users_at = _SHAPES[parsed.shape]
-        self._users = parsed.num_users or 1
-        steps_s = len(counts(parsed.n)) * parsed.step_seconds
-        self._length_s = steps_s if parsed.shape == "steps" else parsed.run_time or 60
+    use_common_options = True
+    curve: ClassVar[Callable[[float, float, int], int]]
 
     def tick(self) -> tuple[int, float] | None:
         """The number of users and the spawn rate; None ends the test."""
+        assert self.runner
+        parsed: Any = self.runner.environment.parsed_options
         elapsed_s = self.get_run_time()  # type: ignore[no-untyped-call]
-        if elapsed_s >= self._length_s:
+        length_s = self.length_s(parsed)
+        if elapsed_s >= length_s:
             return None
-        return self._users_at(elapsed_s, self._length_s, self._users), _SPAWN_RATE
+        return type(self).curve(elapsed_s, length_s, parsed.num_users or 1), _SPAWN_RATE
+
+    def length_s(self, parsed: Any) -> float:
+        """Seconds until the test ends."""
+        return float(parsed.run_time or 60)
+
+
+class Ramp(Shape):
+    """From one user to all."""
+
+    curve = ramp
+
+
+class Spike(Shape):
+    """A tenth of the users, all, a tenth."""
+
+    curve = spike
+
+
+class Steps(Shape):
+    """All users until every --n was used."""
+
+    curve = constant
+
+    def length_s(self, parsed: Any) -> float:
+        return len(counts(parsed.n)) * float(parsed.step_seconds)
 
 
 def use_shape(environment: Any, **_: Any) -> None:
-    """Listener of Locust's `init`; workers get their number of users from the master."""
-    parsed = environment.parsed_options
-    if parsed.shape != "constant" and not parsed.worker:
-        environment.shape_class = Shape(parsed)
+    """Listener of Locust's `init`: the shape of the command line; without it, Locust takes the
+    first of the file."""
+    name = environment.parsed_options.shape.title()
+    environment.shape_class = environment.available_shape_classes.get(name)
+    if environment.shape_class:
         environment.shape_class.runner = environment.runner

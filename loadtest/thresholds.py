@@ -20,10 +20,15 @@ class Kind(StrEnum):
     ANSWER = "answer"
     CACHED = "cached answer"  # generated no tokens
     FAILED = "failed"  # separate rows: quick refusals must not lower the latency of answers
+    # Not calls: kept out of Locust's totals.
+    ADMITTED = "admitted"  # the first event of a stream
     FIRST_ROUND = "first round"
     BETWEEN_ROUNDS = "between rounds"
     LATE = "late start"  # open loop: by how much
     MISSED = "missed"  # open loop: not sent
+
+
+CALLS = (Kind.ANSWER, Kind.CACHED, Kind.FAILED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,28 @@
 """Locust users of the public API. Rows are reported by `Kind`; a response's length is its number of
-generated tokens."""
+generated tokens.
+
+With --rate, each user sends that many requests per second as a Poisson process and does not wait
+for answers (open loop). Times then count from the moment a request was due, so a slow client or
+service does not hide delays. Requests sent more than 50 ms late are counted as "late start",
+requests that were not sent, because --max-in-flight of the user were unanswered, as "missed".
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import gevent  # type: ignore[import-untyped]
 import grpc.experimental.gevent as grpc_gevent
-from locust import User, between, events, task
+from gevent.pool import Pool  # type: ignore[import-untyped]
+from locust import User, events, task
 
+from loadtest.arrivals import LATE_S, poisson
 from loadtest.calls import Caller, Outcome
-from loadtest.thresholds import Kind
+from loadtest.thresholds import CALLS, Kind
 from loadtest.workload import LoadRequest, requests
 from specrej.credentials import credentials_from
 
@@ -20,6 +30,7 @@ from specrej.credentials import credentials_from
 grpc_gevent.init_gevent()
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
+_MAX_PAUSE_S = 0.1  # of the closed loop, between an answer and the next request
 
 
 class CallFailed(Exception):
@@ -64,21 +75,44 @@ class ApiUser(User):
             self.host or DEFAULT_ADDRESS, parsed.request_timeout, **credentials_from(os.environ)
         )
         self.requests = requests(parsed, worker, _test_start.at)
+        self._pool = Pool(parsed.max_in_flight)
+        self._is_open_loop = parsed.rate > 0
+        if self._is_open_loop:
+            self._started = time.perf_counter()
+            self._arrivals_s = poisson(parsed.rate, random.SystemRandom().getrandbits(64))
+            self._due = self._started + next(self._arrivals_s)
 
     def on_stop(self) -> None:
-        """Cancel all calls."""
-        self.caller.close()
+        """Wait up to --stop-timeout for calls of the open loop; report unfinished ones as failed;
+        disconnect."""
+        try:
+            self._pool.join(timeout=self.environment.stop_timeout or 0)
+        finally:
+            # A killed greenlet reports nothing itself.
+            for greenlet in list(self._pool):
+                request, due = greenlet.args
+                seconds = time.perf_counter() - due
+                self.fire(Kind.FAILED, request, seconds, 0, CallFailed("UNFINISHED"))
+            self.caller.close()
+            self._pool.kill(block=False)
 
-    def report(self, request: LoadRequest, outcome: Outcome) -> None:
-        """Report a call and its rounds to Locust."""
-        for number, event in enumerate(outcome.rounds):
-            kind = Kind.BETWEEN_ROUNDS if number else Kind.FIRST_ROUND
-            self.fire(kind, request, event.seconds, event.tokens)
-        if outcome.code != "OK":
-            self.fire(Kind.FAILED, request, outcome.seconds, 0, CallFailed(outcome.code))
+    def wait_time(self) -> float:
+        """Seconds until the next request."""
+        if self._is_open_loop:
+            return max(0.0, self._due - time.perf_counter())
+        return random.uniform(0, _MAX_PAUSE_S)
+
+    @task
+    def send(self) -> None:
+        """Send one request; in the open loop the one that is due, without waiting for it."""
+        if self._is_open_loop:
+            self._arrive()
         else:
-            kind = Kind.CACHED if outcome.cached else Kind.ANSWER
-            self.fire(kind, request, outcome.seconds, outcome.tokens)
+            self._call(next(self.requests), time.perf_counter())
+
+    def method(self) -> Callable[..., Outcome]:
+        """The method of the caller that sends one request."""
+        raise NotImplementedError
 
     def fire(
         self,
@@ -88,7 +122,11 @@ class ApiUser(User):
         tokens: int = 0,
         failure: Exception | None = None,
     ) -> None:
-        """Add one measurement to the row of this kind, algorithm and N."""
+        """Add one measurement to the row of this kind and label, and to the totals if it is that
+        of a call."""
+        if kind not in CALLS:
+            self.environment.stats.entries[request.label, kind.value].log(seconds * 1e3, tokens)
+            return
         self.environment.events.request.fire(
             request_type=kind.value,
             name=request.label,
@@ -98,29 +136,44 @@ class ApiUser(User):
             context={},
         )
 
+    def _arrive(self) -> None:
+        late_s = time.perf_counter() - self._due
+        if late_s < 0:  # Locust does not wait before the first task.
+            return
+        request, due = next(self.requests), self._due
+        self._due = self._started + next(self._arrivals_s)
+        if self._pool.full():
+            self.fire(Kind.MISSED, request, late_s)
+            return
+        if late_s > LATE_S:
+            self.fire(Kind.LATE, request, late_s)
+        self._pool.spawn(self._call, request, due)
+
+    def _call(self, request: LoadRequest, started: float) -> None:
+        outcome = self.method()(request.prompt, started, request.tenant, **request.options)
+        if outcome.admitted_s:
+            self.fire(Kind.ADMITTED, request, outcome.admitted_s)
+        for number, event in enumerate(outcome.rounds):
+            kind = Kind.BETWEEN_ROUNDS if number else Kind.FIRST_ROUND
+            self.fire(kind, request, event.seconds, event.tokens)
+        if outcome.code != "OK":
+            self.fire(Kind.FAILED, request, outcome.seconds, 0, CallFailed(outcome.code))
+        else:
+            kind = Kind.CACHED if outcome.cached else Kind.ANSWER
+            self.fire(kind, request, outcome.seconds, outcome.tokens)
+
 
 class StreamingUser(ApiUser):
-    """Sends streaming requests, each after the answer to the one before."""
+    """Sends streaming requests, whose rounds are timed."""
 
-    wait_time = between(0, 0.1)
     weight = 3
 
-    @task
-    def stream(self) -> None:
-        """Send one request and follow its rounds."""
-        request = next(self.requests)
-        started = time.perf_counter()
-        self.report(request, self.caller.stream(request.prompt, started, **request.options))
+    def method(self) -> Callable[..., Outcome]:
+        return self.caller.stream
 
 
 class UnaryUser(ApiUser):
-    """Sends unary requests, each after the answer to the one before."""
+    """Sends unary requests."""
 
-    wait_time = between(0, 0.1)
-
-    @task
-    def generate(self) -> None:
-        """Send one request and wait for the whole answer."""
-        request = next(self.requests)
-        started = time.perf_counter()
-        self.report(request, self.caller.generate(request.prompt, started, **request.options))
+    def method(self) -> Callable[..., Outcome]:
+        return self.caller.generate

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.options import BOTH, counts
+from loadtest.options import BOTH, counts, tenants
 from loadtest.prompts import read_prompts
 from specrej.client import Options
 from specrej.contracts import Algorithm, CacheControl
 
 # Worker k uses seeds from k times this number, so that no two workers send equal requests.
 _SEEDS_PER_WORKER = 10**9
+_N = " n="
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A prompt and its options. `label` names the row of Locust's tables: algorithm and N."""
+    """A prompt and its options. `label` names the row of Locust's tables: algorithm, tenant, N."""
 
     label: str
     prompt: str
+    tenant: str
     options: Options
 
 
@@ -36,11 +39,13 @@ def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
         OSError, ValueError: the prompts cannot be read.
     """
     prompts, ns = read_prompts(Path(parsed.prompts)), counts(parsed.n)
+    weights = tenants(parsed.tenants) or {"": 1.0}
     cached = parsed.cache == "on"
     algorithms = tuple(Algorithm) if parsed.algorithm == BOTH else (Algorithm(parsed.algorithm),)
     number = worker * _SEEDS_PER_WORKER
     while True:
         number += 1
+        (tenant,) = random.Random(number).choices(list(weights), list(weights.values()))
         for algorithm in algorithms:
             n = n_of_step(ns, time.perf_counter() - started, parsed.step_seconds)
             options = Options(
@@ -52,7 +57,14 @@ def requests(parsed: Any, worker: int, started: float) -> Iterator[LoadRequest]:
                 cache=CacheControl.USE if cached else CacheControl.BYPASS,
             )
             prompt = prompts[number % len(prompts)]
-            yield LoadRequest(f"{algorithm.value} n={n}", prompt, options)
+            series = f"{algorithm.value} {tenant}".strip()
+            yield LoadRequest(f"{series}{_N}{n}", prompt, tenant, options)
+
+
+def split_label(label: str) -> tuple[str, int]:
+    """Algorithm and tenant, and N, of a request's label."""
+    series, _, n = label.rpartition(_N)
+    return series, int(n)
 
 
 def n_of_step(ns: tuple[int, ...], elapsed_s: float, step_s: float) -> int:

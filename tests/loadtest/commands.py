@@ -28,10 +28,12 @@ class Completed:
         return {row["name"]: row for row in rows if row["method"] == kind}
 
 
-async def locust(*arguments: str, file: str = "locustfile") -> Completed:
+async def locust(*arguments: str) -> Completed:
     """Run Locust without its browser page, to its end."""
     shared = ("--headless", "--json", "--stop-timeout", "30")
-    return await completed(await _start(_LOCUST, "-f", f"loadtest/{file}.py", *shared, *arguments))
+    return await completed(
+        await _start(_LOCUST, "-f", "loadtest/locustfile.py", *shared, *arguments)
+    )
 
 
 async def latency_vs_n(*arguments: str) -> Completed:

@@ -13,9 +13,9 @@ import pytest
 
 from loadtest.arrivals import poisson, send_open_loop
 from loadtest.curves import ramp, spike
-from loadtest.options import add_options, counts
+from loadtest.options import add_options, counts, tenants, violations
 from loadtest.prompts import OWN_PROMPTS, read_prompts
-from loadtest.workload import LoadRequest, n_of_step, requests
+from loadtest.workload import LoadRequest, n_of_step, requests, split_label
 from specrej.contracts import Algorithm, CacheControl
 
 
@@ -70,6 +70,31 @@ def test_steps_use_each_n_in_order() -> None:
 def test_invalid_counts_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         counts(text)
+
+
+def test_tenants_send_by_their_weights() -> None:
+    """Both requests of a pair are one tenant's."""
+    sent = first(2_000, "--tenants", "acme=3, other", "--algorithm", "both")
+    assert 0.7 < sum(request.tenant == "acme" for request in sent) / len(sent) < 0.8
+    assert all(one.tenant == other.tenant for one, other in zip(sent[::2], sent[1::2], strict=True))
+    assert split_label(sent[0].label) == (f"speculative-rejection {sent[0].tenant}", 16)
+    assert {request.tenant for request in first(10)} == {""}
+
+
+@pytest.mark.parametrize("text", ["=1", "acme=0", "acme=x", "acme,,b", "a b", "\u00e4=1"])
+def test_invalid_tenants_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        tenants(text)
+
+
+def test_every_bad_value_of_a_form_is_reported(tmp_path: Path) -> None:
+    """Guards against a value that stops Locust's users instead of being refused."""
+    form = {"n": "0", "alpha": "nan", "max_tokens": "", "rate": "-1", "cache": "off"}
+    form["prompts"] = str(tmp_path / "missing")
+    assert [text.partition(":")[0] for text in violations({**form, "user_count": "?"})] == [*form]
+    assert not list(
+        violations({"n": "1,4", "alpha": "0", "tenants": "", "prompts": str(OWN_PROMPTS)})
+    )
 
 
 def test_shapes_of_users() -> None:
