@@ -6,16 +6,19 @@ With grpc's gevent support enabled, a call blocks only its greenlet.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import grpc
 
+from specrej import wire
 from specrej.channel import open_blocking_channel
 from specrej.client import Options, build_request
+from specrej.contracts import ServiceDescription
 from specrej.credentials import Credentials
 from specrej.security import TENANT_METADATA
+from specrej.status import from_rpc_error
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
@@ -40,6 +43,7 @@ class Outcome:
     cached: bool = False
     admitted_s: float = 0.0
     rounds: tuple[RoundEvent, ...] = ()
+    reward: float = 0.0  # of the answer
 
 
 class Caller:
@@ -68,12 +72,12 @@ class Caller:
     def stream(
         self, prompt: str, started: float, tenant: str = "", **options: Unpack[Options]
     ) -> Outcome:
-        """Make a streaming call and time every round."""
+        """Make a streaming call and time every round; a greenlet that is stopped cancels it."""
         message = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
         rounds: list[RoundEvent] = []
         previous, admitted_s = started, 0.0
+        events = self._stub.GenerateStream(message, **self._arguments(tenant))
         try:
-            events: Iterator[Any] = self._stub.GenerateStream(message, **self._arguments(tenant))
             for event in events:
                 now = time.perf_counter()
                 if event.HasField("admitted"):
@@ -86,7 +90,19 @@ class Caller:
                     return _answered(event.finished, started, admitted_s, rounds)
         except grpc.RpcError as error:
             return _failed(error, started, admitted_s, rounds)
+        finally:
+            events.cancel()
         return Outcome("NO_ANSWER", time.perf_counter() - started)
+
+    def describe(self) -> ServiceDescription:
+        """The service; raises SpecrejError."""
+        message = orchestrator_pb2.OrchestratorServiceDescribeRequest()
+        try:
+            answer = self._stub.Describe(message, **self._arguments(""))
+        except grpc.RpcError as error:
+            failure: Any = error
+            raise from_rpc_error(failure) from None
+        return wire.from_message(answer, ServiceDescription)
 
     def _arguments(self, tenant: str) -> dict[str, Any]:
         metadata = [(TENANT_METADATA, tenant)] if tenant else []
@@ -98,7 +114,9 @@ def _answered(
 ) -> Outcome:
     tokens = 0 if answer.cached else answer.usage.generated_tokens
     seconds = time.perf_counter() - started
-    return Outcome("OK", seconds, tokens, answer.cached, admitted_s, tuple(rounds))
+    return Outcome(
+        "OK", seconds, tokens, answer.cached, admitted_s, tuple(rounds), reward=answer.score
+    )
 
 
 def _failed(

@@ -21,6 +21,7 @@ from loadtest.latency_vs_n.report import write_page
 from loadtest.latency_vs_n.results import FAST, FULL, Cell, Results, collate, write_csv, write_json
 from specrej.contracts import Algorithm
 from tests.loadtest.commands import completed, latency_vs_n, start_latency_vs_n
+from tests.loadtest.conftest import TOYS
 
 SETTINGS = Settings(prompts=("Why?", "<b>How?</b>"), ns=(64, 128))
 in_session = pytest.mark.asyncio(loop_scope="session")
@@ -155,6 +156,17 @@ async def test_command_measures_and_writes_everything(toys: Stack, tmp_path: Pat
 
 
 @in_session
+async def test_command_starts_services_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in TOYS.items():
+        monkeypatch.setenv(name, value)
+    ended = await latency_vs_n("--out", str(tmp_path), *SMALL[:2], "1")
+    assert ended.code == 0, ended.err
+    assert len(cells_of(tmp_path)) == 3 * 2
+
+
+@in_session
 async def test_slow_requests_at_a_fixed_rate_are_cancelled(toys: Stack, tmp_path: Path) -> None:
     # No toy answers within a millisecond: its first step takes two.
     ended = await latency_vs_n(*where(toys, tmp_path), *SMALL, "--ns", "4", "--patience-s", "0.001")
@@ -175,6 +187,7 @@ async def test_interrupted_run_reports_what_was_measured(toys: Stack, tmp_path: 
     process.send_signal(signal.SIGINT)
     ended = await completed(process)
     assert ended.code == 130, ended.err
+    assert "Traceback" not in ended.err
     assert json.loads(ended.out.splitlines()[-1])["requests"] > 0
     assert (tmp_path / "latency_vs_n.html").exists()
 
