@@ -52,12 +52,16 @@ def extend(environment: Any, **_: Any) -> None:
             response.set_data(jsonify(_with_tables(response.json, environment.stats)).data)
         return response
 
-    page.app.before_request(_refuse_bad_options)
+    page.app.before_request(_check_form)
     page.app.after_request(complete)
 
 
-def _refuse_bad_options() -> Response | None:
-    """Answer a form with a bad value in the way that Locust's page shows."""
+def _check_form() -> Response | None:
+    """Refuse forms of other sites' pages, which Locust allows: one could send the token and a file
+    of this machine to a host of its own. Answer a bad value as Locust's page shows it."""
+    own = request.host_url.rstrip("/")
+    if request.method == "POST" and request.headers.get("Origin", own) != own:
+        return Response("the form is another site's", 403)
     if request.endpoint != "locust.swarm":
         return None
     broken = list(violations(request.form))

@@ -7,11 +7,15 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 import pytest_asyncio
 
 from deploy.local.stack import Ports, Stack
+from specrej import Client
+from specrej.security import TENANT_METADATA
 from tests.browser import CHROMIUM, DRIVER, Page, browser
 from tests.gateway.page.conftest import need
 from tests.serving import until
@@ -80,8 +84,15 @@ async def table(page: Page, tab: str) -> list[dict[str, str]]:
     return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
 
 
+async def test_forms_of_other_sites_are_refused(server: tuple[str, Process]) -> None:
+    """Guards against a page of another site that sends the token and a file to its own host."""
+    request = Request(f"{server[0]}/swarm", b"user_count=1", {"Origin": "http://other.example"})
+    with pytest.raises(HTTPError, match="403"):
+        await asyncio.to_thread(build_opener(ProxyHandler({})).open, request, timeout=60)
+
+
 async def test_short_test_in_the_page(
-    server: tuple[str, Process], tmp_path_factory: pytest.TempPathFactory
+    toys: Stack, server: tuple[str, Process], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Guards against totals that count rounds, options that have no effect or no error, and a tab
     without points."""
@@ -98,12 +109,13 @@ async def test_short_test_in_the_page(
             page,
             shapeClass="Steps",
             userCount="2",
-            alpha="0.5",
-            maxTokens="32",
+            alpha="0.25",
+            maxTokens="24",
             n="1,4",
             stepSeconds="2",
             algorithm="both",
-            rate="8",
+            rate="40",
+            maxInFlight="1",
             tenants="acme=1",
         )
         await shown(page, "document.body.innerText.includes('STOPPED')")
@@ -115,6 +127,8 @@ async def test_short_test_in_the_page(
         assert int(total["# Requests"]) == sum(int(row["# Requests"]) for row in rows) > 0
         rounds = await table(page, "Rounds")
         assert {row["Type"] for row in rounds} == {"admitted", "first round", "between rounds"}
+        # Only the open loop misses requests.
+        assert "missed" in {row["Type"] for row in await table(page, "Late arrivals")}
         await table(page, "Latency vs N")
         points = "document.querySelectorAll('#latency-vs-n circle')"
         await shown(page, f"{points}.length")
@@ -124,6 +138,10 @@ async def test_short_test_in_the_page(
         expected = [[n, field] for n in "14" for field in ("median", "p95")] * len(ALGORITHMS)
         assert sorted(drawn) == sorted(expected)
         assert await page.log() == []
+    async with Client(toys.orchestrator_address) as client:
+        records = await client.records(metadata=[(TENANT_METADATA, "acme")])
+    assert {record.max_tokens for record in records} == {24}
+    assert {record.selection.alpha for record in records} <= {0.25, 0.0}  # 0: Best-of-N
     process.send_signal(signal.SIGINT)
     async with asyncio.timeout(60):
         _, text = await process.communicate()
