@@ -63,7 +63,6 @@ _CHARACTERS: Mapping[str, int] = {
 # Its fields have the same paths in errors as those of Generate.
 _WITHOUT_PATH = "GenerateStreamRequest.request"
 
-_PACKAGE = "specrej.v1."
 _UNBOUNDED = 2**63
 # Fields that a request may have beyond those of this schema, as later versions have.
 _UNKNOWN_FIELDS = 256
@@ -150,7 +149,7 @@ def _kind(descriptor: Any) -> _Kind:
 
 
 def _field(described: Any) -> _Field:
-    name = described.full_name.removeprefix(_PACKAGE)
+    name = f"{described.containing_type.name}.{described.name}"
     is_text = described.type == described.TYPE_STRING
     return _Field(
         "" if name == _WITHOUT_PATH else described.name,

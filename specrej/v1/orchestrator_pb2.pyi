@@ -9,7 +9,6 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from specrej.v1 import common_pb2 as _common_pb2
-from specrej.v1 import generator_pb2 as _generator_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -794,7 +793,9 @@ class RankedCandidate(_message.Message):
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The bytes of each of token_ids, as in TokenText; empty unless the sampling has `logprobs`."""
+        """The bytes of each of token_ids, parts of a text in UTF-8: those of one character may be divided
+        between tokens. Of a control token its name. Empty unless the sampling has `logprobs`.
+        """
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
@@ -862,7 +863,7 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     """The token; 0 .. vocabulary - 1."""
     token: _builtins.bytes
-    """Its bytes, as in TokenText."""
+    """Its bytes, as in RankedCandidate.tokens."""
     logprob: _builtins.float
     """Its log-probability under the model; -9999 .. 0."""
     def __init__(
@@ -912,7 +913,7 @@ class RoundTrace(_message.Message):
     """1, 2, 3, ..."""
     decision_token: _builtins.int
     """The token position at which it ended."""
-    ended_by: _generator_pb2.RoundEnd.ValueType
+    ended_by: _common_pb2.RoundEnd.ValueType
     """Why it ended."""
     num_started: _builtins.int
     """Live candidates when it began."""
@@ -961,7 +962,7 @@ class RoundTrace(_message.Message):
         """The candidates of `scores`, in the same order."""
 
     @_builtins.property
-    def forks(self) -> _containers.RepeatedCompositeFieldContainer[_generator_pb2.Fork]:
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Fork]:
         """Forks made after the cut, in ascending order of their ids; `num_live` includes them. None if they
         would bring a request beyond 16384 candidates over all rounds.
         """
@@ -971,7 +972,7 @@ class RoundTrace(_message.Message):
         *,
         number: _builtins.int = ...,
         decision_token: _builtins.int = ...,
-        ended_by: _generator_pb2.RoundEnd.ValueType = ...,
+        ended_by: _common_pb2.RoundEnd.ValueType = ...,
         num_started: _builtins.int = ...,
         num_finished: _builtins.int = ...,
         num_rejected: _builtins.int = ...,
@@ -989,7 +990,7 @@ class RoundTrace(_message.Message):
         alpha: _builtins.float = ...,
         candidates: _abc.Iterable[Global___CandidateTrace] | None = ...,
         num_lost: _builtins.int = ...,
-        forks: _abc.Iterable[_generator_pb2.Fork] | None = ...,
+        forks: _abc.Iterable[_common_pb2.Fork] | None = ...,
         discarded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -1465,7 +1466,7 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     saved_tokens_estimate: _builtins.int
     """Estimate of the tokens that Best-of-N would have generated beyond these."""
     @_builtins.property
-    def generator(self) -> _generator_pb2.GeneratorServiceDescribeResponse:
+    def generator(self) -> _common_pb2.GeneratorDescription:
         """The generator as it describes itself."""
 
     @_builtins.property
@@ -1485,7 +1486,7 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     def __init__(
         self,
         *,
-        generator: _generator_pb2.GeneratorServiceDescribeResponse | None = ...,
+        generator: _common_pb2.GeneratorDescription | None = ...,
         rewards: _abc.Iterable[_builtins.str] | None = ...,
         cache_available: _builtins.bool = ...,
         running: _builtins.int = ...,
