@@ -24,12 +24,8 @@ OPTILLM := .peers/optillm/.installed
 PEERS = $(MAKE) --no-print-directory --keep-going
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
 RELEVANCE := .models/relevance/model.safetensors
-PROTOC := $(BIN)/python -m grpc_tools.protoc -Iproto \
-	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
-	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 # Packages of the schema, and of the stubs generated from it.
 STUBS := specrej/v1 specrej/backend/v1
-SCHEMA := $(STUBS:%=proto/%/*.proto)
 
 KUSTOMIZE_SHA256 := cb0449d245f0a48b654c61b7c57f40281c6ce3b9e52e2dae4bf9bca9d0dfb437
 
@@ -91,14 +87,13 @@ lock: ## write the hashes of all pins except those of torch's CPU build (needs u
 		--output-file $$lock $$lock || exit 1; done
 
 proto: $(READY) ## generate the stubs from the schema
-	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(SCHEMA)
+	@$(BIN)/python -m deploy.stubs .
 
 proto-check: $(READY) ## lint the schema; fail if it breaks clients or the stubs are stale
 	@$(BIN)/buf lint proto
 	@$(BIN)/buf breaking proto --against proto/baseline.binpb
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
-	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out=quiet:"$$fresh" \
-		--mypy_grpc_out=quiet:"$$fresh" $(SCHEMA) && \
+	$(BIN)/python -m deploy.stubs "$$fresh" && \
 	for stubs in $(STUBS); do \
 		diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/$$stubs" $$stubs || \
 		{ echo "$$stubs is stale: run make proto" >&2; exit 1; }; done

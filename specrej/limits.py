@@ -24,7 +24,8 @@ MAX_REWARDS = 8
 MAX_BATCH = 65_536  # candidates that a service can be configured for
 _NAME_CHARACTERS = 256
 
-# All repeated fields of requests: how many items each may have.
+# All repeated fields of requests: how many items each may have. For public requests, these and the
+# numbers of characters are rules of the schema, too.
 _ITEMS: Mapping[str, int] = {
     "Prompt.messages": 1024,
     "Sampling.stop": 16,
