@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -172,6 +172,9 @@ bench-overload: $(READY) ## goodput and refusals at half to four times the capac
 
 rolling: $(READY) models ## restart all processes one at a time under load: make rolling ARGS=--toys
 	@$(BIN)/python -m benchmarks.rolling $(ARGS)
+
+mixed-versions: $(READY) ## each service of an earlier version among today's: make mixed-versions BASE=v0.1.0
+	@$(BIN)/python -m tests.mixed_versions --base "$(BASE)" $(ARGS)
 
 bench-telemetry: $(READY) models ## throughput and CPU time with telemetry and without
 	@$(BIN)/python -m benchmarks.telemetry $(ARGS)
