@@ -24,10 +24,8 @@ OPTILLM := .peers/optillm/.installed
 PEERS = $(MAKE) --no-print-directory --keep-going
 GENERATOR := .models/SmolLM2-135M-Instruct/model.safetensors
 RELEVANCE := .models/relevance/model.safetensors
-PROTOC := $(BIN)/python -m grpc_tools.protoc -Iproto \
-	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
-	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
-SCHEMA := proto/specrej/v1/*.proto
+# Packages of the schema, and of the stubs generated from it.
+STUBS := specrej/v1 specrej/backend/v1
 
 KUSTOMIZE_SHA256 := cb0449d245f0a48b654c61b7c57f40281c6ce3b9e52e2dae4bf9bca9d0dfb437
 
@@ -40,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures page-screenshots experiments clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,17 +86,17 @@ lock: ## write the hashes of all pins except those of torch's CPU build (needs u
 		--generate-hashes --python-version 3.11 --custom-compile-command "make lock" \
 		--output-file $$lock $$lock || exit 1; done
 
-proto: $(READY) ## generate specrej/v1 from the schema
-	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(SCHEMA)
+proto: $(READY) ## generate the stubs from the schema
+	@$(BIN)/python -m deploy.stubs .
 
-proto-check: $(READY) ## lint the schema; fail if it breaks clients or specrej/v1 is stale
+proto-check: $(READY) ## lint the schema; fail if it breaks clients or the stubs are stale
 	@$(BIN)/buf lint proto
 	@$(BIN)/buf breaking proto --against proto/baseline.binpb
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
-	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out=quiet:"$$fresh" \
-		--mypy_grpc_out=quiet:"$$fresh" $(SCHEMA) && \
-	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/specrej/v1" specrej/v1 || \
-	{ echo "specrej/v1 is stale: run make proto" >&2; exit 1; }
+	$(BIN)/python -m deploy.stubs "$$fresh" && \
+	for stubs in $(STUBS); do \
+		diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/$$stubs" $$stubs || \
+		{ echo "$$stubs is stale: run make proto" >&2; exit 1; }; done
 
 promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian; no root)
 
@@ -174,6 +172,9 @@ bench-overload: $(READY) ## goodput and refusals at half to four times the capac
 
 rolling: $(READY) models ## restart all processes one at a time under load: make rolling ARGS=--toys
 	@$(BIN)/python -m benchmarks.rolling $(ARGS)
+
+mixed-versions: $(READY) ## each service of an earlier version among today's: make mixed-versions BASE=v0.1.0
+	@$(BIN)/python -m tests.mixed_versions --base "$(BASE)" $(ARGS)
 
 bench-telemetry: $(READY) models ## throughput and CPU time with telemetry and without
 	@$(BIN)/python -m benchmarks.telemetry $(ARGS)

@@ -12,6 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 from specrej import telemetry, wire
+from specrej.backend.v1 import generator_pb2 as pb
+from specrej.backend.v1 import generator_pb2_grpc
 from specrej.contracts import (
     Generator,
     GeneratorDescription,
@@ -21,13 +23,7 @@ from specrej.contracts import (
 from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation, raise_if_any
 from specrej.serving import Context, Service, answer_commands
 from specrej.telemetry import names
-from specrej.v1 import (
-    common_pb2,
-    generator_pb2_grpc,
-)
-from specrej.v1 import (
-    generator_pb2 as pb,
-)
+from specrej.v1 import common_pb2
 from specrej.validation import (
     check_candidates,
     check_prompt,
@@ -39,7 +35,7 @@ MAX_FIRST_CANDIDATE_ID = 1_000_000
 
 
 class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
-    """`specrej.v1.GeneratorService` over a generator that may still be loading."""
+    """`specrej.backend.v1.GeneratorService` over a generator that may still be loading."""
 
     def __init__(self, lease_s: float) -> None:
         """`lease_s`: seconds without a command after which a session is closed."""
@@ -68,7 +64,9 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
     async def Describe(  # noqa: N802
         self, request: pb.GeneratorServiceDescribeRequest, context: Context
     ) -> pb.GeneratorServiceDescribeResponse:
-        return wire.to_message(await self._loaded().describe(), pb.GeneratorServiceDescribeResponse)
+        description = await self._loaded().describe()
+        message = wire.to_message(description, common_pb2.GeneratorDescription)
+        return pb.GeneratorServiceDescribeResponse(generator=message)
 
     def _loaded(self) -> Generator:
         if self._generator is None:

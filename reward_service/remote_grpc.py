@@ -14,12 +14,12 @@ import grpc.aio
 from reward_service.remote import answering
 from reward_service.specs import GRPCSpec
 from specrej import wire
+from specrej.backend.v1 import reward_pb2 as pb
+from specrej.backend.v1 import reward_pb2_grpc
 from specrej.channel import open_channel
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, ScoringSession
 from specrej.errors import NotFound, Unavailable
 from specrej.remote import RemoteRewards
-from specrej.v1 import reward_pb2 as pb
-from specrej.v1 import reward_pb2_grpc
 
 
 class GRPCReward:

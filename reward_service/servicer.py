@@ -9,6 +9,8 @@ from functools import partial
 
 from reward_service.scoring import RewardWorker, WorkerSession
 from specrej import serving, telemetry, wire
+from specrej.backend.v1 import reward_pb2 as pb
+from specrej.backend.v1 import reward_pb2_grpc
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.errors import (
     InvalidRequest,
@@ -20,8 +22,6 @@ from specrej.errors import (
 )
 from specrej.serving import Context
 from specrej.telemetry import names
-from specrej.v1 import reward_pb2 as pb
-from specrej.v1 import reward_pb2_grpc
 from specrej.validation import check_prompt
 
 

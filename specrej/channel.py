@@ -32,9 +32,9 @@ SERVICE_CONFIG = {
         {
             "name": [
                 {"service": "specrej.v1.OrchestratorService"},
-                {"service": "specrej.v1.RewardService", "method": "Score"},
-                {"service": "specrej.v1.RewardService", "method": "Describe"},
-                {"service": "specrej.v1.GeneratorService", "method": "Describe"},
+                {"service": "specrej.backend.v1.RewardService", "method": "Score"},
+                {"service": "specrej.backend.v1.RewardService", "method": "Describe"},
+                {"service": "specrej.backend.v1.GeneratorService", "method": "Describe"},
             ],
             "retryPolicy": {
                 "maxAttempts": 4,

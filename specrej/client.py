@@ -23,6 +23,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej import wire
+from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
 from specrej.channel import open_channel
 from specrej.contracts import (
     Event,
@@ -54,16 +55,10 @@ from specrej.errors import (
     Violation,
 )
 from specrej.status import from_rpc_error
-from specrej.v1 import (
-    common_pb2,
-    orchestrator_pb2,
-    orchestrator_pb2_grpc,
-    reward_pb2,
-    reward_pb2_grpc,
-)
+from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
 _ORCHESTRATOR = "specrej.v1.OrchestratorService"
-_REWARD = "specrej.v1.RewardService"
+_REWARD = "specrej.backend.v1.RewardService"
 
 _TRACED = importlib.util.find_spec("opentelemetry") is not None
 

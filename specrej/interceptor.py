@@ -64,7 +64,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     Calls that `access` does not admit are refused here, before any handler, for every method.
     `default_deadline_s` bounds calls without a deadline, `max_deadline_s` those with one; None
-    leaves them unbounded. At most `max_calls` of specrej.v1 run at once.
+    leaves them unbounded. At most `max_calls` of the services run at once.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._probe_bounds: dict[str, CallBounds] = {}  # by method of health and reflection
         self._connections = Connections()
         self._num_running = 0
-        self.idle = asyncio.Event()  # set while no call of specrej.v1 runs
+        self.idle = asyncio.Event()  # set while no call of a service runs
         self.idle.set()
 
     async def intercept_service(

@@ -24,7 +24,8 @@ MAX_REWARDS = 8
 MAX_BATCH = 65_536  # candidates that a service can be configured for
 _NAME_CHARACTERS = 256
 
-# All repeated fields of requests: how many items each may have.
+# All repeated fields of requests: how many items each may have. For public requests, these and the
+# numbers of characters are rules of the schema, too.
 _ITEMS: Mapping[str, int] = {
     "Prompt.messages": 1024,
     "Sampling.stop": 16,
@@ -63,7 +64,6 @@ _CHARACTERS: Mapping[str, int] = {
 # Its fields have the same paths in errors as those of Generate.
 _WITHOUT_PATH = "GenerateStreamRequest.request"
 
-_PACKAGE = "specrej.v1."
 _UNBOUNDED = 2**63
 # Fields that a request may have beyond those of this schema, as later versions have.
 _UNKNOWN_FIELDS = 256
@@ -150,7 +150,7 @@ def _kind(descriptor: Any) -> _Kind:
 
 
 def _field(described: Any) -> _Field:
-    name = described.full_name.removeprefix(_PACKAGE)
+    name = f"{described.containing_type.name}.{described.name}"
     is_text = described.type == described.TYPE_STRING
     return _Field(
         "" if name == _WITHOUT_PATH else described.name,

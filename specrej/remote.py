@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from specrej import telemetry, wire
+from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 from specrej.contracts import (
     NO_FORKS,
     Candidate,
@@ -32,19 +33,13 @@ from specrej.contracts import (
 from specrej.errors import InternalError, SpecrejError, Unavailable
 from specrej.serving import time_left_s
 from specrej.status import from_backend_error
-from specrej.v1 import (
-    common_pb2,
-    generator_pb2,
-    generator_pb2_grpc,
-    reward_pb2,
-    reward_pb2_grpc,
-)
+from specrej.v1 import common_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-_SESSION = "specrej.v1.GeneratorService/Session"
-_SCORE_SESSION = "specrej.v1.RewardService/ScoreSession"
+_SESSION = "specrej.backend.v1.GeneratorService/Session"
+_SCORE_SESSION = "specrej.backend.v1.RewardService/ScoreSession"
 _BACKEND = "a backend"
 _DESCRIBE_TIMEOUT_S = 5.0
 _AFTER_OURS_S = 1.0
@@ -189,7 +184,7 @@ class RemoteGenerator:
     async def describe(self) -> GeneratorDescription:
         request = generator_pb2.GeneratorServiceDescribeRequest()
         answer = await _described(self._stub.Describe, request)
-        return wire.from_message(answer, GeneratorDescription)
+        return wire.from_message(answer.generator, GeneratorDescription)
 
 
 class RemoteSession:
@@ -218,7 +213,7 @@ class RemoteSession:
         command = generator_pb2.PruneSession(
             keep=sorted(keep),
             forks=[
-                generator_pb2.Fork(candidate_id=number, parent_id=parent)
+                common_pb2.Fork(candidate_id=number, parent_id=parent)
                 for number, parent in forks.items()
             ],
         )

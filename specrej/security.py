@@ -37,7 +37,7 @@ TOKEN_METADATA = "authorization"
 _SCHEME = "bearer "
 _CERTIFIED_NAMES = "x509_subject_alternative_name"
 
-OURS = "/specrej.v1."
+OURS = "/specrej."
 _HEALTH = "/grpc.health.v1.Health/"
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)")

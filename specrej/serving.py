@@ -235,8 +235,8 @@ class Server:
     async def stop(self, grace_s: float | None = None) -> None:
         """Set NOT_SERVING, refuse new calls, and give running ones `grace_s` seconds to finish.
 
-        Only calls of specrej.v1 are awaited: a health watch never ends by itself. A call that does
-        not end when it is cancelled, because its step hangs, is abandoned.
+        Only calls of the services are awaited: a health watch never ends by itself. A call that
+        does not end when it is cancelled, because its step hangs, is abandoned.
         """
         self._health.end()
         grace_s = self._settings.grace_s if grace_s is None else grace_s

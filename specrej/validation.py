@@ -1,6 +1,7 @@
 """Checks of requests, made by every port before anything else; all violations at once.
 
-They work on contract values, after `specrej.limits` has bounded the lengths of their messages.
+They work on contract values, after `specrej.limits` has bounded the lengths of their messages. The
+schema has the ranges as rules for other languages; to evaluate those takes too long per request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Contract values to protobuf messages and back; the only module that imports both.
 
 A dataclass corresponds to its message field by field: fields of the same name, or of the alias in
-`_ALIASES`; enum values by name; `None` for an absent field; a union of dataclasses for a oneof. A
-new field of a contract and its message needs no code here. Contract fields without a message field
-are not sent. `Normalization`, `Generation` and `Event` have functions of their own.
+`_ALIASES`; enum values by name; `None` for an absent field; a union of dataclasses for a oneof;
+milliseconds for a Duration, seconds since 1970 for a Timestamp. A new field of a contract and its
+message needs no code here. Contract fields without a message field are not sent. `Normalization`,
+`Generation` and `Event` have functions of their own.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from specrej import contracts as c
 from specrej.errors import Violation
@@ -32,6 +35,26 @@ _ALIASES = {
     "candidates": "prefixes",
     "trace": "round",
     "tokens": "decision_tokens",
+    "started_unix_s": "start_time",
+    "start_ms": "start_offset",
+    "queued_at_ms": "queued_offset",
+    "running_at_ms": "running_offset",
+    "opened_at_ms": "opened_offset",
+    "elapsed_ms": "elapsed_duration",
+    "total_ms": "total_duration",
+    "queue_ms": "queue_duration",
+    "open_ms": "open_duration",
+    "extend_ms": "extend_duration",
+    "score_ms": "score_duration",
+    "prune_ms": "prune_duration",
+    "first_round_ms": "first_round_duration",
+}
+# The contracts' names of Durations and Timestamps, which have the unit.
+_TIMES = {wire: name for name, wire in _ALIASES.items() if name.endswith(("_ms", "_s"))}
+# Nanoseconds per unit of the contract.
+_NANOSECONDS: Mapping[str, float] = {
+    Duration.DESCRIPTOR.full_name: 1e6,
+    Timestamp.DESCRIPTOR.full_name: 1e9,
 }
 
 M = TypeVar("M", bound=Message)
@@ -216,6 +239,8 @@ def _pairs(contract: Any, message: Any) -> dict[str, Field[Any]]:
 
 
 def _encode(described: Any) -> Encode | None:
+    if nanoseconds := _nanoseconds_per_unit(described):
+        return partial(_encode_time, GetMessageClass(described.message_type), nanoseconds)
     if described.message_type:
         message = GetMessageClass(described.message_type)
 
@@ -229,6 +254,19 @@ def _encode(described: Any) -> Encode | None:
     else:
         return None
     return (lambda values: list(map(encode, values))) if described.is_repeated else encode
+
+
+def _nanoseconds_per_unit(described: Any) -> float:
+    """Of a Duration 1e6, of a Timestamp 1e9, else 0."""
+    return _NANOSECONDS.get(getattr(described.message_type, "full_name", ""), 0.0)
+
+
+def _encode_time(message: Any, nanoseconds: float, value: float | None) -> Any:
+    if value is None:
+        return None
+    encoded: Any = message()
+    encoded.FromNanoseconds(round(value * nanoseconds))
+    return encoded
 
 
 def _enum_names(described: Any) -> dict[int, str]:
@@ -272,13 +310,16 @@ def _field_decoders(
         types = types or (hints[item.name],)
         # An absent message is decoded as an empty one, unless the contract has None for it.
         is_value = is_dataclass(types[0]) and NoneType not in given
-        is_optional = described[wire].has_presence and not is_value
+        has_default = item.default is not MISSING or item.default_factory is not MISSING
+        is_optional = described[wire].has_presence and has_default and not is_value
         decode = _decode(described[wire], types, item.default)
         decoders.append((item.name, wire, is_optional, decode))
     return tuple(decoders)
 
 
 def _decode(described: Any, types: tuple[Any, ...], default: object) -> Decode | None:
+    if nanoseconds := _nanoseconds_per_unit(described):
+        return lambda time, *_: time.ToNanoseconds() / nanoseconds
     if described.message_type:
         decode = _decode_message(described, types)
     elif described.enum_type:
@@ -329,8 +370,8 @@ def to_plain(
 ) -> dict[str, object]:
     """JSON types under proto field names; absent fields are left out.
 
-    Unlike protobuf's own JSON, 64-bit integers stay numbers, and bytes are text. An event is one
-    field of its name.
+    Unlike protobuf's own JSON, 64-bit integers stay numbers, bytes are text, and times are numbers
+    under the contracts' names, which have the unit. An event is one field of its name.
     """
     match value:
         case c.Generation():
@@ -345,7 +386,7 @@ def to_plain(
 
 def _plain(message: Message) -> dict[str, object]:
     return {
-        field.name: _plain_field(field, getattr(message, field.name))
+        _TIMES.get(field.name, field.name): _plain_field(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields
         if not field.has_presence or message.HasField(field.name)
     }
@@ -358,6 +399,8 @@ def _plain_field(field: Any, value: Any) -> object:
 
 
 def _plain_value(field: Any, value: Any) -> object:
+    if nanoseconds := _nanoseconds_per_unit(field):
+        return value.ToNanoseconds() / nanoseconds
     if field.message_type:
         return _plain(value)
     if field.enum_type:

@@ -12,12 +12,13 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej import wire
+from specrej.backend.v1 import generator_pb2, generator_pb2_grpc
 from specrej.channel import open_channel
 from specrej.contracts import GeneratorDescription, ServiceDescription
 from specrej.credentials import Credentials
 from specrej.serving import Server, Service
 from specrej.settings import ServiceSettings
-from specrej.v1 import generator_pb2, generator_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
+from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 _POLL_S = 2.0  # timeout of a health check or a description
 
@@ -110,7 +111,7 @@ async def describe_generator(address: str) -> GeneratorDescription:
         stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
         request = generator_pb2.GeneratorServiceDescribeRequest()
         reply = await stub.Describe(request, timeout=_POLL_S)
-        return wire.from_message(reply, GeneratorDescription)
+        return wire.from_message(reply.generator, GeneratorDescription)
 
 
 async def describe_service(address: str) -> ServiceDescription:

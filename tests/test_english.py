@@ -17,7 +17,8 @@ VERBS = r"tells?|told|says?|said|kn[eo]ws?|believes?|forg[eo]ts?|speaks?|talks?|
 BANNED = re.compile(rf"\b({PERSONS}|{VERBS})\b", re.IGNORECASE)
 # Quotations of prompts, models' texts and other programs' names.
 ALLOWED = re.compile(r"\bwell[- ]known\b|\bask\w* for\b|`[^`]*`|https?://\S+|\"Talk to them\.\"")
-SKIPPED = ("specrej/v1/", "experiments/results/")  # generated files, and results
+# Generated files, and results.
+SKIPPED = ("specrej/v1/", "specrej/backend/v1/", "experiments/results/")
 LISTING = ["git", "ls-files", "*.py", "*.md", "*.proto", "*.yaml", "Makefile"]
 FILES = subprocess.run(LISTING, cwd=ROOT, capture_output=True, text=True).stdout.split()
 

@@ -22,7 +22,8 @@ from generator_service.toy import ToyGenerator
 from reward_service.servicer import RewardServicer
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
-from specrej.v1 import common_pb2, generator_pb2, orchestrator_pb2, reward_pb2
+from specrej.backend.v1 import generator_pb2, reward_pb2
+from specrej.v1 import common_pb2, orchestrator_pb2
 from tests.serving import listening
 
 # Statuses of valid calls and of errors of the caller.
@@ -33,8 +34,8 @@ _ACCEPTED = {
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-_GENERATOR = "/specrej.v1.GeneratorService/Session"
-_REWARD = "/specrej.v1.RewardService/ScoreSession"
+_GENERATOR = "/specrej.backend.v1.GeneratorService/Session"
+_REWARD = "/specrej.backend.v1.RewardService/ScoreSession"
 
 _INT32 = st.one_of(st.integers(-2, 9), st.sampled_from([-(2**31), 2**31 - 1, 1025]))
 _INT64 = st.one_of(st.integers(-2, 9), st.sampled_from([-(2**63), 2**63 - 1]))

@@ -24,35 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specrej/v1/common.proto\x12\nspecrej.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"[\n\x06Prompt\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.specrej.v1.Message\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1c\n\x14\x61llow_special_tokens\x18\x03 \x01(\x08\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\xc4\x01\n\x10StructuredOutput\x12-\n\x0bjson_schema\x18\x01 \x01(\x0b\x32\x16.specrej.v1.JsonSchemaH\x00\x12\"\n\x05regex\x18\x02 \x01(\x0b\x32\x11.specrej.v1.RegexH\x00\x12&\n\x07grammar\x18\x03 \x01(\x0b\x32\x13.specrej.v1.GrammarH\x00\x12-\n\x0bjson_object\x18\x04 \x01(\x0b\x32\x16.specrej.v1.JsonObjectH\x00\x42\x06\n\x04kind\"\x1c\n\nJsonSchema\x12\x0e\n\x06schema\x18\x01 \x01(\t\"\x18\n\x05Regex\x12\x0f\n\x07pattern\x18\x01 \x01(\t\"\x17\n\x07Grammar\x12\x0c\n\x04lark\x18\x01 \x01(\t\"\x0c\n\nJsonObject\"\x8b\x05\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x05\x88\x01\x01\x12\x10\n\x08logprobs\x18\t \x01(\x08\x12\x12\n\x05min_p\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12)\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x15.specrej.v1.TokenBias\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\x05\x12\x37\n\x11structured_output\x18\x11 \x01(\x0b\x32\x1c.specrej.v1.StructuredOutput\x12\x19\n\x0ctop_logprobs\x18\x14 \x01(\x05H\n\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0f\n\r_top_logprobs\",\n\tTokenText\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x0c\"M\n\tSlotGauge\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\x03\x12\r\n\x05owned\x18\x02 \x01(\x03\x12\x0f\n\x07session\x18\x03 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specrej/v1/common.proto\x12\nspecrej.v1\",\n\x07Message\x12\x0e\n\x04role\x18\x01 \x01(\tB\x00\x12\x11\n\x07\x63ontent\x18\x02 \x01(\tB\x00\"a\n\x06Prompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x13.specrej.v1.MessageB\x00\x12\x0e\n\x04text\x18\x02 \x01(\tB\x00\x12\x1c\n\x14\x61llow_special_tokens\x18\x03 \x01(\x08:\x00\"/\n\tTokenBias\x12\x12\n\x08token_id\x18\x01 \x01(\x05\x42\x00\x12\x0e\n\x04\x62ias\x18\x02 \x01(\x01\x42\x00\"\xc6\x01\n\x10StructuredOutput\x12-\n\x0bjson_schema\x18\x01 \x01(\x0b\x32\x16.specrej.v1.JsonSchemaH\x00\x12\"\n\x05regex\x18\x02 \x01(\x0b\x32\x11.specrej.v1.RegexH\x00\x12&\n\x07grammar\x18\x03 \x01(\x0b\x32\x13.specrej.v1.GrammarH\x00\x12-\n\x0bjson_object\x18\x04 \x01(\x0b\x32\x16.specrej.v1.JsonObjectH\x00\x42\x08\n\x04kind\x12\x00\"\x1e\n\nJsonSchema\x12\x10\n\x06schema\x18\x01 \x01(\tB\x00\"\x1a\n\x05Regex\x12\x11\n\x07pattern\x18\x01 \x01(\tB\x00\"\x19\n\x07Grammar\x12\x0e\n\x04lark\x18\x01 \x01(\tB\x00\"\x0c\n\nJsonObject\"\xa9\x05\n\x08Sampling\x12\x19\n\nmax_tokens\x18\x01 \x01(\x05\x42\x00H\x00\x88\x01\x01\x12\x1a\n\x0btemperature\x18\x02 \x01(\x01\x42\x00H\x01\x88\x01\x01\x12\x14\n\x05top_k\x18\x03 \x01(\x05\x42\x00H\x02\x88\x01\x01\x12\x14\n\x05top_p\x18\x04 \x01(\x01\x42\x00H\x03\x88\x01\x01\x12\x0e\n\x04stop\x18\x05 \x03(\tB\x00\x12\x13\n\x04seed\x18\x06 \x01(\x03\x42\x00H\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x19\n\nmin_tokens\x18\x08 \x01(\x05\x42\x00H\x05\x88\x01\x01\x12\x10\n\x08logprobs\x18\t \x01(\x08\x12\x14\n\x05min_p\x18\n \x01(\x01\x42\x00H\x06\x88\x01\x01\x12!\n\x12repetition_penalty\x18\x0b \x01(\x01\x42\x00H\x07\x88\x01\x01\x12\x1f\n\x10presence_penalty\x18\x0c \x01(\x01\x42\x00H\x08\x88\x01\x01\x12 \n\x11\x66requency_penalty\x18\r \x01(\x01\x42\x00H\t\x88\x01\x01\x12+\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x15.specrej.v1.TokenBiasB\x00\x12\x13\n\tbad_words\x18\x0f \x03(\tB\x00\x12\x18\n\x0estop_token_ids\x18\x10 \x03(\x05\x42\x00\x12\x37\n\x11structured_output\x18\x11 \x01(\x0b\x32\x1c.specrej.v1.StructuredOutput\x12\x1b\n\x0ctop_logprobs\x18\x14 \x01(\x05\x42\x00H\n\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0f\n\r_top_logprobs\"M\n\tSlotGauge\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\x03\x12\r\n\x05owned\x18\x02 \x01(\x03\x12\x0f\n\x07session\x18\x03 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x03\"/\n\x04\x46ork\x12\x14\n\x0c\x63\x61ndidate_id\x18\x01 \x01(\x05\x12\x11\n\tparent_id\x18\x02 \x01(\x05\"\xbf\x02\n\x14GeneratorDescription\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x16\n\x0emax_candidates\x18\x04 \x01(\x05\x12\x12\n\nvocabulary\x18\x05 \x01(\x05\x12\x12\n\nslot_bytes\x18\x06 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12$\n\x05slots\x18\x08 \x01(\x0b\x32\x15.specrej.v1.SlotGauge\x12\x10\n\x08sessions\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x17\n\x0f\x61uto_candidates\x18\x0b \x01(\x05\x12\x10\n\x08\x61\x64\x61pters\x18\x0c \x03(\t\x12\x10\n\x08\x63\x61n_fork\x18\r \x01(\x08\x12\x15\n\rwhole_answers\x18\x0e \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*y\n\x08RoundEnd\x12\x19\n\x15ROUND_END_UNSPECIFIED\x10\x00\x12\x1c\n\x18ROUND_END_DECISION_TOKEN\x10\x01\x12\x18\n\x14ROUND_END_SLOTS_FULL\x10\x02\x12\x1a\n\x16ROUND_END_ALL_FINISHED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specrej.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1292
-  _globals['_FINISHREASON']._serialized_end=1387
+  _globals['_FINISHREASON']._serialized_start=1669
+  _globals['_FINISHREASON']._serialized_end=1764
+  _globals['_ROUNDEND']._serialized_start=1766
+  _globals['_ROUNDEND']._serialized_end=1887
   _globals['_MESSAGE']._serialized_start=39
-  _globals['_MESSAGE']._serialized_end=79
-  _globals['_PROMPT']._serialized_start=81
-  _globals['_PROMPT']._serialized_end=172
-  _globals['_TOKENBIAS']._serialized_start=174
-  _globals['_TOKENBIAS']._serialized_end=217
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=220
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=416
-  _globals['_JSONSCHEMA']._serialized_start=418
-  _globals['_JSONSCHEMA']._serialized_end=446
-  _globals['_REGEX']._serialized_start=448
-  _globals['_REGEX']._serialized_end=472
-  _globals['_GRAMMAR']._serialized_start=474
-  _globals['_GRAMMAR']._serialized_end=497
-  _globals['_JSONOBJECT']._serialized_start=499
-  _globals['_JSONOBJECT']._serialized_end=511
-  _globals['_SAMPLING']._serialized_start=514
-  _globals['_SAMPLING']._serialized_end=1165
-  _globals['_TOKENTEXT']._serialized_start=1167
-  _globals['_TOKENTEXT']._serialized_end=1211
-  _globals['_SLOTGAUGE']._serialized_start=1213
-  _globals['_SLOTGAUGE']._serialized_end=1290
+  _globals['_MESSAGE']._serialized_end=83
+  _globals['_PROMPT']._serialized_start=85
+  _globals['_PROMPT']._serialized_end=182
+  _globals['_TOKENBIAS']._serialized_start=184
+  _globals['_TOKENBIAS']._serialized_end=231
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=234
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=432
+  _globals['_JSONSCHEMA']._serialized_start=434
+  _globals['_JSONSCHEMA']._serialized_end=464
+  _globals['_REGEX']._serialized_start=466
+  _globals['_REGEX']._serialized_end=492
+  _globals['_GRAMMAR']._serialized_start=494
+  _globals['_GRAMMAR']._serialized_end=519
+  _globals['_JSONOBJECT']._serialized_start=521
+  _globals['_JSONOBJECT']._serialized_end=533
+  _globals['_SAMPLING']._serialized_start=536
+  _globals['_SAMPLING']._serialized_end=1217
+  _globals['_SLOTGAUGE']._serialized_start=1219
+  _globals['_SLOTGAUGE']._serialized_end=1296
+  _globals['_FORK']._serialized_start=1298
+  _globals['_FORK']._serialized_end=1345
+  _globals['_GENERATORDESCRIPTION']._serialized_start=1348
+  _globals['_GENERATORDESCRIPTION']._serialized_end=1667
 # @@protoc_insertion_point(module_scope)

@@ -43,6 +43,34 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens reached: a truncated answer."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _RoundEnd:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RoundEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoundEnd.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROUND_END_UNSPECIFIED: _RoundEnd.ValueType  # 0
+    """Never sent."""
+    ROUND_END_DECISION_TOKEN: _RoundEnd.ValueType  # 1
+    """The decision token was reached."""
+    ROUND_END_SLOTS_FULL: _RoundEnd.ValueType  # 2
+    """The session's share of slots is full: a cut must free some."""
+    ROUND_END_ALL_FINISHED: _RoundEnd.ValueType  # 3
+    """No candidate is live."""
+
+class RoundEnd(_RoundEnd, metaclass=_RoundEndEnumTypeWrapper):
+    """Why a round ended."""
+
+ROUND_END_UNSPECIFIED: RoundEnd.ValueType  # 0
+"""Never sent."""
+ROUND_END_DECISION_TOKEN: RoundEnd.ValueType  # 1
+"""The decision token was reached."""
+ROUND_END_SLOTS_FULL: RoundEnd.ValueType  # 2
+"""The session's share of slots is full: a cut must free some."""
+ROUND_END_ALL_FINISHED: RoundEnd.ValueType  # 3
+"""No candidate is live."""
+Global___RoundEnd: _TypeAlias = RoundEnd  # noqa: Y015
+
 @_typing.final
 class Message(_message.Message):
     """One turn of a conversation."""
@@ -430,34 +458,6 @@ class Sampling(_message.Message):
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
-class TokenText(_message.Message):
-    """The bytes of one token of the vocabulary."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKEN_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
-    token_id: _builtins.int
-    """The token; 0 .. vocabulary - 1."""
-    token: _builtins.bytes
-    """A part of a text in UTF-8; the bytes of one character may be divided between tokens. Of a control
-    token its name.
-    """
-    def __init__(
-        self,
-        *,
-        token_id: _builtins.int = ...,
-        token: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "token_id", b"token_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenText: _TypeAlias = TokenText  # noqa: Y015
-
-@_typing.final
 class SlotGauge(_message.Message):
     """KV slots at one moment; a slot is room for one token's keys and values across all layers."""
 
@@ -490,3 +490,111 @@ class SlotGauge(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotGauge: _TypeAlias = SlotGauge  # noqa: Y015
+
+@_typing.final
+class Fork(_message.Message):
+    """A new candidate with the tokens, keys and values of another one at a decision token. Its next
+    tokens are drawn under its own id.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
+    candidate_id: _builtins.int
+    """Its id, above those of all earlier candidates of the session."""
+    parent_id: _builtins.int
+    """The id of a candidate that was live before the cut."""
+    def __init__(
+        self,
+        *,
+        candidate_id: _builtins.int = ...,
+        parent_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "parent_id", b"parent_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fork: _TypeAlias = Fork  # noqa: Y015
+
+@_typing.final
+class GeneratorDescription(_message.Message):
+    """A generator as it describes itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_CANDIDATES_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    AUTO_CANDIDATES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    CAN_FORK_FIELD_NUMBER: _builtins.int
+    WHOLE_ANSWERS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model's name."""
+    fingerprint: _builtins.str
+    """Digest of model weights, config and tokenizer."""
+    context_tokens: _builtins.int
+    """Maximum tokens of prompt and answer together."""
+    max_candidates: _builtins.int
+    """Maximum number of candidates per session."""
+    vocabulary: _builtins.int
+    """Tokens in the vocabulary."""
+    slot_bytes: _builtins.int
+    """Bytes of keys and values per slot."""
+    device: _builtins.str
+    """Device and precision of the model, such as "cpu float32"."""
+    sessions: _builtins.int
+    """Open sessions now."""
+    waiting: _builtins.int
+    """Sessions waiting for slots now."""
+    auto_candidates: _builtins.int
+    """Most candidates of a session whose n is 0."""
+    can_fork: _builtins.bool
+    """Whether it forks candidates."""
+    whole_answers: _builtins.bool
+    """Whether every candidate ends in its first round, whatever `until_tokens` is: there is no early
+    rejection, and requests run as Best-of-N.
+    """
+    @_builtins.property
+    def slots(self) -> Global___SlotGauge:
+        """Slots now."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of its adapters, which a request may name as its model."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        context_tokens: _builtins.int = ...,
+        max_candidates: _builtins.int = ...,
+        vocabulary: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        device: _builtins.str = ...,
+        slots: Global___SlotGauge | None = ...,
+        sessions: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        auto_candidates: _builtins.int = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
+        can_fork: _builtins.bool = ...,
+        whole_answers: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratorDescription: _TypeAlias = GeneratorDescription  # noqa: Y015

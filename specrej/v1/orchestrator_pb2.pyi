@@ -5,11 +5,12 @@ The public API: Best-of-N answers by Speculative Rejection (arXiv 2410.20290).""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from specrej.v1 import common_pb2 as _common_pb2
-from specrej.v1 import generator_pb2 as _generator_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -794,7 +795,9 @@ class RankedCandidate(_message.Message):
 
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The bytes of each of token_ids, as in TokenText; empty unless the sampling has `logprobs`."""
+        """The bytes of each of token_ids, parts of a text in UTF-8: those of one character may be divided
+        between tokens. Of a control token its name. Empty unless the sampling has `logprobs`.
+        """
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
@@ -862,7 +865,7 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     """The token; 0 .. vocabulary - 1."""
     token: _builtins.bytes
-    """Its bytes, as in TokenText."""
+    """Its bytes, as in RankedCandidate.tokens."""
     logprob: _builtins.float
     """Its log-probability under the model; -9999 .. 0."""
     def __init__(
@@ -899,9 +902,9 @@ class RoundTrace(_message.Message):
     FREED_SLOTS_FIELD_NUMBER: _builtins.int
     CAPACITY_SLOTS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
-    EXTEND_MS_FIELD_NUMBER: _builtins.int
-    SCORE_MS_FIELD_NUMBER: _builtins.int
-    PRUNE_MS_FIELD_NUMBER: _builtins.int
+    EXTEND_DURATION_FIELD_NUMBER: _builtins.int
+    SCORE_DURATION_FIELD_NUMBER: _builtins.int
+    PRUNE_DURATION_FIELD_NUMBER: _builtins.int
     NUM_VETOED_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
@@ -912,7 +915,7 @@ class RoundTrace(_message.Message):
     """1, 2, 3, ..."""
     decision_token: _builtins.int
     """The token position at which it ended."""
-    ended_by: _generator_pb2.RoundEnd.ValueType
+    ended_by: _common_pb2.RoundEnd.ValueType
     """Why it ended."""
     num_started: _builtins.int
     """Live candidates when it began."""
@@ -932,12 +935,6 @@ class RoundTrace(_message.Message):
     """All slots of the generator."""
     generated_tokens: _builtins.int
     """Tokens generated in this round."""
-    extend_ms: _builtins.float
-    """Milliseconds spent generating tokens."""
-    score_ms: _builtins.float
-    """Milliseconds spent scoring."""
-    prune_ms: _builtins.float
-    """Milliseconds spent pruning."""
     num_vetoed: _builtins.int
     """Live candidates that were vetoed at its end; 0 or more. They are rejected, except the best of
     them if no other candidate is left.
@@ -957,11 +954,23 @@ class RoundTrace(_message.Message):
         """
 
     @_builtins.property
+    def extend_duration(self) -> _duration_pb2.Duration:
+        """Time spent generating tokens."""
+
+    @_builtins.property
+    def score_duration(self) -> _duration_pb2.Duration:
+        """Time spent scoring."""
+
+    @_builtins.property
+    def prune_duration(self) -> _duration_pb2.Duration:
+        """Time spent pruning."""
+
+    @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateTrace]:
         """The candidates of `scores`, in the same order."""
 
     @_builtins.property
-    def forks(self) -> _containers.RepeatedCompositeFieldContainer[_generator_pb2.Fork]:
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Fork]:
         """Forks made after the cut, in ascending order of their ids; `num_live` includes them. None if they
         would bring a request beyond 16384 candidates over all rounds.
         """
@@ -971,7 +980,7 @@ class RoundTrace(_message.Message):
         *,
         number: _builtins.int = ...,
         decision_token: _builtins.int = ...,
-        ended_by: _generator_pb2.RoundEnd.ValueType = ...,
+        ended_by: _common_pb2.RoundEnd.ValueType = ...,
         num_started: _builtins.int = ...,
         num_finished: _builtins.int = ...,
         num_rejected: _builtins.int = ...,
@@ -982,19 +991,19 @@ class RoundTrace(_message.Message):
         freed_slots: _builtins.int = ...,
         capacity_slots: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
-        extend_ms: _builtins.float = ...,
-        score_ms: _builtins.float = ...,
-        prune_ms: _builtins.float = ...,
+        extend_duration: _duration_pb2.Duration | None = ...,
+        score_duration: _duration_pb2.Duration | None = ...,
+        prune_duration: _duration_pb2.Duration | None = ...,
         num_vetoed: _builtins.int = ...,
         alpha: _builtins.float = ...,
         candidates: _abc.Iterable[Global___CandidateTrace] | None = ...,
         num_lost: _builtins.int = ...,
-        forks: _abc.Iterable[_generator_pb2.Fork] | None = ...,
+        forks: _abc.Iterable[_common_pb2.Fork] | None = ...,
         discarded_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extend_duration", b"extend_duration", "prune_duration", b"prune_duration", "score_duration", b"score_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "discarded_tokens", b"discarded_tokens", "ended_by", b"ended_by", "extend_ms", b"extend_ms", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_lost", b"num_lost", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_ms", b"prune_ms", "score_ms", b"score_ms", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "best_score", b"best_score", "candidates", b"candidates", "capacity_slots", b"capacity_slots", "decision_token", b"decision_token", "discarded_tokens", b"discarded_tokens", "ended_by", b"ended_by", "extend_duration", b"extend_duration", "forks", b"forks", "freed_slots", b"freed_slots", "generated_tokens", b"generated_tokens", "num_finished", b"num_finished", "num_live", b"num_live", "num_lost", b"num_lost", "num_rejected", b"num_rejected", "num_started", b"num_started", "num_vetoed", b"num_vetoed", "number", b"number", "prune_duration", b"prune_duration", "score_duration", b"score_duration", "scores", b"scores", "session_slots", b"session_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1114,45 +1123,59 @@ Global___Fingerprints: _TypeAlias = Fingerprints  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Milliseconds on the orchestrator's monotonic clock."""
+    """Times by the orchestrator's monotonic clock."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOTAL_MS_FIELD_NUMBER: _builtins.int
-    QUEUE_MS_FIELD_NUMBER: _builtins.int
-    OPEN_MS_FIELD_NUMBER: _builtins.int
-    EXTEND_MS_FIELD_NUMBER: _builtins.int
-    SCORE_MS_FIELD_NUMBER: _builtins.int
-    PRUNE_MS_FIELD_NUMBER: _builtins.int
-    FIRST_ROUND_MS_FIELD_NUMBER: _builtins.int
-    total_ms: _builtins.float
-    """From arrival to response."""
-    queue_ms: _builtins.float
-    """Waiting for admission by the orchestrator."""
-    open_ms: _builtins.float
-    """Opening the session: waiting for slots."""
-    extend_ms: _builtins.float
-    """Generating tokens, prefill included."""
-    score_ms: _builtins.float
-    """Scoring."""
-    prune_ms: _builtins.float
-    """Pruning."""
-    first_round_ms: _builtins.float
-    """From arrival to the end of the first round."""
+    TOTAL_DURATION_FIELD_NUMBER: _builtins.int
+    QUEUE_DURATION_FIELD_NUMBER: _builtins.int
+    OPEN_DURATION_FIELD_NUMBER: _builtins.int
+    EXTEND_DURATION_FIELD_NUMBER: _builtins.int
+    SCORE_DURATION_FIELD_NUMBER: _builtins.int
+    PRUNE_DURATION_FIELD_NUMBER: _builtins.int
+    FIRST_ROUND_DURATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def total_duration(self) -> _duration_pb2.Duration:
+        """From arrival to response."""
+
+    @_builtins.property
+    def queue_duration(self) -> _duration_pb2.Duration:
+        """Waiting for admission by the orchestrator."""
+
+    @_builtins.property
+    def open_duration(self) -> _duration_pb2.Duration:
+        """Opening the session: waiting for slots."""
+
+    @_builtins.property
+    def extend_duration(self) -> _duration_pb2.Duration:
+        """Generating tokens, prefill included."""
+
+    @_builtins.property
+    def score_duration(self) -> _duration_pb2.Duration:
+        """Scoring."""
+
+    @_builtins.property
+    def prune_duration(self) -> _duration_pb2.Duration:
+        """Pruning."""
+
+    @_builtins.property
+    def first_round_duration(self) -> _duration_pb2.Duration:
+        """From arrival to the end of the first round."""
+
     def __init__(
         self,
         *,
-        total_ms: _builtins.float = ...,
-        queue_ms: _builtins.float = ...,
-        open_ms: _builtins.float = ...,
-        extend_ms: _builtins.float = ...,
-        score_ms: _builtins.float = ...,
-        prune_ms: _builtins.float = ...,
-        first_round_ms: _builtins.float = ...,
+        total_duration: _duration_pb2.Duration | None = ...,
+        queue_duration: _duration_pb2.Duration | None = ...,
+        open_duration: _duration_pb2.Duration | None = ...,
+        extend_duration: _duration_pb2.Duration | None = ...,
+        score_duration: _duration_pb2.Duration | None = ...,
+        prune_duration: _duration_pb2.Duration | None = ...,
+        first_round_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extend_duration", b"extend_duration", "first_round_duration", b"first_round_duration", "open_duration", b"open_duration", "prune_duration", b"prune_duration", "queue_duration", b"queue_duration", "score_duration", b"score_duration", "total_duration", b"total_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extend_ms", b"extend_ms", "first_round_ms", b"first_round_ms", "open_ms", b"open_ms", "prune_ms", b"prune_ms", "queue_ms", b"queue_ms", "score_ms", b"score_ms", "total_ms", b"total_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extend_duration", b"extend_duration", "first_round_duration", b"first_round_duration", "open_duration", b"open_duration", "prune_duration", b"prune_duration", "queue_duration", b"queue_duration", "score_duration", b"score_duration", "total_duration", b"total_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1465,7 +1488,7 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     saved_tokens_estimate: _builtins.int
     """Estimate of the tokens that Best-of-N would have generated beyond these."""
     @_builtins.property
-    def generator(self) -> _generator_pb2.GeneratorServiceDescribeResponse:
+    def generator(self) -> _common_pb2.GeneratorDescription:
         """The generator as it describes itself."""
 
     @_builtins.property
@@ -1485,7 +1508,7 @@ class OrchestratorServiceDescribeResponse(_message.Message):
     def __init__(
         self,
         *,
-        generator: _generator_pb2.GeneratorServiceDescribeResponse | None = ...,
+        generator: _common_pb2.GeneratorDescription | None = ...,
         rewards: _abc.Iterable[_builtins.str] | None = ...,
         cache_available: _builtins.bool = ...,
         running: _builtins.int = ...,
@@ -1650,21 +1673,21 @@ Global___ListRecordsResponse: _TypeAlias = ListRecordsResponse  # noqa: Y015
 
 @_typing.final
 class RequestRecord(_message.Message):
-    """The record of a running or ended request, without its texts. Times are milliseconds on the
-    orchestrator's monotonic clock since the request arrived.
+    """The record of a running or ended request, without its texts. Durations and offsets are by the
+    orchestrator's monotonic clock, since the request arrived.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
     SELECTION_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
-    ELAPSED_MS_FIELD_NUMBER: _builtins.int
-    QUEUED_AT_MS_FIELD_NUMBER: _builtins.int
-    RUNNING_AT_MS_FIELD_NUMBER: _builtins.int
-    OPENED_AT_MS_FIELD_NUMBER: _builtins.int
+    ELAPSED_DURATION_FIELD_NUMBER: _builtins.int
+    QUEUED_OFFSET_FIELD_NUMBER: _builtins.int
+    RUNNING_OFFSET_FIELD_NUMBER: _builtins.int
+    OPENED_OFFSET_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
@@ -1676,20 +1699,10 @@ class RequestRecord(_message.Message):
     HURRIED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As in the request for the record."""
-    started_unix_s: _builtins.float
-    """When it arrived; seconds since 1970, by the orchestrator's clock."""
     max_tokens: _builtins.int
     """Most tokens of a candidate."""
     outcome: _builtins.str
     """OK, or the reason of the error it ended with, as in that error's ErrorInfo; empty while it runs."""
-    elapsed_ms: _builtins.float
-    """Time until its end, or so far."""
-    queued_at_ms: _builtins.float
-    """When it entered the queue; absent: it did not, since its answer needed no generation."""
-    running_at_ms: _builtins.float
-    """When it left the queue and began to wait for slots."""
-    opened_at_ms: _builtins.float
-    """When the session was open."""
     n: _builtins.int
     """Candidates at the start; 0: not yet known."""
     prompt_tokens: _builtins.int
@@ -1703,8 +1716,28 @@ class RequestRecord(_message.Message):
     hurried: _builtins.bool
     """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
     @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When it arrived, by the orchestrator's clock."""
+
+    @_builtins.property
     def selection(self) -> Global___Selection:
         """Which candidate is returned, defaults filled in, rewards by their names."""
+
+    @_builtins.property
+    def elapsed_duration(self) -> _duration_pb2.Duration:
+        """Time until its end, or so far."""
+
+    @_builtins.property
+    def queued_offset(self) -> _duration_pb2.Duration:
+        """When it entered the queue; absent: it did not, since its answer needed no generation."""
+
+    @_builtins.property
+    def running_offset(self) -> _duration_pb2.Duration:
+        """When it left the queue and began to wait for slots."""
+
+    @_builtins.property
+    def opened_offset(self) -> _duration_pb2.Duration:
+        """When the session was open."""
 
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedRound]:
@@ -1724,14 +1757,14 @@ class RequestRecord(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        started_unix_s: _builtins.float = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
         selection: Global___Selection | None = ...,
         max_tokens: _builtins.int = ...,
         outcome: _builtins.str = ...,
-        elapsed_ms: _builtins.float = ...,
-        queued_at_ms: _builtins.float | None = ...,
-        running_at_ms: _builtins.float | None = ...,
-        opened_at_ms: _builtins.float | None = ...,
+        elapsed_duration: _duration_pb2.Duration | None = ...,
+        queued_offset: _duration_pb2.Duration | None = ...,
+        running_offset: _duration_pb2.Duration | None = ...,
+        opened_offset: _duration_pb2.Duration | None = ...,
         n: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         rounds: _abc.Iterable[Global___RecordedRound] | None = ...,
@@ -1742,22 +1775,11 @@ class RequestRecord(_message.Message):
         degradations: _abc.Iterable[Global___Degradation.ValueType] | None = ...,
         hurried: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_opened_at_ms", b"_opened_at_ms", "_queued_at_ms", b"_queued_at_ms", "_running_at_ms", b"_running_at_ms", "opened_at_ms", b"opened_at_ms", "queued_at_ms", b"queued_at_ms", "running_at_ms", b"running_at_ms", "selection", b"selection", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed_duration", b"elapsed_duration", "opened_offset", b"opened_offset", "queued_offset", b"queued_offset", "running_offset", b"running_offset", "selection", b"selection", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_opened_at_ms", b"_opened_at_ms", "_queued_at_ms", b"_queued_at_ms", "_running_at_ms", b"_running_at_ms", "answer_candidate_id", b"answer_candidate_id", "degradations", b"degradations", "elapsed_ms", b"elapsed_ms", "hurried", b"hurried", "max_tokens", b"max_tokens", "n", b"n", "opened_at_ms", b"opened_at_ms", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "queued_at_ms", b"queued_at_ms", "request_id", b"request_id", "rounds", b"rounds", "running_at_ms", b"running_at_ms", "score", b"score", "selection", b"selection", "source", b"source", "started_unix_s", b"started_unix_s", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_candidate_id", b"answer_candidate_id", "degradations", b"degradations", "elapsed_duration", b"elapsed_duration", "hurried", b"hurried", "max_tokens", b"max_tokens", "n", b"n", "opened_offset", b"opened_offset", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "queued_offset", b"queued_offset", "request_id", b"request_id", "rounds", b"rounds", "running_offset", b"running_offset", "score", b"score", "selection", b"selection", "source", b"source", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__opened_at_ms: _TypeAlias = _typing.Literal["opened_at_ms"]  # noqa: Y015
-    _WhichOneofArgType__opened_at_ms: _TypeAlias = _typing.Literal["_opened_at_ms", b"_opened_at_ms"]  # noqa: Y015
-    _WhichOneofReturnType__queued_at_ms: _TypeAlias = _typing.Literal["queued_at_ms"]  # noqa: Y015
-    _WhichOneofArgType__queued_at_ms: _TypeAlias = _typing.Literal["_queued_at_ms", b"_queued_at_ms"]  # noqa: Y015
-    _WhichOneofReturnType__running_at_ms: _TypeAlias = _typing.Literal["running_at_ms"]  # noqa: Y015
-    _WhichOneofArgType__running_at_ms: _TypeAlias = _typing.Literal["_running_at_ms", b"_running_at_ms"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__opened_at_ms) -> _WhichOneofReturnType__opened_at_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__queued_at_ms) -> _WhichOneofReturnType__queued_at_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__running_at_ms) -> _WhichOneofReturnType__running_at_ms | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestRecord: _TypeAlias = RequestRecord  # noqa: Y015
 
@@ -1767,10 +1789,12 @@ class RecordedRound(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    START_MS_FIELD_NUMBER: _builtins.int
+    START_OFFSET_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
-    start_ms: _builtins.float
-    """When it began, in ms since the arrival of the request it was generated for."""
+    @_builtins.property
+    def start_offset(self) -> _duration_pb2.Duration:
+        """When it began, since the arrival of the request it was generated for."""
+
     @_builtins.property
     def trace(self) -> Global___RoundTrace:
         """The round in numbers."""
@@ -1778,12 +1802,12 @@ class RecordedRound(_message.Message):
     def __init__(
         self,
         *,
-        start_ms: _builtins.float = ...,
+        start_offset: _duration_pb2.Duration | None = ...,
         trace: Global___RoundTrace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_offset", b"start_offset", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_ms", b"start_ms", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_offset", b"start_offset", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

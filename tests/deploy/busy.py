@@ -18,6 +18,7 @@ import grpc
 
 from deploy.local.processes import Processes, Program
 from deploy.local.stack import HOST, Ports, Stack
+from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 from specrej.channel import open_channel
 from specrej.client import Client, Options
 from specrej.contracts import Algorithm, Branching
@@ -26,13 +27,7 @@ from specrej.errors import DeadlineExceeded, Overloaded, SpecrejError
 from specrej.security import new_token
 from specrej.telemetry import names
 from specrej.telemetry.names import Metric
-from specrej.v1 import (
-    common_pb2,
-    generator_pb2,
-    generator_pb2_grpc,
-    reward_pb2,
-    reward_pb2_grpc,
-)
+from specrej.v1 import common_pb2
 from tests import serving
 from tests.certificates import Authority
 from tests.collector import Collector, collecting

@@ -12,9 +12,10 @@ from typing import Any
 
 import grpc.aio
 
+from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.channel import open_channel
 from specrej.limits import MAX_MESSAGE_BYTES, MAX_PUBLIC_MESSAGE_BYTES
-from specrej.v1 import common_pb2, generator_pb2, reward_pb2
+from specrej.v1 import common_pb2
 from tests import http2
 from tests.faults.case import Case, here
 from tests.faults.world import CALL_S, SERVICES, World, request
@@ -22,10 +23,11 @@ from tests.serving import health_of, part, violations_of
 
 MAX_GROWTH_MIB = 100
 
-_GENERATE = "OrchestratorService/Generate"
-_SESSION = "GeneratorService/Session"
-_SCORE, _SCORE_SESSION = "RewardService/Score", "RewardService/ScoreSession"
-_PORTS = {"OrchestratorService": "orchestrator", "GeneratorService": "generator"}
+_GENERATE = "specrej.v1.OrchestratorService/Generate"
+_SESSION = "specrej.backend.v1.GeneratorService/Session"
+_SCORE = "specrej.backend.v1.RewardService/Score"
+_SCORE_SESSION = "specrej.backend.v1.RewardService/ScoreSession"
+_PORTS = {_GENERATE: "orchestrator", _SESSION: "generator"}
 
 
 def peak_mib(process_id: int) -> float:
@@ -137,7 +139,7 @@ async def _send(world: World, method: str, data: bytes) -> grpc.aio.AioRpcError 
     """Send one message of bytes and half-close; return the error."""
     address = world.addresses[_port(method)]
     async with open_channel(address, retries=False, max_message_bytes=2**31 - 1) as channel:
-        call: Any = channel.stream_stream(f"/specrej.v1.{method}")(timeout=CALL_S)
+        call: Any = channel.stream_stream(f"/{method}")(timeout=CALL_S)
         with suppress(asyncio.InvalidStateError):  # refused while it is sent
             await call.write(data)
             await call.done_writing()
@@ -150,7 +152,7 @@ async def _send(world: World, method: str, data: bytes) -> grpc.aio.AioRpcError 
 
 
 def _port(method: str) -> str:
-    return _PORTS.get(method.split("/")[0], "reward")
+    return _PORTS.get(method, "reward")
 
 
 _LIMITS = {

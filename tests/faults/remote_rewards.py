@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from specrej import RewardClient, SpecrejError
+from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
 from specrej.channel import open_channel
-from specrej.v1 import common_pb2, reward_pb2, reward_pb2_grpc
+from specrej.v1 import common_pb2
 from tests.faults.case import Case, here
 from tests.faults.world import Call, World, until
 from tests.reward_service.endpoint import Endpoint, served

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc.aio
 
-from specrej.v1 import reward_pb2 as pb
-from specrej.v1 import reward_pb2_grpc
+from specrej.backend.v1 import reward_pb2 as pb
+from specrej.backend.v1 import reward_pb2_grpc
 from tests.faults.proxy import HOST
 
 # By fault: how the answer's number differs from that of its batch, and the answer's fields.

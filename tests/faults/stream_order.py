@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+from specrej.backend.v1 import generator_pb2 as pb
+from specrej.backend.v1 import generator_pb2_grpc
 from specrej.channel import open_channel
-from specrej.v1 import common_pb2, generator_pb2_grpc
-from specrej.v1 import generator_pb2 as pb
+from specrej.v1 import common_pb2
 from tests import http2
 from tests.faults.case import Case, here
 from tests.faults.world import World
@@ -74,7 +75,7 @@ async def keep_none(world: World) -> list[str]:
         await send(extend=pb.ExtendSession(until_tokens=4))
         assert (await send(prune=pb.PruneSession())).pruned.freed_slots == 4 * 4
         grown = (await send(extend=pb.ExtendSession(until_tokens=8))).prefix_batch
-        assert grown.ended_by == pb.ROUND_END_ALL_FINISHED
+        assert grown.ended_by == common_pb2.ROUND_END_ALL_FINISHED
         await call.done_writing()
         return [(await call.code()).name]
 
@@ -84,7 +85,7 @@ async def after_half_close(world: World) -> list[str]:
     host, port = world.stack.generator_address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     message = http2.message(_OPEN.SerializeToString())
-    head = http2.headers("/specrej.v1.GeneratorService/Session", f"{host}:{port}")
+    head = http2.headers("/specrej.backend.v1.GeneratorService/Session", f"{host}:{port}")
     writer.write(
         http2.PREFACE
         + http2.frame(http2.SETTINGS, 0, 0, b"")

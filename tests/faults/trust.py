@@ -18,11 +18,11 @@ from orchestrator.cache import Secret, cache_keys
 from orchestrator.cache.answers import ENTRY_OVERHEAD_BYTES
 from orchestrator.cache.secret import mac
 from specrej import wire
+from specrej.backend.v1 import generator_pb2, generator_pb2_grpc
 from specrej.channel import open_channel
 from specrej.contracts import CacheControl, GeometricSchedule, TokensSchedule, WeightedReward
 from specrej.credentials import Credentials
 from specrej.security import Metadata
-from specrej.v1 import generator_pb2, generator_pb2_grpc
 from tests.certificates import Authority, Pair, place
 from tests.faults.case import Case, here
 from tests.faults.redis_faults import redis_client

@@ -31,11 +31,12 @@ from reward_service.settings import RewardSettings
 from reward_service.specs import HTTPSpec
 from specrej import contracts as c
 from specrej import limits, wire
+from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.credentials import Credentials, watch_token
 from specrej.errors import InvalidRequest, RewardInvalid, SpecrejError, Violation
 from specrej.security import read_tokens
 from specrej.status import DETAILS_TRAILER, from_backend_error, to_status
-from specrej.v1 import common_pb2, generator_pb2, orchestrator_pb2, reward_pb2
+from specrej.v1 import common_pb2, orchestrator_pb2
 from specrej.validation import check_request, check_schedule
 
 Target = Callable[[bytes], None]
@@ -81,7 +82,7 @@ _UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
             (common_pb2.Sampling, c.Sampling),
             (common_pb2.SlotGauge, c.SlotGauge),
             (generator_pb2.PrefixBatch, c.Round),
-            (generator_pb2.GeneratorServiceDescribeResponse, c.GeneratorDescription),
+            (common_pb2.GeneratorDescription, c.GeneratorDescription),
             (orchestrator_pb2.RequestRecord, c.RequestRecord),
             (orchestrator_pb2.OrchestratorServiceDescribeResponse, c.ServiceDescription),
             (reward_pb2.RewardDescription, c.RewardDescription),

@@ -18,11 +18,11 @@ from generator_service.__main__ import _load, _serve, main
 from generator_service.devices import engine_of
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
+from specrej.backend.v1 import generator_pb2_grpc
 from specrej.channel import open_channel
 from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej.errors import InvalidRequest
 from specrej.serving import Server
-from specrej.v1 import generator_pb2_grpc
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 from tests.serving import failure_of, until
 

@@ -12,8 +12,9 @@ import pytest
 
 from generator_service.servicer import GeneratorServicer
 from generator_service.toy import ToyGenerator
-from specrej.v1 import common_pb2, generator_pb2_grpc
-from specrej.v1 import generator_pb2 as pb
+from specrej.backend.v1 import generator_pb2 as pb
+from specrej.backend.v1 import generator_pb2_grpc
+from specrej.v1 import common_pb2
 from tests.serving import failure_of, reason_of, serving, until, violations_of
 
 PROMPT = common_pb2.Prompt(text="one two three")
@@ -60,7 +61,7 @@ async def test_repeated_and_old_numbers_change_nothing(stub: Any, generator: Toy
     """A half-closed stream then ends the session."""
     call = stub.Session()
     opened = (await answer_of(call, 1, open=OPEN)).opened
-    described = await stub.Describe(pb.GeneratorServiceDescribeRequest())
+    described = (await stub.Describe(pb.GeneratorServiceDescribeRequest())).generator
     assert opened.fingerprint == described.fingerprint != ""
     extend = pb.ExtendSession(until_tokens=8)
     first = await answer_of(call, 2, extend=extend)

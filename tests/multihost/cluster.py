@@ -50,8 +50,8 @@ _COMMON = {"HOST": "0.0.0.0", "ALLOW_ANONYMOUS": "true", "DRAIN_S": "0.5", "GRAC
 SETTLED_S = 45.0
 _CALLS = {
     "orchestrator": "specrej.v1.OrchestratorService/Generate",
-    "generator": "specrej.v1.GeneratorService/Session",
-    "reward": "specrej.v1.RewardService/ScoreSession",
+    "generator": "specrej.backend.v1.GeneratorService/Session",
+    "reward": "specrej.backend.v1.RewardService/ScoreSession",
 }
 
 

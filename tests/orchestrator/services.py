@@ -26,6 +26,7 @@ from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
+from specrej.backend.v1 import reward_pb2
 from specrej.channel import open_channel
 from specrej.contracts import (
     NO_FORKS,
@@ -51,7 +52,7 @@ from specrej.contracts import (
 from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.serving import Context, Server, time_left_s
 from specrej.settings import ServiceSettings
-from specrej.v1 import orchestrator_pb2_grpc, reward_pb2
+from specrej.v1 import orchestrator_pb2_grpc
 from tests.orchestrator.caching import new_cache
 from tests.serving import serving, until
 

@@ -17,12 +17,12 @@ from reward_service.servicer import RewardServicer
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej import interceptor
+from specrej.backend.v1 import reward_pb2 as pb
+from specrej.backend.v1 import reward_pb2_grpc
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.errors import InternalError, InvalidRequest, RewardInvalid, Unavailable
 from specrej.security import new_token
 from specrej.serving import Context, Service
-from specrej.v1 import reward_pb2 as pb
-from specrej.v1 import reward_pb2_grpc
 from tests.certificates import Authority, place
 from tests.faults.rogue import grpc_rogue
 from tests.reward_service.conftest import Start
@@ -109,7 +109,7 @@ async def test_a_late_or_cancelled_call_ends_there() -> None:
     deadline = interceptor._deadline.set(time.monotonic() + 20)
     try:
         async with (
-            listening(Service("specrej.v1.RewardService", register)) as address,
+            listening(Service("specrej.backend.v1.RewardService", register)) as address,
             front_of(address, timeout_s=0.5) as impatient,
             front_of(address) as patient,
         ):

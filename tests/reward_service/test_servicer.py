@@ -9,6 +9,8 @@ import grpc.aio
 import pytest
 
 from reward_service.toy import ToyReward
+from specrej.backend.v1 import reward_pb2 as pb
+from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.errors import (
     InvalidRequest,
     NotFound,
@@ -19,13 +21,11 @@ from specrej.errors import (
 )
 from specrej.status import from_rpc_error
 from specrej.v1 import common_pb2
-from specrej.v1 import reward_pb2 as pb
-from specrej.v1.reward_pb2_grpc import RewardServiceStub
 from tests.reward_service.conftest import Serve
 from tests.reward_service.fakes import FinishedReward, FixedReward
 
 if TYPE_CHECKING:
-    from specrej.v1.reward_pb2_grpc import RewardServiceAsyncStub
+    from specrej.backend.v1.reward_pb2_grpc import RewardServiceAsyncStub
 
 PROMPT = common_pb2.Prompt(text="Write it.")
 Code = grpc.StatusCode

@@ -9,11 +9,12 @@ from typing import Any
 
 from specrej import contracts as c
 from specrej import wire
+from specrej.backend.v1 import reward_pb2, reward_pb2_grpc
 from specrej.client import Options
 from specrej.errors import NotFound
 from specrej.security import current_caller
 from specrej.serving import Context, Service
-from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc, reward_pb2, reward_pb2_grpc
+from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
 def trace(number: int, **changes: Any) -> c.RoundTrace:
@@ -229,7 +230,7 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
     def service(self) -> Service:
         """What a server serves."""
         register = partial(reward_pb2_grpc.add_RewardServiceServicer_to_server, self)
-        return Service("specrej.v1.RewardService", register)
+        return Service("specrej.backend.v1.RewardService", register)
 
     async def Score(  # noqa: N802 - the name of the rpc
         self, request: reward_pb2.ScoreRequest, context: Context

@@ -61,7 +61,10 @@ def test_roles(path: Path) -> None:
     for tenant in ("acme", "ops"):
         for method in (DESCRIBE, REFLECTION):
             assert access.admit(method, bearer(f"{tenant}-token")).tenant == tenant
-    sessions = ("/specrej.v1.GeneratorService/Session", "/specrej.v1.RewardService/Score")
+    sessions = (
+        "/specrej.backend.v1.GeneratorService/Session",
+        "/specrej.backend.v1.RewardService/Score",
+    )
     for method in (GENERATE, *sessions):
         with pytest.raises(errors.PermissionDenied):
             access.admit(method, bearer("ops-token"))

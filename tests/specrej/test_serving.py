@@ -12,10 +12,11 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import specrej.serving
+from specrej.backend.v1 import reward_pb2
+from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.channel import open_channel
-from specrej.v1 import orchestrator_pb2, reward_pb2
+from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
-from specrej.v1.reward_pb2_grpc import RewardServiceStub
 from tests.serving import failure_of, listening, reason_of, serving
 from tests.specrej.fakes import EVENTS, FakeOrchestrator, FakeReward
 

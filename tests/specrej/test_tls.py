@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from specrej import Client, RewardClient, errors
+from specrej.backend.v1 import reward_pb2
+from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.channel import open_blocking_channel, open_channel
 from specrej.credentials import Credentials, TLSFiles
-from specrej.v1 import reward_pb2
-from specrej.v1.reward_pb2_grpc import RewardServiceStub
 from tests.certificates import Authority, Pair, place
 from tests.serving import failure_of, listening
 from tests.specrej.fakes import FakeOrchestrator, FakeReward

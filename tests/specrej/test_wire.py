@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from specrej import contracts as c
 from specrej import wire
+from specrej.backend.v1 import generator_pb2, reward_pb2
 from specrej.errors import Violation
-from specrej.v1 import generator_pb2, reward_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.specrej.fakes import GENERATION
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
+TIMES = st.integers(0, 2**32).map(float)
 SCALARS: dict[type, st.SearchStrategy[Any]] = {
     int: INT32,
     float: st.floats(allow_nan=False),
@@ -61,6 +62,8 @@ def values(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
         return st.one_of(inner) | (st.none() if NoneType in get_args(hint) else st.nothing())
     if hint is int and name in LONG:
         return INT64
+    if hint is float and name.endswith(("_ms", "_unix_s")):
+        return TIMES
     if hint in SCALARS:
         return SCALARS[hint]
     if issubclass(hint, Enum):
@@ -173,6 +176,18 @@ def test_unknown_enum_number_without_default_raises(number: int) -> None:
         wire.from_message(message, c.Round)
 
 
+def test_times_are_durations_and_timestamps() -> None:
+    """Guards against a unit mistaken by a thousand, and an absent time read as 0."""
+    record = c.RequestRecord("r1", 1.5, c.Selection(), 64, elapsed_ms=2.25, queued_at_ms=0.0)
+    message = wire.to_message(record, pb.RequestRecord)
+    assert message.start_time.ToJsonString() == "1970-01-01T00:00:01.500Z"
+    assert message.elapsed_duration.ToJsonString() == "0.002250s"
+    assert message.HasField("queued_offset") and not message.HasField("running_offset")
+    assert wire.from_message(sent(message), c.RequestRecord) == record
+    absent = wire.from_message(pb.RequestRecord(request_id="r1"), c.RequestRecord)
+    assert (absent.started_unix_s, absent.elapsed_ms, absent.queued_at_ms) == (0.0, 0.0, None)
+
+
 def test_event_without_kind_raises() -> None:
     """Guards against an empty message read as an event."""
     with pytest.raises(ValueError, match="no known kind"):
@@ -189,6 +204,8 @@ def test_plain_json_keeps_names_and_numbers() -> None:
     assert [ranked["score"] for ranked in plain["candidates"]] == [0.5, 0.25]
     assert (plain["text"], plain["score"], plain["cached"]) == ("the best", 0.5, False)
     assert plain["fingerprints"] == {"generator": "g", "reward": "f"}
+    assert plain["timings"].keys() == {item.name for item in fields(c.Timings)}
+    assert plain["timings"]["total_ms"] == GENERATION.timings.total_ms
     record = c.RequestRecord("r1", 0.0, c.Selection(), 64, queued_at_ms=0.0)
     plain = wire.to_plain(record)
     assert plain["queued_at_ms"] == 0.0

@@ -30,8 +30,8 @@ from tests.serving import until
 
 GENERATE = "specrej.v1.OrchestratorService/Generate"
 GENERATE_STREAM = "specrej.v1.OrchestratorService/GenerateStream"
-SESSION = "specrej.v1.GeneratorService/Session"
-SCORE_SESSION = "specrej.v1.RewardService/ScoreSession"
+SESSION = "specrej.backend.v1.GeneratorService/Session"
+SCORE_SESSION = "specrej.backend.v1.RewardService/ScoreSession"
 SERVICES = ("orchestrator", "generator", "reward")
 MAX_RUNNING, MAX_QUEUED = 4, 4
 _REWARDS = [

@@ -7,7 +7,6 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from specrej.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -19,34 +18,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _RoundEnd:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RoundEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoundEnd.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    ROUND_END_UNSPECIFIED: _RoundEnd.ValueType  # 0
-    """Never sent."""
-    ROUND_END_DECISION_TOKEN: _RoundEnd.ValueType  # 1
-    """The decision token was reached."""
-    ROUND_END_SLOTS_FULL: _RoundEnd.ValueType  # 2
-    """The session's share of slots is full: a cut must free some."""
-    ROUND_END_ALL_FINISHED: _RoundEnd.ValueType  # 3
-    """No candidate is live."""
-
-class RoundEnd(_RoundEnd, metaclass=_RoundEndEnumTypeWrapper):
-    """Why a round ended."""
-
-ROUND_END_UNSPECIFIED: RoundEnd.ValueType  # 0
-"""Never sent."""
-ROUND_END_DECISION_TOKEN: RoundEnd.ValueType  # 1
-"""The decision token was reached."""
-ROUND_END_SLOTS_FULL: RoundEnd.ValueType  # 2
-"""The session's share of slots is full: a cut must free some."""
-ROUND_END_ALL_FINISHED: RoundEnd.ValueType  # 3
-"""No candidate is live."""
-Global___RoundEnd: _TypeAlias = RoundEnd  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
@@ -289,7 +260,7 @@ class PruneSession(_message.Message):
         """Ids of the live candidates to keep; ids that are not live are ignored."""
 
     @_builtins.property
-    def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Fork]:
         """New candidates, in ascending order of their ids. Generators without `can_fork` in Describe ignore
         them.
         """
@@ -298,7 +269,7 @@ class PruneSession(_message.Message):
         self,
         *,
         keep: _abc.Iterable[_builtins.int] | None = ...,
-        forks: _abc.Iterable[Global___Fork] | None = ...,
+        forks: _abc.Iterable[_common_pb2.Fork] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -307,34 +278,6 @@ class PruneSession(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PruneSession: _TypeAlias = PruneSession  # noqa: Y015
-
-@_typing.final
-class Fork(_message.Message):
-    """A new candidate with the tokens, keys and values of another one at a decision token. Its next
-    tokens are drawn under its own id.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CANDIDATE_ID_FIELD_NUMBER: _builtins.int
-    PARENT_ID_FIELD_NUMBER: _builtins.int
-    candidate_id: _builtins.int
-    """Its id, above those of all earlier candidates of the session."""
-    parent_id: _builtins.int
-    """The id of a candidate that was live before the cut."""
-    def __init__(
-        self,
-        *,
-        candidate_id: _builtins.int = ...,
-        parent_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate_id", b"candidate_id", "parent_id", b"parent_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
 class CloseSession(_message.Message):
@@ -404,7 +347,7 @@ class PrefixBatch(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
-    ended_by: Global___RoundEnd.ValueType
+    ended_by: _common_pb2.RoundEnd.ValueType
     """Why the round ended."""
     num_tokens: _builtins.int
     """New tokens per live candidate since the prompt: the token position reached."""
@@ -417,7 +360,7 @@ class PrefixBatch(_message.Message):
         """Slots at the end of the round."""
 
     @_builtins.property
-    def token_texts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenText]:
+    def token_texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]:
         """Every token of the prefixes' new_token_ids and new_top_token_ids, once; empty unless `logprobs` is
         set in the sampling.
         """
@@ -426,10 +369,10 @@ class PrefixBatch(_message.Message):
         self,
         *,
         prefixes: _abc.Iterable[Global___Prefix] | None = ...,
-        ended_by: Global___RoundEnd.ValueType = ...,
+        ended_by: _common_pb2.RoundEnd.ValueType = ...,
         num_tokens: _builtins.int = ...,
         slots: _common_pb2.SlotGauge | None = ...,
-        token_texts: _abc.Iterable[_common_pb2.TokenText] | None = ...,
+        token_texts: _abc.Iterable[Global___TokenText] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -438,6 +381,34 @@ class PrefixBatch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefixBatch: _TypeAlias = PrefixBatch  # noqa: Y015
+
+@_typing.final
+class TokenText(_message.Message):
+    """The bytes of one token of the vocabulary."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token; 0 .. vocabulary - 1."""
+    token: _builtins.bytes
+    """A part of a text in UTF-8; the bytes of one character may be divided between tokens. Of a control
+    token its name.
+    """
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenText: _TypeAlias = TokenText  # noqa: Y015
 
 @_typing.final
 class Prefix(_message.Message):
@@ -602,75 +573,19 @@ class GeneratorServiceDescribeResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    MODEL_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_CANDIDATES_FIELD_NUMBER: _builtins.int
-    VOCABULARY_FIELD_NUMBER: _builtins.int
-    SLOT_BYTES_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
-    SLOTS_FIELD_NUMBER: _builtins.int
-    SESSIONS_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
-    AUTO_CANDIDATES_FIELD_NUMBER: _builtins.int
-    ADAPTERS_FIELD_NUMBER: _builtins.int
-    CAN_FORK_FIELD_NUMBER: _builtins.int
-    WHOLE_ANSWERS_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """The model's name."""
-    fingerprint: _builtins.str
-    """Digest of model weights, config and tokenizer."""
-    context_tokens: _builtins.int
-    """Maximum tokens of prompt and answer together."""
-    max_candidates: _builtins.int
-    """Maximum number of candidates per session."""
-    vocabulary: _builtins.int
-    """Tokens in the vocabulary."""
-    slot_bytes: _builtins.int
-    """Bytes of keys and values per slot."""
-    device: _builtins.str
-    """Device and precision of the model, such as "cpu float32"."""
-    sessions: _builtins.int
-    """Open sessions now."""
-    waiting: _builtins.int
-    """Sessions waiting for slots now."""
-    auto_candidates: _builtins.int
-    """Most candidates of a session whose n is 0."""
-    can_fork: _builtins.bool
-    """Whether it forks candidates."""
-    whole_answers: _builtins.bool
-    """Whether every candidate ends in its first round, whatever `until_tokens` is: there is no early
-    rejection, and requests run as Best-of-N.
-    """
+    GENERATOR_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def slots(self) -> _common_pb2.SlotGauge:
-        """Slots now."""
-
-    @_builtins.property
-    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of its adapters, which a request may name as its model."""
+    def generator(self) -> _common_pb2.GeneratorDescription:
+        """The description."""
 
     def __init__(
         self,
         *,
-        model: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
-        context_tokens: _builtins.int = ...,
-        max_candidates: _builtins.int = ...,
-        vocabulary: _builtins.int = ...,
-        slot_bytes: _builtins.int = ...,
-        device: _builtins.str = ...,
-        slots: _common_pb2.SlotGauge | None = ...,
-        sessions: _builtins.int = ...,
-        waiting: _builtins.int = ...,
-        auto_candidates: _builtins.int = ...,
-        adapters: _abc.Iterable[_builtins.str] | None = ...,
-        can_fork: _builtins.bool = ...,
-        whole_answers: _builtins.bool = ...,
+        generator: _common_pb2.GeneratorDescription | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generator", b"generator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "auto_candidates", b"auto_candidates", "can_fork", b"can_fork", "context_tokens", b"context_tokens", "device", b"device", "fingerprint", b"fingerprint", "max_candidates", b"max_candidates", "model", b"model", "sessions", b"sessions", "slot_bytes", b"slot_bytes", "slots", b"slots", "vocabulary", b"vocabulary", "waiting", b"waiting", "whole_answers", b"whole_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generator", b"generator"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

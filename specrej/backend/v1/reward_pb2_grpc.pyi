@@ -5,7 +5,7 @@ The reward service scores prefixes and answers; slots and policies are not its c
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from specrej.v1 import reward_pb2 as _reward_pb2
+from specrej.backend.v1 import reward_pb2 as _reward_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

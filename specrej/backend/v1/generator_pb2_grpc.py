@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from specrej.v1 import generator_pb2 as specrej_dot_v1_dot_generator__pb2
+from specrej.backend.v1 import generator_pb2 as specrej_dot_backend_dot_v1_dot_generator__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in specrej/v1/generator_pb2_grpc.py depends on'
+        + ' but the generated code in specrej/backend/v1/generator_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,14 +36,14 @@ class GeneratorServiceStub:
             channel: A grpc.Channel.
         """
         self.Session = channel.stream_stream(
-                '/specrej.v1.GeneratorService/Session',
-                request_serializer=specrej_dot_v1_dot_generator__pb2.SessionRequest.SerializeToString,
-                response_deserializer=specrej_dot_v1_dot_generator__pb2.SessionResponse.FromString,
+                '/specrej.backend.v1.GeneratorService/Session',
+                request_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.SessionRequest.SerializeToString,
+                response_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.SessionResponse.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
-                '/specrej.v1.GeneratorService/Describe',
-                request_serializer=specrej_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.SerializeToString,
-                response_deserializer=specrej_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.FromString,
+                '/specrej.backend.v1.GeneratorService/Describe',
+                request_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.SerializeToString,
+                response_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.FromString,
                 _registered_method=True)
 
 
@@ -71,19 +71,19 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
-                    request_deserializer=specrej_dot_v1_dot_generator__pb2.SessionRequest.FromString,
-                    response_serializer=specrej_dot_v1_dot_generator__pb2.SessionResponse.SerializeToString,
+                    request_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.SessionRequest.FromString,
+                    response_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.SessionResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=specrej_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.FromString,
-                    response_serializer=specrej_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.SerializeToString,
+                    request_deserializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.FromString,
+                    response_serializer=specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'specrej.v1.GeneratorService', rpc_method_handlers)
+            'specrej.backend.v1.GeneratorService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('specrej.v1.GeneratorService', rpc_method_handlers)
+    server.add_registered_method_handlers('specrej.backend.v1.GeneratorService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -105,9 +105,9 @@ class GeneratorService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/specrej.v1.GeneratorService/Session',
-            specrej_dot_v1_dot_generator__pb2.SessionRequest.SerializeToString,
-            specrej_dot_v1_dot_generator__pb2.SessionResponse.FromString,
+            '/specrej.backend.v1.GeneratorService/Session',
+            specrej_dot_backend_dot_v1_dot_generator__pb2.SessionRequest.SerializeToString,
+            specrej_dot_backend_dot_v1_dot_generator__pb2.SessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -132,9 +132,9 @@ class GeneratorService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/specrej.v1.GeneratorService/Describe',
-            specrej_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.SerializeToString,
-            specrej_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.FromString,
+            '/specrej.backend.v1.GeneratorService/Describe',
+            specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeRequest.SerializeToString,
+            specrej_dot_backend_dot_v1_dot_generator__pb2.GeneratorServiceDescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

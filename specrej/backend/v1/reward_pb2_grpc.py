@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from specrej.v1 import reward_pb2 as specrej_dot_v1_dot_reward__pb2
+from specrej.backend.v1 import reward_pb2 as specrej_dot_backend_dot_v1_dot_reward__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in specrej/v1/reward_pb2_grpc.py depends on'
+        + ' but the generated code in specrej/backend/v1/reward_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,19 +36,19 @@ class RewardServiceStub:
             channel: A grpc.Channel.
         """
         self.Score = channel.unary_unary(
-                '/specrej.v1.RewardService/Score',
-                request_serializer=specrej_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
-                response_deserializer=specrej_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
+                '/specrej.backend.v1.RewardService/Score',
+                request_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
                 _registered_method=True)
         self.ScoreSession = channel.stream_stream(
-                '/specrej.v1.RewardService/ScoreSession',
-                request_serializer=specrej_dot_v1_dot_reward__pb2.ScoreSessionRequest.SerializeToString,
-                response_deserializer=specrej_dot_v1_dot_reward__pb2.ScoreSessionResponse.FromString,
+                '/specrej.backend.v1.RewardService/ScoreSession',
+                request_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreSessionRequest.SerializeToString,
+                response_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreSessionResponse.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
-                '/specrej.v1.RewardService/Describe',
-                request_serializer=specrej_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.SerializeToString,
-                response_deserializer=specrej_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.FromString,
+                '/specrej.backend.v1.RewardService/Describe',
+                request_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.SerializeToString,
+                response_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.FromString,
                 _registered_method=True)
 
 
@@ -83,24 +83,24 @@ def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
-                    request_deserializer=specrej_dot_v1_dot_reward__pb2.ScoreRequest.FromString,
-                    response_serializer=specrej_dot_v1_dot_reward__pb2.ScoreResponse.SerializeToString,
+                    request_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreRequest.FromString,
+                    response_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreResponse.SerializeToString,
             ),
             'ScoreSession': grpc.stream_stream_rpc_method_handler(
                     servicer.ScoreSession,
-                    request_deserializer=specrej_dot_v1_dot_reward__pb2.ScoreSessionRequest.FromString,
-                    response_serializer=specrej_dot_v1_dot_reward__pb2.ScoreSessionResponse.SerializeToString,
+                    request_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreSessionRequest.FromString,
+                    response_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreSessionResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=specrej_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.FromString,
-                    response_serializer=specrej_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.SerializeToString,
+                    request_deserializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.FromString,
+                    response_serializer=specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'specrej.v1.RewardService', rpc_method_handlers)
+            'specrej.backend.v1.RewardService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('specrej.v1.RewardService', rpc_method_handlers)
+    server.add_registered_method_handlers('specrej.backend.v1.RewardService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -122,9 +122,9 @@ class RewardService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/specrej.v1.RewardService/Score',
-            specrej_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
-            specrej_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
+            '/specrej.backend.v1.RewardService/Score',
+            specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreRequest.SerializeToString,
+            specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -149,9 +149,9 @@ class RewardService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/specrej.v1.RewardService/ScoreSession',
-            specrej_dot_v1_dot_reward__pb2.ScoreSessionRequest.SerializeToString,
-            specrej_dot_v1_dot_reward__pb2.ScoreSessionResponse.FromString,
+            '/specrej.backend.v1.RewardService/ScoreSession',
+            specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreSessionRequest.SerializeToString,
+            specrej_dot_backend_dot_v1_dot_reward__pb2.ScoreSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -176,9 +176,9 @@ class RewardService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/specrej.v1.RewardService/Describe',
-            specrej_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.SerializeToString,
-            specrej_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.FromString,
+            '/specrej.backend.v1.RewardService/Describe',
+            specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeRequest.SerializeToString,
+            specrej_dot_backend_dot_v1_dot_reward__pb2.RewardServiceDescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ The generator generates tokens and owns KV slots; rewards are not its concern.""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from specrej.v1 import generator_pb2 as _generator_pb2
+from specrej.backend.v1 import generator_pb2 as _generator_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys

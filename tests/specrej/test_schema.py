@@ -1,0 +1,230 @@
+"""The schema as a whole: what its packages may use, and its rules against the services' checks.
+
+The stubs have no rules, which need a package beyond `specrej`: they are compiled here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.message_factory import GetMessageClass
+
+from deploy.stubs import described
+from specrej import limits, wire
+from specrej.contracts import MAX_INT32, GeometricSchedule
+from specrej.errors import InvalidRequest, Violation
+from specrej.v1 import common_pb2, orchestrator_pb2
+from specrej.validation import check_request
+from tests.specrej.test_limits import filled
+
+REQUESTS = ("GenerateRequest", "GetRecordRequest")
+Fields = tuple[Any, ...]
+
+
+def compiled() -> Any:
+    """A pool with the public schema and its options."""
+    pool: Any = descriptor_pool.DescriptorPool()
+    for file in described().file:
+        pool.Add(file)
+    return pool
+
+
+POOL = compiled()
+
+
+def rules_of(described: Any) -> Any:
+    """The rules of a field, a oneof or a message; empty if it has none."""
+    options = described.GetOptions()
+    known = GetMessageClass(POOL.FindMessageTypeByName(options.DESCRIPTOR.full_name))
+    kind = options.DESCRIPTOR.name.removesuffix("Options").lower()
+    extension = POOL.FindExtensionByName(f"buf.validate.{kind}")
+    return known.FromString(options.SerializeToString()).Extensions[extension]
+
+
+def public(request: str) -> Any:
+    return POOL.FindMessageTypeByName(f"specrej.v1.{request}")
+
+
+def fields_of(descriptor: Any, outer: Fields = ()) -> Iterator[Fields]:
+    """Every field of a request, as the fields that lead to it."""
+    for field in descriptor.fields:
+        yield (*outer, field)
+        if field.message_type:
+            yield from fields_of(field.message_type, (*outer, field))
+
+
+FIELDS = [fields for request in REQUESTS for fields in fields_of(public(request))]
+
+
+def path_of(fields: Fields) -> str:
+    """The path in errors; the first item of each repeated field but the last."""
+    *outer, last = fields
+    steps = [f"{field.name}[0]" if field.is_repeated else field.name for field in outer]
+    return ".".join([*steps, last.name])
+
+
+def bounds(field: Any, rules: Any) -> Iterator[tuple[Any, bool]]:
+    """Values at the limits of one item, and one beyond each; whether the schema allows them."""
+    kind = rules.WhichOneof("type")
+    for limit, value in getattr(rules, kind).ListFields():
+        yield from around(field, kind, limit.name, value)
+    if kind == "double":
+        yield math.nan, False
+    for rule in rules.cel:
+        assert rule.id == "temperature.greedy", "a rule without values in this test"
+        yield from ((0.0, True), (0.01, True), (math.nextafter(0.01, 0), False))
+
+
+def around(field: Any, kind: str, limit: str, value: Any) -> list[tuple[Any, bool]]:
+    match limit:
+        case "gte" | "lte":
+            return [(value, True), (beyond(kind, value, limit == "lte"), False)]
+        case "gt" | "lt":
+            return [(value, False), (beyond(kind, value, limit == "gt"), True)]
+        case "min_len":
+            return [(text(field, value), True), ("x" * (value - 1), False)]
+        case "max_len":
+            return [(text(field, value), True), (text(field, value + 1), False)]
+        case "in":
+            return [*((item, True) for item in value), ("other", False)]
+        case "not_in":
+            return [(item, False) for item in value]
+        case "defined_only":
+            return [*((item.number, True) for item in field.enum_type.values), (99, False)]
+    raise AssertionError(f"{limit}: a rule without values in this test")
+
+
+def beyond(kind: str, value: float, is_upper: bool) -> float:
+    if kind == "double":
+        return math.nextafter(value, math.inf if is_upper else -math.inf)
+    return value + 1 if is_upper else value - 1
+
+
+def text(field: Any, length: int) -> str:
+    if field.name == "schema":  # an object in JSON
+        return "{" + " " * (length - 2) + "}"
+    return "x" * length
+
+
+def item(field: Any, index: int) -> Any:
+    """An item of a list; all are different, and numbers ascend."""
+    if field.message_type:
+        first = field.message_type.fields[0]
+        made = GetMessageClass(field.message_type)()
+        setattr(made, first.name, str(index) if first.type == first.TYPE_STRING else index)
+        return made
+    return f"x{index}" if field.type == field.TYPE_STRING else index + 1
+
+
+def cases() -> Iterator[Any]:
+    for fields in FIELDS:
+        field, path, rules = fields[-1], path_of(fields), rules_of(fields[-1])
+        match rules.WhichOneof("type"):
+            case None:
+                continue
+            case "repeated":
+                of_list = rules.repeated
+                sizes = [(of_list.max_items, True), (of_list.max_items + 1, False)]
+                if of_list.min_items:
+                    sizes += [(of_list.min_items, True), (of_list.min_items - 1, False)]
+                for size, allowed in sizes:
+                    items = [item(field, index) for index in range(size)]
+                    yield pytest.param(fields, items, path, allowed, id=f"{path}-{size}-items")
+                if of_list.items.WhichOneof("type"):
+                    for value, allowed in bounds(field, of_list.items):
+                        name = f"{path}[0]-{str(value)[:9]}-{allowed}"
+                        yield pytest.param(fields, [value], f"{path}[0]", allowed, id=name)
+            case _:
+                for value, allowed in bounds(field, rules):
+                    yield pytest.param(
+                        fields, value, path, allowed, id=f"{path}-{str(value)[:9]}-{allowed}"
+                    )
+
+
+def complete(message: Any, path: str) -> None:
+    """Set what some values of a field need besides."""
+    match path:
+        case "prompt.messages[0].role":  # the last turn must be the user's
+            message.prompt.messages.add(role="user", content="x")
+        case "sampling.temperature":  # 0 is greedy
+            message.selection.n = 1
+        case "sampling.top_logprobs":
+            message.sampling.logprobs = True
+
+
+def violated(message: Any) -> list[str]:
+    """The fields with violations, as the orchestrator reports them."""
+    stub = getattr(orchestrator_pb2, message.DESCRIPTOR.name)
+    data, violations = message.SerializeToString(), list[Violation]()
+    try:
+        limits.check(data, stub.DESCRIPTOR)
+    except InvalidRequest as error:
+        return [violation.field for violation in error.violations]
+    if stub is orchestrator_pb2.GenerateRequest:
+        made = wire.request_from_message(stub.FromString(data), GeometricSchedule(), violations)
+        violations += check_request(made, MAX_INT32, MAX_INT32, MAX_INT32)
+    return [violation.field for violation in violations]
+
+
+@pytest.mark.parametrize(("fields", "value", "path", "allowed"), list(cases()))
+def test_rules_of_the_schema_are_those_of_the_services(
+    fields: Fields, value: Any, path: str, allowed: bool
+) -> None:
+    """Guards other languages, which validate by the schema, against limits that the services do
+    not have, and against limits of the services that the schema does not have."""
+    message = filled(fields[0].containing_type, fields, value)
+    complete(message, path)
+    # A list of numbers is reported as a whole.
+    assert ({path, path.removesuffix("[0]")} & {*violated(message)} == set()) == allowed
+
+
+def test_what_must_be_set_is_required() -> None:
+    """Guards against a request without a prompt, or with two, that the schema allows."""
+    request = GetMessageClass(public("GenerateRequest"))
+    (one_of,) = rules_of(public("Prompt")).oneof
+    assert (list(one_of.fields), one_of.required) == (["messages", "text"], True)
+    assert rules_of(request.DESCRIPTOR.fields_by_name["prompt"]).required
+    assert "prompt" in violated(request())
+    both = {"text": "x", "messages": [{"role": "user", "content": "x"}]}
+    assert violated(request(prompt=both)) == ["prompt"]
+    (kind,) = public("StructuredOutput").oneofs
+    assert rules_of(kind).required
+    (path,) = violated(request(prompt={"text": "x"}, sampling={"structured_output": {}}))
+    assert path.startswith("sampling.structured_output.")
+
+
+def test_every_field_with_a_limit_has_a_rule() -> None:
+    """Guards against a new number, list, text or enum of a request without a rule."""
+    for fields in FIELDS:
+        field, rules = fields[-1], rules_of(fields[-1])
+        is_single_message = field.message_type and not field.is_repeated
+        if not is_single_message and field.type != field.TYPE_BOOL:
+            kind = rules.WhichOneof("type")
+            assert kind, path_of(fields)
+            texts = {"string": rules.string, "repeated": rules.repeated.items.string}.get(kind)
+            if field.type == field.TYPE_STRING and texts:
+                assert texts.max_len or texts.ListFields(), path_of(fields)
+
+
+def test_the_public_schema_imports_nothing_internal() -> None:
+    """Guards against a message of the backends' protocols in the public API, and against stubs
+    that import a package beyond `specrej` and `google`."""
+    used = {
+        imported.package
+        for file in (common_pb2, orchestrator_pb2)
+        for imported in file.DESCRIPTOR.dependencies
+    }
+    assert used <= {"specrej.v1", "google.protobuf"}
+
+
+def test_stubs_have_no_names_of_json() -> None:
+    """Guards against camelCase names in the output of grpcurl, which reads them by reflection."""
+    for stub in (common_pb2, orchestrator_pb2):
+        file = FileDescriptorProto.FromString(stub.DESCRIPTOR.serialized_pb)
+        fields = [field for message in file.message_type for field in message.field]
+        assert fields and not any(field.HasField("json_name") for field in fields)
