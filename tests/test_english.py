@@ -18,8 +18,10 @@ BANNED = re.compile(rf"\b({PERSONS}|{VERBS})\b", re.IGNORECASE)
 # Quotations of prompts, models' texts and other programs' names.
 ALLOWED = re.compile(r"\bwell[- ]known\b|\bask\w* for\b|`[^`]*`|https?://\S+|\"Talk to them\.\"")
 # Generated files, and results.
-SKIPPED = ("specrej/v1/", "specrej/backend/v1/", "experiments/results/")
-LISTING = ["git", "ls-files", "*.py", "*.md", "*.proto", "*.yaml", "Makefile"]
+GENERATED = ("specrej/v1/", "specrej/backend/v1/", "clients/typescript/src/gen/")
+SKIPPED = (*GENERATED, "experiments/results/")
+PATTERNS = ["*.py", "*.md", "*.proto", "*.yaml", "*.ts", "*.go", "*.java", "Makefile"]
+LISTING = ["git", "ls-files", *PATTERNS]
 FILES = subprocess.run(LISTING, cwd=ROOT, capture_output=True, text=True).stdout.split()
 
 

@@ -1,0 +1,100 @@
+"""clients/typescript under Node's test runner, on all services with toys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from deploy.local.stack import Stack
+from tests.certificates import Authority
+from tests.clients.programs import CLIENTS, ROOT, run, wait_for_free_slots
+from tests.serving import listening
+from tests.specrej.fakes import FakeOrchestrator
+
+CLIENT = CLIENTS / "typescript"
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+installed = pytest.mark.skipif(
+    not (shutil.which("node") and (CLIENT / "node_modules").exists()),
+    reason="no packages for Node: make node-client installs them",
+)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def built() -> None:
+    """The compiled client, tests and examples."""
+    shutil.rmtree(CLIENT / "dist", ignore_errors=True)
+    await run("npm", "run", "--silent", "build", folder=CLIENT)
+
+
+@installed
+@pytest.mark.usefixtures("built")
+async def test_the_client(stack: Stack) -> None:
+    """Guards against calls that are left early and hold the process until their deadline, too."""
+    address = stack.orchestrator_address
+    programs = (f"dist/test/{name}.test.js" for name in ("client", "lost"))
+    await run("node", "--test", *programs, folder=CLIENT, bound_s=200, SPECREJ_ADDRESS=address)
+    await wait_for_free_slots(stack)
+
+
+@installed
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CLIENT / "examples").iterdir()))
+async def test_an_example(stack: Stack, name: str) -> None:
+    address = stack.orchestrator_address
+    program = f"dist/examples/{name}.js"
+    assert "score" in await run("node", program, folder=CLIENT, SPECREJ_ADDRESS=address)
+
+
+@installed
+@pytest.mark.usefixtures("built")
+async def test_tls_and_tokens(tmp_path: Path) -> None:
+    authority, tokens = Authority(tmp_path), tmp_path / "tokens"
+    server, client = authority.issue(), authority.issue("client")
+    digest = hashlib.sha256(b"mine").hexdigest()
+    tokens.write_text(json.dumps({"tenant": "acme", "sha256": digest}))
+    settings: dict[str, Any] = {
+        "tls_cert": str(server.cert),
+        "tls_key": str(server.key),
+        "tls_client_ca": str(authority.path),
+        "tokens_file": str(tokens),
+    }
+    async with listening(FakeOrchestrator().service(), **settings) as address:
+        await run(
+            *("node", "--test", "dist/test/secured.test.js"),
+            folder=CLIENT,
+            SPECREJ_ADDRESS=address,
+            SPECREJ_TOKEN="mine",
+            SPECREJ_TLS_CA=str(authority.path),
+            SPECREJ_TLS_CERT=str(client.cert),
+            SPECREJ_TLS_KEY=str(client.key),
+        )
+
+
+@installed
+async def test_generated_files_are_current(tmp_path: Path) -> None:
+    """Guards against a schema that is newer than the client: `make clients` generates."""
+    await run("npm", "run", "--silent", "generate", folder=CLIENT, OUT=str(tmp_path))
+    assert _texts(CLIENT / "src/gen") == _texts(tmp_path)
+
+
+def _texts(folder: Path) -> dict[Path, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder): path.read_text() for path in files}
+
+
+async def test_versions_are_pinned() -> None:
+    """Guards against another version than the lock's, or than that of the Python client."""
+    package = json.loads((CLIENT / "package.json").read_text())
+    lock = json.loads((CLIENT / "package-lock.json").read_text())["packages"]
+    for name, version in {**package["dependencies"], **package["devDependencies"]}.items():
+        assert lock[f"node_modules/{name}"]["version"] == version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert package["version"] == lock[""]["version"] == project["version"]
