@@ -1,0 +1,64 @@
+"""Java stubs that buf generates, on all services with toys.
+
+With a JDK and Debian's packages protobuf-compiler, protobuf-compiler-grpc-java-plugin,
+libgrpc-java, libgoogle-common-protos-java, libnetty-java and libperfmark-java.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deploy.local.stack import Stack
+from tests.clients.programs import CLIENTS, generate, run, wait_for_free_slots
+
+JARS = Path("/usr/share/java")
+NETTY = (
+    "buffer",
+    "codec",
+    "codec-http",
+    "codec-http2",
+    "common",
+    "handler",
+    "resolver",
+    "transport",
+)
+NEEDED = (
+    *("grpc-api", "grpc-context", "grpc-core", "grpc-netty", "grpc-protobuf"),
+    *(
+        "grpc-protobuf-lite",
+        "grpc-stub",
+        "protobuf",
+        "proto-google-common-protos",
+        "guava",
+        "perfmark-api",
+    ),
+    "geronimo-annotation-1.3-spec",
+    *(f"netty-{name}" for name in NETTY),
+)
+CLASS_PATH = [JARS / f"{name}.jar" for name in NEEDED]
+TOOLS = ("javac", "java", "protoc", "grpc_java_plugin")
+
+missing = [name for name in TOOLS if not shutil.which(name)]
+missing += [jar.name for jar in CLASS_PATH if not jar.exists()]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skipif(bool(missing), reason=f"missing for Java: {', '.join(missing)}"),
+]
+
+
+async def test_the_stubs(stack: Stack, tmp_path: Path) -> None:
+    await generate("java", tmp_path / "src")
+    sources = [*(tmp_path / "src").rglob("*.java"), CLIENTS / "java/ClientTest.java"]
+    class_path = ":".join(map(str, [*CLASS_PATH, tmp_path / "classes"]))
+    arguments = ("-nowarn", "-d", "classes", "-cp", class_path)
+    await run("javac", *arguments, *sources, folder=tmp_path, bound_s=300)
+    output = await run(
+        *("java", "-cp", class_path, "ClientTest"),
+        folder=tmp_path,
+        SPECREJ_ADDRESS=stack.orchestrator_address,
+    )
+    assert "4 passed" in output
+    await wait_for_free_slots(stack)
