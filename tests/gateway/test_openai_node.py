@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.stack import Stack
+from specrej import Client
 from tests.serving import describe_generator, until
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,9 @@ async def test_the_official_client_for_node(stack: Stack) -> None:
         return (await describe_generator(stack.generator_address)).slots.owned == 0
 
     await until(is_free)
+    async with Client(stack.orchestrator_address) as client:
+        latest, *_ = await client.records()
+    assert latest.outcome == "CANCELLED"  # of the last test, which aborts
 
 
 def test_packages_for_node_are_pinned() -> None:
