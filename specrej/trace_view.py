@@ -5,6 +5,7 @@ Pure functions from a record to rich renderables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -156,9 +157,9 @@ def strip(
 
 
 def reward_cell(score: float, ends: tuple[float, float]) -> int:
-    """The cell of a reward on the strip; the middle one if all are equal."""
+    """The cell of a reward on the strip; the middle one without a finite span above 0."""
     low, high = ends
-    if high <= low:
+    if not 0 < high - low < math.inf:
         return _STRIP_CELLS // 2
     return min(_STRIP_CELLS - 1, int((score - low) / (high - low) * _STRIP_CELLS))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -147,6 +148,12 @@ def test_lines_fit_the_terminal(width: int) -> None:
     assert not any("…" in line for line in lines)
     assert sum(bool(re.search("[█-▐▕]", line)) for line in lines) == len(request_bars(RECORD))
     assert sum("●·" in line for line in lines) == len(rounds)
+
+
+@pytest.mark.parametrize("ends", [(-1.5e308, 1.5e308), (0.0, math.inf), (1.0, 1.0)])
+def test_rewards_without_a_finite_span_are_in_the_middle(ends: tuple[float, float]) -> None:
+    """Guards against a trace that fails where the span of the rewards overflows."""
+    assert {reward_cell(end, ends) for end in ends} == {reward_cell(0.0, (0.0, 0.0))}
 
 
 @given(RECORDS)
