@@ -112,6 +112,9 @@ Heartbeat = Callable[[], float]
 # also while models load and calls drain.
 LIVENESS = "liveness"
 
+# The health port has one connection for so many of the main port.
+_PROBING = 8
+
 # Connections end at this age, plus or minus a tenth, so that clients resolve the name again.
 _CONNECTION_AGE_MS = 450_000
 
@@ -161,35 +164,11 @@ class Server:
         self._calls = StatusInterceptor(
             default_deadline_s, self._access, max_deadline_s, max_calls=settings.max_calls
         )
-        self._server = grpc.aio.server(
-            interceptors=[self._calls],
-            maximum_concurrent_rpcs=settings.max_calls + _MORE_CALLS,
-            options=[
-                ("grpc.max_concurrent_streams", settings.max_calls),
-                ("grpc.max_allowed_incoming_connections", settings.max_connections),
-                ("grpc.max_connection_idle_ms", _CONNECTION_IDLE_MS),
-                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                # Above the lower limit, 1,000 by default, grpc cancels arriving calls at random.
-                ("grpc.server.max_pending_requests", _MAX_PENDING),
-                ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
-                # Only identity: a compressed message is UNIMPLEMENTED and not decompressed.
-                ("grpc.compression_enabled_algorithms_bitset", 1),
-                ("grpc.max_receive_message_length", settings.max_message_bytes),
-                # Between a lower and a higher limit, grpc refuses at random.
-                ("grpc.max_metadata_size", settings.max_metadata_bytes),
-                ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
-                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.max_connection_age_ms", _CONNECTION_AGE_MS),
-                # Longer than calls take. It ends those whose answer is never read.
-                ("grpc.max_connection_age_grace_ms", _grace_ms(max_deadline_s)),
-                # A second server on the same port must fail to start.
-                ("grpc.so_reuseport", 0),
-            ],
-        )
+        self._server = _grpc_server(settings, self._calls, settings.max_connections, max_deadline_s)
+        # Every call of it is one of health, which any caller may make.
+        probes = StatusInterceptor(None, Access(), None, max_calls=settings.max_calls)
+        probing = max(1, settings.max_connections // _PROBING)
+        self._prober = settings.health_port and _grpc_server(settings, probes, probing, None)
         self.port = 0
 
     async def start(self) -> None:
@@ -212,16 +191,14 @@ class Server:
                 ),
                 self._server,
             )
-        address = f"{self._settings.host}:{self._settings.port}"
-        try:
-            if watched := self._certificates:
-                credentials = _server_credentials(watched)
-                self.port = self._server.add_secure_port(address, credentials)
-            else:
-                self.port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}") from error
+        watched = self._certificates
+        credentials = _server_credentials(watched) if watched else None
+        self.port = _listen(self._server, self._settings.host, self._settings.port, credentials)
         await self._server.start()
+        if self._prober:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._prober)
+            _listen(self._prober, self._settings.host, self._settings.health_port, None)
+            await self._prober.start()
 
     def watch(self, heartbeat: Heartbeat) -> None:
         """Add a heartbeat: health is NOT_SERVING while one is older than `stuck_s`."""
@@ -245,6 +222,8 @@ class Server:
         await _within(settling_s, self._server.stop(grace_s))
         await _within(grace_s - settling_s, self._calls.idle.wait())
         await _within(settling_s + _ENDING_S, self._server.stop(settling_s))
+        if self._prober:
+            await _within(_ENDING_S, self._prober.stop(0))
 
     async def _drain(self) -> None:
         """Set NOT_SERVING, wait `drain_s` so that balancers choose other servers, then stop."""
@@ -339,6 +318,56 @@ class Server:
                 draining.cancel()
                 await asyncio.wait({draining})
                 await self.stop(0)
+
+
+def _grpc_server(
+    settings: ServiceSettings,
+    interceptor: StatusInterceptor,
+    max_connections: int,
+    max_deadline_s: float | None,
+) -> grpc.aio.Server:
+    return grpc.aio.server(
+        interceptors=[interceptor],
+        maximum_concurrent_rpcs=settings.max_calls + _MORE_CALLS,
+        options=[
+            ("grpc.max_concurrent_streams", settings.max_calls),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.max_connection_idle_ms", _CONNECTION_IDLE_MS),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            # Above the lower limit, 1,000 by default, grpc cancels arriving calls at random.
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+            # Only identity: a compressed message is UNIMPLEMENTED and not decompressed.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
+            # Between a lower and a higher limit, grpc refuses at random.
+            ("grpc.max_metadata_size", settings.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.max_connection_age_ms", _CONNECTION_AGE_MS),
+            # Longer than calls take. It ends those whose answer is never read.
+            ("grpc.max_connection_age_grace_ms", _grace_ms(max_deadline_s)),
+            # A second server on the same port must fail to start.
+            ("grpc.so_reuseport", 0),
+        ],
+    )
+
+
+def _listen(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> int:
+    """Bind the port, with plaintext if there are no credentials; return its number."""
+    address = f"{host}:{port}"
+    try:
+        if credentials:
+            return server.add_secure_port(address, credentials)
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}") from error
 
 
 def _grace_ms(max_deadline_s: float | None) -> int:

@@ -119,6 +119,9 @@ class ServiceSettings(ProcessSettings):
     """The settings that all gRPC services have."""
 
     reflection: bool = Field(True, description="serve gRPC reflection (turn off in production)")
+    health_port: Port = Field(
+        0, description="plaintext port of health checks alone, for probes without TLS; 0: none"
+    )
     stuck_s: Seconds = Field(
         120,
         description="seconds that a step, a command or a text of a model's threads may take before"
