@@ -22,8 +22,6 @@ from specrej.settings import ProcessSettings, load
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(path.name for path in (DEPLOY / "overlays").iterdir())
-# Variables of `specrej health` and other clients, which are no settings of a service.
-CLIENT = {"SPECREJ_TLS_CA", "SPECREJ_TLS_CERT", "SPECREJ_TLS_KEY"}
 GRPC = ("orchestrator", "generator", "reward")
 SERVICES = (*GRPC, "gateway")
 SETTINGS: dict[str, type[ProcessSettings]] = {
@@ -122,12 +120,32 @@ class Manifests:
         return {key.removeprefix(prefix): v for key, v in variables if key.startswith(prefix)}
 
 
+_UNITS = {"m": 1e-3, "": 1.0, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+
+
+def quantity(text: str) -> float:
+    """The value of a Kubernetes quantity: cores or bytes."""
+    number = text.rstrip("mKMGi")
+    return float(number) * _UNITS[text.removeprefix(number)]
+
+
+def needed(manifests: Manifests, name: str, kind: str, resource: str) -> float:
+    """The requests or limits of all pods of a workload; init containers run before the others."""
+    pod = manifests.pod(name)
+    before, together = (
+        [quantity(container["resources"][kind][resource]) for container in pod.get(group, ())]
+        for group in ("initContainers", "containers")
+    )
+    of_pod = max([sum(together), *before])
+    return of_pod * int(manifests.workloads[name]["spec"]["replicas"])
+
+
 def accepted(
     name: str, variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> ProcessSettings:
     """Return a service's settings of these variables; AssertionError for an unknown variable."""
     known = {f"SPECREJ_{name}_{field}".upper() for field in SETTINGS[name].model_fields}
-    assert variables.keys() - CLIENT <= known
+    assert variables.keys() <= known
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
     return load(SETTINGS[name], [])

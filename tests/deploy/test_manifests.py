@@ -21,7 +21,6 @@ from specrej.serving import LIVENESS
 from specrej.settings import load
 from specrej.v1 import orchestrator_pb2
 from tests.deploy.manifests import (
-    CLIENT,
     DEPLOY,
     GRPC,
     MARGIN_S,
@@ -31,6 +30,7 @@ from tests.deploy.manifests import (
     WORKER,
     Manifests,
     Object,
+    needed,
     rendered,
     selects,
 )
@@ -230,12 +230,13 @@ def test_ports_are_those_of_the_settings(manifests: Manifests, name: str) -> Non
     main = "grpc" if name in GRPC else "http"
     variables = manifests.variables(name)
     prefix = f"SPECREJ_{name.upper()}_"
-    assert ports == {
-        main: int(variables[f"{prefix}PORT"]),
-        "metrics": int(variables[f"{prefix}METRICS_PORT"]),
-    }
+    named = {main: "PORT", "metrics": "METRICS_PORT"} | (
+        {"health": "HEALTH_PORT"} if name in GRPC else {}
+    )
+    assert ports == {port: int(variables[f"{prefix}{key}"]) for port, key in named.items()}
     assert ports[main] == SETTINGS[name].model_fields["port"].default
     service = manifests.named("Service")[name]["spec"]["ports"]
+    ports.pop("health", None)  # kubelet connects to the pod
     assert {item["name"]: item["port"] for item in service} == ports
     assert {item["targetPort"] for item in service} == set(ports)
     notes = manifests.workloads[name]["spec"]["template"]["metadata"].get("annotations", {})
@@ -254,28 +255,25 @@ def test_probes_of_the_gateway(manifests: Manifests) -> None:
 @pytest.mark.parametrize("name", GRPC)
 def test_probes_use_names_that_exist(manifests: Manifests, name: str) -> None:
     """Guards against a probe that is NOT_FOUND, or one in plaintext to a TLS port."""
-    container, variables = manifests.container(name), manifests.variables(name)
-    targets = {kind: _target(container[kind], variables) for kind in PROBES}
-    port = int(variables[f"SPECREJ_{name.upper()}_PORT"])
-    assert {target for target, _ in targets.values()} == {port}
-    assert targets["livenessProbe"][1] == LIVENESS
-    assert targets["readinessProbe"][1] == HEALTH_NAMES[name]
+    container = manifests.container(name)
+    probes = {kind: container[kind]["grpc"] for kind in PROBES}
+    health = int(manifests.settings(name)["HEALTH_PORT"])
+    assert {probe["port"] for probe in probes.values()} == {health}
+    assert probes["livenessProbe"]["service"] == LIVENESS
+    assert probes["readinessProbe"]["service"] == HEALTH_NAMES[name]
     # The orchestrator waits for its backends; a restart would not help.
     startup = LIVENESS if name == "orchestrator" else HEALTH_NAMES[name]
-    assert targets["startupProbe"][1] == startup
+    assert probes["startupProbe"]["service"] == startup
 
 
-def _target(probe: Object, variables: dict[str, str]) -> tuple[int, str]:
-    """Return a probe's port and service name."""
-    if not any(name.endswith("_TLS_CERT") for name in variables):
-        return probe["grpc"]["port"], probe["grpc"]["service"]
-    assert "grpc" not in probe
-    assert variables.keys() >= CLIENT
-    program, command, address, flag, name = probe["exec"]["command"]
-    assert (program, command, flag) == ("specrej", "health", "--service")
-    host, _, port = address.partition(":")
-    assert host == "localhost"
-    return int(port), name
+@pytest.mark.parametrize("name", SERVICES)
+def test_services_name_the_protocol(manifests: Manifests, name: str) -> None:
+    """Guards against a gateway or mesh that sends HTTP/1 to a gRPC port, or plaintext to TLS."""
+    port = manifests.named("Service")[name]["spec"]["ports"][0]
+    plain = {"grpc": "kubernetes.io/h2c", "http": "http"}
+    secure = {"grpc": None, "http": "https"}
+    expected = secure if "TLS_CERT" in manifests.settings(name) else plain
+    assert port.get("appProtocol") == expected[port["name"]]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -337,6 +335,20 @@ def test_containers_are_pinned_limited_and_restricted(manifests: Manifests) -> N
             assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in dockerfile
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         assert not any("hostPath" in volume for volume in pod["volumes"])
+
+
+def test_a_laptop_is_enough_for_the_embedded_models() -> None:
+    """Guards against pods that stay pending on the cluster of a laptop: four cores and 8 GiB."""
+    manifests = rendered("cpu-embedded")
+    for kind in ("requests", "limits"):
+        cores = sum(needed(manifests, name, kind, "cpu") for name in manifests.workloads)
+        memory = sum(needed(manifests, name, kind, "memory") for name in manifests.workloads)
+        assert 1 < cores <= 4
+        assert 2**30 < memory <= 8 * 2**30
+    requests = sum(needed(manifests, name, "requests", "memory") for name in manifests.workloads)
+    # An upgrade starts a pod before it stops one, and the cluster itself needs some.
+    surge = max(needed(manifests, name, "requests", "memory") for name in ("reward", "gateway"))
+    assert requests + surge <= 7.5 * 2**30
 
 
 def test_model_volumes_are_filled(manifests: Manifests) -> None:
