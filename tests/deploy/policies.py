@@ -64,7 +64,9 @@ def _rule_allows(rule: Mapping[str, Any], way: str, other: Peer, port: Port) -> 
 def _matches(side: Mapping[str, Any], peer: Peer) -> bool:
     if "ipBlock" in side:
         cidr = ip_network(side["ipBlock"]["cidr"])
-        return bool(peer.address) and ip_address(peer.address) in cidr
+        address = ip_address(peer.address) if peer.address else None
+        excluded = (ip_network(block) for block in side["ipBlock"].get("except", ()))
+        return address is not None and address in cidr and not any(address in e for e in excluded)
     if not peer.namespace:
         return False
     if "namespaceSelector" in side:

@@ -18,6 +18,7 @@ from tests.deploy.busy import METRICS
 from tests.deploy.expressions import of_dashboards, selected
 from tests.deploy.manifests import (
     DEPLOY,
+    DOWNLOAD,
     ROOT,
     SERVICES,
     WORKER,
@@ -109,6 +110,8 @@ def _peers(manifests: Manifests) -> Iterator[Peer]:
     yield Peer("node-dns address", "", address="169.254.20.10")
     yield Peer("metadata address", "", address="169.254.169.254")
     yield Peer("outside", "", address="10.1.2.3")
+    yield Peer("hub", "", address="203.0.113.7")
+    yield Peer("edge", "edge")
 
 
 def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> None:
@@ -131,8 +134,13 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
     }
     numbers = (8000, 50050, 50051, 50052, 6379, 9464, 4317, 53, 443)
     ports = [(protocol, number) for protocol in ("UDP", "TCP") for number in numbers]
+    for name in {WORKER, DOWNLOAD} & manifests.workloads.keys():
+        expected |= {(name, target, port) for _, target, port in expected if port[1] == 53}
+    if DOWNLOAD in manifests.workloads:
+        expected |= {(DOWNLOAD, "hub", ("TCP", 443))}
+    if manifests.of("GRPCRoute", "Ingress"):
+        expected |= {("edge", "orchestrator", ("TCP", 50050)), ("edge", "gateway", ("TCP", 8000))}
     if WORKER in manifests.workloads:
-        expected |= {(WORKER, target, port) for _, target, port in expected if port[1] == 53}
         pairs = (("generator", WORKER), (WORKER, "generator"))
         expected |= {(*pair, port) for pair in pairs for port in ports}
     assert edges(manifests.of("NetworkPolicy"), _peers(manifests), ports) == expected

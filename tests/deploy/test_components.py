@@ -1,0 +1,320 @@
+"""What components add to overlays: routes, certificates, monitoring, models."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from deploy.rules import ALERTS, groups
+from specrej.hub import is_name
+from specrej.v1 import orchestrator_pb2
+from tests.deploy.manifests import (
+    DEPLOY,
+    DOWNLOAD,
+    OVERLAYS,
+    ROOT,
+    SERVICES,
+    VARIANTS,
+    Manifests,
+    Object,
+    package_of,
+    rendered,
+    selects,
+)
+from tests.deploy.policies import NAMESPACE
+
+SCHEMAS = ROOT / ".tools" / "schemas"  # make crd-schemas
+OPERATORS, INGRESS, SHARED = VARIANTS
+ROUTED = (OPERATORS, SHARED)
+COMPILER = ("--strict", "--skipLibCheck", "--module", "nodenext", "--target", "es2022")
+
+
+def test_all_components_are_rendered() -> None:
+    """Guards against a component that no test reads."""
+    used = {component for _, components, _ in VARIANTS.values() for component in components}
+    for overlay in OVERLAYS:
+        content = yaml.safe_load((DEPLOY / "overlays" / overlay / "kustomization.yaml").read_text())
+        used |= {path.removeprefix("../../components/") for path in content["components"]}
+    files = (DEPLOY / "components").rglob("kustomization.yaml")
+    existing = {str(file.parent.relative_to(DEPLOY / "components")) for file in files}
+    assert existing - used == {"edge", "several-nodes/pods"}  # parts of others
+
+
+# Custom resources
+
+
+def _program(objects: Iterable[Object]) -> str:
+    """TypeScript that declares each object as its kind, which refuses unknown fields, and then
+    compares it with the kind's schema."""
+    items = [item for item in objects if package_of(item)]
+    modules = {item["kind"]: package_of(item) for item in items}
+    lines = [f'import {{ {kind}, type I{kind} }} from "{path}";' for kind, path in modules.items()]
+    for number, item in enumerate(items):
+        lines.append(f"const object{number}: I{item['kind']} = {json.dumps(item)};")
+        lines.append(f"new {item['kind']}(object{number}).validate();")
+    return "\n".join(lines)
+
+
+def _errors(program: str, directory: Path) -> str:
+    """What the compiler and the schemas reject; empty: nothing."""
+    (directory / "objects.mts").write_text(program)
+    (directory / "node_modules").symlink_to(SCHEMAS / "node_modules")
+    compiler = str(SCHEMAS / "node_modules" / "typescript" / "bin" / "tsc")
+    for command in ((compiler, *COMPILER, "objects.mts"), ("objects.mjs",)):
+        result = subprocess.run(
+            ("node", *command), cwd=directory, capture_output=True, text=True, check=False
+        )
+        if result.returncode:
+            return f"{result.stdout}{result.stderr}"
+    return ""
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Path:
+    """A directory for a program; skips the test without Node or the schemas."""
+    if not shutil.which("node") or not (SCHEMAS / "node_modules").exists():
+        pytest.skip("no schemas of custom resources: make crd-schemas installs them")
+    return tmp_path
+
+
+def test_custom_resources_are_valid(checked: Path) -> None:
+    """Guards against a field that a controller would reject or drop."""
+    objects = [item for name in (*OVERLAYS, *VARIANTS) for item in rendered(name).objects]
+    kinds = {item["kind"] for item in objects if package_of(item)}
+    assert kinds == {
+        *("GRPCRoute", "HTTPRoute", "Gateway", "BackendTLSPolicy", "Issuer", "Certificate"),
+        *("PodMonitor", "PrometheusRule", "ScaledObject"),
+    }
+    assert _errors(_program(objects), checked) == ""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "reason"),
+    [
+        ('"backendRefs":', '"backendRef":', "'\"backendRef\"' does not exist in type"),
+        ('"5m10s"', '"5 minutes"', "must match pattern"),
+    ],
+)
+def test_the_check_rejects(checked: Path, right: str, wrong: str, reason: str) -> None:
+    """Guards against schemas without effect."""
+    program = _program(rendered(SHARED).objects)
+    assert right in program
+    assert reason in _errors(program.replace(right, wrong), checked)
+
+
+def test_the_packages_are_pinned() -> None:
+    """Guards against other schemas in CI than in the lock."""
+    node = Path(__file__).with_name("node")
+    lock = json.loads((node / "package-lock.json").read_text())["packages"]
+    for name, version in json.loads((node / "package.json").read_text())["dependencies"].items():
+        assert lock[f"node_modules/{name}"]["version"] == version
+    installed = {name: package for name, package in lock.items() if name}
+    assert all(package["integrity"].startswith("sha512-") for package in installed.values())
+
+
+# The way in
+
+
+def _is_secure(manifests: Manifests) -> bool:
+    return "TLS_CERT" in manifests.settings("orchestrator")
+
+
+def _seconds(duration: str) -> int:
+    units = {"h": 3600, "m": 60, "s": 1}
+    return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([hms])", duration))
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_routes_lead_to_services(name: str) -> None:
+    """Guards against a route to a port or a method that does not exist, and an early timeout."""
+    manifests, settings = rendered(name), VARIANTS[name][2]
+    (grpc,), (http,) = manifests.of("GRPCRoute"), manifests.of("HTTPRoute")
+    for route, service in ((grpc, "orchestrator"), (http, "gateway")):
+        (rule,) = route["spec"]["rules"]
+        (target,) = rule["backendRefs"]
+        first = manifests.named("Service")[service]["spec"]["ports"][0]
+        assert target == {"name": service, "port": first["port"]}
+        namespace, _, gateway = settings["gateway"].partition("/")
+        assert route["spec"]["parentRefs"] == [{"namespace": namespace, "name": gateway}]
+    assert [grpc["spec"]["hostnames"], http["spec"]["hostnames"]] == [
+        [settings["grpc-host"]], [settings["http-host"]],
+    ]  # fmt: skip
+    public = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
+    methods = [match["method"] for match in grpc["spec"]["rules"][0]["matches"]]
+    assert methods == [{"service": public}, {"service": "grpc.health.v1.Health"}]
+    longest = int(manifests.settings("gateway")["DEADLINE_S"])
+    assert _seconds(http["spec"]["rules"][0]["timeouts"]["request"]) > longest
+
+
+def test_the_gateway_has_the_listeners_of_the_routes() -> None:
+    manifests = rendered(OPERATORS)
+    (gateway,) = manifests.of("Gateway")
+    (grpc,), (http,) = manifests.of("GRPCRoute"), manifests.of("HTTPRoute")
+    parent = {key: gateway["metadata"][key] for key in ("namespace", "name")}
+    assert grpc["spec"]["parentRefs"] == http["spec"]["parentRefs"] == [parent]
+    listeners = gateway["spec"]["listeners"]
+    hosts = [listener["hostname"] for listener in listeners]
+    assert hosts == [*grpc["spec"]["hostnames"], *http["spec"]["hostnames"]]
+    assert rendered(SHARED).of("Gateway") == []
+
+
+@pytest.mark.parametrize("name", [*VARIANTS])
+def test_the_edge_uses_the_protocol_of_the_services(name: str) -> None:
+    """Guards against plaintext to a port with TLS, and a name that its certificate lacks."""
+    manifests = rendered(name)
+    secure = _is_secure(manifests)
+    for ingress in manifests.of("Ingress"):
+        protocol = "GRPC" if ingress["metadata"]["name"] == "orchestrator" else "HTTP"
+        notes = ingress["metadata"]["annotations"]
+        key = "nginx.ingress.kubernetes.io/backend-protocol"
+        assert notes[key] == protocol + ("S" if secure else "")
+    policies = manifests.named("BackendTLSPolicy")
+    assert set(policies) == ({"orchestrator", "gateway"} if name == OPERATORS else set())
+    for service, policy in policies.items():
+        (target,) = policy["spec"]["targetRefs"]
+        assert (target["kind"], target["name"]) == ("Service", service)
+        assert policy["spec"]["validation"]["hostname"] in _names(manifests)[f"{service}-tls"]
+
+
+def test_ingresses_lead_to_services() -> None:
+    """Guards against an Ingress without a certificate, and one that ends long requests."""
+    manifests, settings = rendered(INGRESS), VARIANTS[INGRESS][2]
+    for service, key in (("orchestrator", "grpc-host"), ("gateway", "http-host")):
+        ingress = manifests.named("Ingress")[service]
+        (rule,) = ingress["spec"]["rules"]
+        assert rule["host"] == settings[key]
+        assert ingress["spec"]["tls"] == [{"hosts": [settings[key]], "secretName": "edge-tls"}]
+        assert ingress["spec"]["ingressClassName"] == settings["ingress-class"]
+        (path,) = rule["http"]["paths"]
+        first = manifests.named("Service")[service]["spec"]["ports"][0]
+        assert path["backend"]["service"] == {"name": service, "port": {"name": first["name"]}}
+        notes = ingress["metadata"]["annotations"]
+        longest = int(manifests.settings(service)["DEADLINE_S"])
+        assert int(notes["nginx.ingress.kubernetes.io/proxy-read-timeout"]) > longest
+
+
+# Certificates
+
+
+def _names(manifests: Manifests) -> dict[str, list[str]]:
+    """Names of all server certificates, by their secrets."""
+    return {
+        item["spec"]["secretName"]: item["spec"]["dnsNames"]
+        for item in manifests.of("Certificate")
+        if not item["spec"].get("isCA")
+    }
+
+
+@pytest.mark.parametrize("name", [OPERATORS, INGRESS])
+def test_certificates_fill_the_secrets(name: str) -> None:
+    """Guards against a pod that waits for a secret, and a certificate that its peers reject."""
+    manifests, settings = rendered(name), VARIANTS[name][2]
+    certified = _names(manifests)
+    mounted = {
+        volume["secret"]["secretName"]
+        for service in SERVICES
+        for volume in manifests.pod(service)["volumes"]
+        if "secret" in volume
+    }
+    assert set(certified) == {secret for secret in mounted if secret.endswith("-tls")} | {
+        "edge-tls"
+    }
+    assert certified["edge-tls"] == [settings["grpc-host"], settings["http-host"]]
+    orchestrator = manifests.settings("orchestrator")
+    for service in ("generator", "reward"):
+        host = orchestrator[f"{service.upper()}_ADDRESS"].partition(":")[0]
+        assert host in certified[f"{service}-tls"]
+        allowed = manifests.settings(service)["ALLOWED_CLIENTS"]
+        assert [secret for secret in certified if allowed in certified[secret]] == [
+            "orchestrator-tls"
+        ]
+    host = manifests.settings("gateway")["ORCHESTRATOR_ADDRESS"].partition(":")[0]
+    assert host in certified["orchestrator-tls"]
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    for secret in certified.keys() - {"edge-tls"}:
+        (row,) = re.findall(rf"^\| {secret} \|(.*)\|$", page, re.MULTILINE)
+        assert set(re.findall(r"`([\w-]+)`", row)) & {"localhost", *SERVICES} <= set(
+            certified[secret]
+        ) | {"orchestrator"}
+
+
+def test_certificates_have_one_authority() -> None:
+    manifests = rendered(OPERATORS)
+    issuers = manifests.named("Issuer")
+    (authority,) = (item for item in manifests.of("Certificate") if item["spec"].get("isCA"))
+    signer = issuers["specrej"]["spec"]["ca"]["secretName"]
+    assert authority["spec"]["secretName"] == signer
+    for item in manifests.of("Certificate"):
+        issuer = "self-signed" if item is authority else "specrej"
+        assert item["spec"]["issuerRef"] == {"kind": "Issuer", "name": issuer}
+        assert issuer in issuers
+
+
+# Monitoring
+
+
+def test_rules_are_those_of_the_alerts() -> None:
+    """Guards against a second set of rules: make rules writes them."""
+    (rules,) = rendered(OPERATORS).of("PrometheusRule")
+    assert rules["spec"] == {"groups": groups()}
+    assert len(groups()) == len(list(ALERTS.glob("*.yaml"))) == 2
+
+
+def test_the_monitor_scrapes_all_services() -> None:
+    manifests = rendered(OPERATORS)
+    (monitor,) = manifests.of("PodMonitor")
+    assert monitor["metadata"]["namespace"] == NAMESPACE
+    selected = [
+        name
+        for name in manifests.workloads
+        if selects(monitor["spec"]["selector"], manifests.pod_labels(name))
+    ]
+    assert sorted(selected) == sorted(SERVICES)
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for name in selected:
+        assert endpoint["port"] in [port["name"] for port in manifests.container(name)["ports"]]
+
+
+# Models
+
+
+def test_models_are_fetched_to_where_the_services_look_for_them() -> None:
+    """Guards against a download that no service reads, and services that fetch for themselves."""
+    manifests, settings = rendered(OPERATORS), VARIANTS[OPERATORS][2]
+    job = manifests.container(DOWNLOAD)
+    assert job["command"] == ["specrej", "pull"]
+    assert job["args"] == [settings["generator-model"], settings["reward-model"]]
+    assert all(is_name(model) for model in job["args"])
+    assert manifests.settings("generator")["MODEL"] == settings["generator-model"]
+    variables = manifests.variables(DOWNLOAD)
+    assert variables["HF_HUB_OFFLINE"] == "0"
+    (volume,) = (item for item in manifests.pod(DOWNLOAD)["volumes"] if item["name"] == "models")
+    claim = volume["persistentVolumeClaim"]
+    assert not claim.get("readOnly")
+    for name in ("generator", "reward"):
+        assert manifests.variables(name)["HF_HOME"] == variables["HF_HOME"]
+        (own,) = (item for item in manifests.pod(name)["volumes"] if item["name"] == "models")
+        assert own["persistentVolumeClaim"]["claimName"] == claim["claimName"]
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "production"])
+def test_settings_reach_what_they_name(overlay: str) -> None:
+    """Guards against a setting without effect."""
+    manifests = rendered(overlay)
+    settings = manifests.named("ConfigMap")["settings"]["data"]
+    (claim,) = manifests.of("PersistentVolumeClaim")
+    assert claim["spec"]["storageClassName"] == settings["storage-class"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == settings["models-size"]
+    assert manifests.settings("generator")["MODEL"] == settings["generator-model"]
+    for name in ("generator", "reward"):
+        affinity = manifests.pod(name)["affinity"]["nodeAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        (label,) = term["matchExpressions"]
+        assert f"{label['key']}={label['values'][0]}" == settings["gpu-label"]
