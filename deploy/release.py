@@ -6,6 +6,7 @@
     images.json             names and sizes of the images, if buildah or docker is there
     sbom/*.cdx.json         CycloneDX: of the client, of services with models, of each image
     manifests/*.yaml        every overlay, rendered
+    specrej-*.tgz           Helm's chart of them
     CHANGES.md              this version's section of the changelog
     SHA256SUMS              of all of these
 
@@ -15,6 +16,7 @@ Equal commits give equal packages: SOURCE_DATE_EPOCH is the commit's time. They 
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -22,6 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 from collections.abc import Iterator
@@ -74,6 +77,7 @@ def main(arguments: list[str]) -> None:
     _build_packages(tools)
     (DIST / "CHANGES.md").write_text(changes_of((ROOT / "CHANGELOG.md").read_text(), version()))
     shutil.copytree(ROOT / "build" / "manifests", DIST / "manifests")
+    pack_chart(ROOT / "build" / "helm" / CLIENT, DIST / f"{CLIENT}-{version()}.tgz")
     result: dict[str, object] = {"version": version()}
     result["client"] = _check_client(tools)
     result["images"] = "left out" if options.skip_images else _build_images()
@@ -124,6 +128,20 @@ def _build_packages(tools: Path) -> None:
         if digest_of(path) != digest_of(DIST / path.name):
             sys.exit(f"{path.name} differs when it is built from the source archive")
     print(*(f"built {path.name}, {path.stat().st_size:,} bytes" for path in built), sep="\n")
+
+
+def pack_chart(chart: Path, target: Path) -> None:
+    """Write a chart's archive; equal files give equal bytes."""
+    with (
+        target.open("wb") as file,
+        gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for path in _files(chart):
+            member = tarfile.TarInfo(str(path.relative_to(chart.parent)))
+            member.size = path.stat().st_size
+            with path.open("rb") as content:
+                archive.addfile(member, content)
 
 
 def digest_of(path: Path) -> str:
