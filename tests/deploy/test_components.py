@@ -44,7 +44,7 @@ def test_all_components_are_rendered() -> None:
         used |= {path.removeprefix("../../components/") for path in content["components"]}
     files = (DEPLOY / "components").rglob("kustomization.yaml")
     existing = {str(file.parent.relative_to(DEPLOY / "components")) for file in files}
-    assert existing - used == {"edge", "several-nodes/pods"}  # parts of others
+    assert existing - used == {"edge", "restricted", "several-nodes/pods"}  # parts of others
 
 
 # Custom resources
@@ -304,7 +304,7 @@ def test_models_are_fetched_to_where_the_services_look_for_them() -> None:
         assert own["persistentVolumeClaim"]["claimName"] == claim["claimName"]
 
 
-@pytest.mark.parametrize("overlay", ["gpu", "production"])
+@pytest.mark.parametrize("overlay", ["gpu", "gpu-nodes", "production"])
 def test_settings_reach_what_they_name(overlay: str) -> None:
     """Guards against a setting without effect."""
     manifests = rendered(overlay)

@@ -95,9 +95,23 @@ async def test_the_port_has_the_bounds_of_the_others(tmp_path: Path) -> None:
             assert (await failure_of(stub.Check(long))).code() == grpc.StatusCode.INVALID_ARGUMENT
             compressed = stub.Check(long, compression=grpc.Compression.Gzip)
             assert (await failure_of(compressed)).code() == grpc.StatusCode.UNIMPLEMENTED
+            silent: Any = channel.stream_unary("/grpc.health.v1.Health/Check")
+            never: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            assert (
+                await failure_of(silent(_pending(never)))
+            ).code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(64)]
+            assert [(await watch.read()).status for watch in watches]
+            one_more = stub.Watch(health_pb2.HealthCheckRequest())
+            code = (await failure_of(one_more.read)).code()
+            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
             # An eighth of the connections: this one.
             assert await health_of(running.probes, LIVENESS) == "UNAVAILABLE"
         assert await running.health_by_tls() == "SERVING"
+
+
+async def _pending(never: asyncio.Future[bytes]) -> AsyncIterator[bytes]:
+    yield await never
 
 
 async def test_a_taken_health_port_raises() -> None:
