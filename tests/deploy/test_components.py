@@ -277,6 +277,8 @@ def test_the_monitor_scrapes_all_services() -> None:
         if selects(monitor["spec"]["selector"], manifests.pod_labels(name))
     ]
     assert sorted(selected) == sorted(SERVICES)
+    jobs = [manifests.pod_labels(name)[monitor["spec"]["jobLabel"]] for name in selected]
+    assert jobs == selected
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     for name in selected:
         assert endpoint["port"] in [port["name"] for port in manifests.container(name)["ports"]]
