@@ -214,7 +214,7 @@ class Fleet(Generic[P]):
         self._connect = connect
         self._version = version
         self._settings = settings or PollSettings()
-        self._backends: dict[Target, Backend[P]] = {}
+        self._backends: dict[Target, Backend[P]] = {}  # sorted
         self._watchers: dict[Target, asyncio.Task[None]] = {}
         self._last_version: Hashable = None
         self._resolved = asyncio.Event()
@@ -331,7 +331,7 @@ class Fleet(Generic[P]):
         return next((backend.failure for backend in self._by_address()), none)
 
     def _by_address(self) -> list[Backend[P]]:
-        return [self._backends[target] for target in sorted(self._backends)]
+        return [*self._backends.values()]
 
     async def _resolve(self) -> None:
         """Add new backends; remove those that are gone, do not serve and have no session."""
@@ -345,6 +345,7 @@ class Fleet(Generic[P]):
                 for target in sorted(targets - self._backends.keys()):
                     backend = Backend(target, *self._connect(target), self._version)
                     self._backends[target] = backend
+                    self._backends = dict(sorted(self._backends.items()))
                     self._watchers[target] = asyncio.ensure_future(self._watch(backend))
             except Exception:
                 # For instance a certificate file that does not exist yet.

@@ -10,7 +10,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 
 from orchestrator.loop.rejection import num_kept
 
@@ -175,11 +174,17 @@ class DeadlineController:
     def _finish_s(self, position: int, rows: int, alpha: float) -> float:
         """Seconds until all rows have ended, if every round rejects the fraction alpha."""
         seconds, end = 0.0, self._end(position)
-        step_s, kept = cache(self.step_s), cache(self._num_kept)  # there may be a thousand rounds
+        step_s, may_shrink = self.step_s(rows), True
         while position < end:
             until = min(self.next_token(position), end)
-            seconds += (until - position) * step_s(rows) + rows * self._score_s
-            position, rows = until, kept(rows, alpha)
+            seconds += (until - position) * step_s + rows * self._score_s
+            position = until
+            if (
+                may_shrink
+            ):  # a round that rejects nothing is followed by its like, perhaps thousands
+                kept = self._num_kept(rows, alpha)
+                rows, may_shrink = kept, kept < rows
+                step_s = self.step_s(rows)
         return seconds
 
     def _end(self, position: int) -> int:

@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
@@ -149,7 +150,11 @@ async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> S
 
 def fingerprint_of(rewards: Sequence[WeightedReward], fingerprints: Sequence[str]) -> str:
     """Fingerprint of weighted rewards together, independent of their order."""
-    pairs = zip(rewards, fingerprints, strict=True)
+    return _fingerprint_of(tuple(zip(rewards, fingerprints, strict=True)))
+
+
+@lru_cache(maxsize=256)  # most requests name the same rewards
+def _fingerprint_of(pairs: tuple[tuple[WeightedReward, str], ...]) -> str:
     return fingerprint.of_values(rewards={reward.name: [reward, own] for reward, own in pairs})
 
 

@@ -123,6 +123,7 @@ class RequestRecords:
         # By tenant and id, the oldest first.
         self._running: dict[tuple[str, str], OpenRecord] = {}
         self._ended: dict[tuple[str, str], OpenRecord] = {}
+        self._ended_size = 0
 
     def find(self, request_id: str, tenant: str) -> RequestRecord:
         """Raises NotFound: no record, or another tenant's; the error does not differ."""
@@ -167,6 +168,7 @@ class RequestRecords:
             opened.end(InternalError.reason)  # unless it has ended
             if self._running.pop(key, None):
                 self._ended[key] = opened
+                self._ended_size += opened.size
                 if self.on_ended and self._max_requests:
                     self.on_ended(opened.read(), tenant)
             self._trim()
@@ -174,11 +176,11 @@ class RequestRecords:
     def _trim(self) -> None:
         """Drop what exceeds the limits: the oldest first, ended requests before running ones."""
         while self._ended:
-            records = [*self._running.values(), *self._ended.values()]
-            size = sum(record.size for record in records)
-            if len(records) <= self._max_requests and size <= MAX_SIZE:
+            num = len(self._running) + len(self._ended)
+            size = sum(record.size for record in self._running.values()) + self._ended_size
+            if num <= self._max_requests and size <= MAX_SIZE:
                 break
-            del self._ended[next(iter(self._ended))]
+            self._ended_size -= self._ended.pop(next(iter(self._ended))).size
         while len(self._running) > self._max_requests:
             del self._running[next(iter(self._running))]
 
