@@ -122,8 +122,9 @@ class ToySession:
             return
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
-        words = ((draw + shift) % len(_WORDS) for shift in range(len(_WORDS)))
-        ordered = sorted(words, key=lambda word: not self._may_follow(candidate, word))
+        ordered = [(draw + shift) % len(_WORDS) for shift in _ALL]
+        if sampling.stop_token_ids or self.command.bad_words:
+            ordered.sort(key=lambda word: not self._may_follow(candidate, word))
         conforming, _ = self._next(candidate)
         word = next((word for word in ordered if word in conforming), ordered[0])
         logprob = -(draw % 1000) / 500

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import cache
+from typing import Any
 
 from specrej.contracts import (
     MAX_INT32,
@@ -252,11 +254,16 @@ def check_request(
 
 def _check_ranges(value: Sampling | Selection, path: str) -> Iterator[Violation]:
     """Every option with an accepted range in the contract."""
-    for item in fields(value):
-        accepted: Accepted | None = item.metadata.get("accepted")
-        number = getattr(value, item.name)
-        if accepted and not accepted.contains(number):
-            yield _out_of(f"{path}.{item.name}", number, accepted.text)
+    for name, accepted in _accepted(type(value)):
+        number = getattr(value, name)
+        if not accepted.contains(number):
+            yield _out_of(f"{path}.{name}", number, accepted.text)
+
+
+@cache
+def _accepted(kind: Any) -> tuple[tuple[str, Accepted], ...]:
+    ranges = ((item.name, item.metadata.get("accepted")) for item in fields(kind))
+    return tuple((name, accepted) for name, accepted in ranges if accepted)
 
 
 def _out_of(field: str, value: float, accepted: str) -> Violation:

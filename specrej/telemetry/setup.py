@@ -15,7 +15,7 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
-from specrej.telemetry import logs, names
+from specrej.telemetry import logs, names, traces
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
@@ -119,6 +119,7 @@ def _send_spans(outlets: _Outlets, resource: Resource, endpoint: str) -> None:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
+    traces.use_provider()
     outlets.exporters.append(exporter)
     outlets.ends.append(provider.shutdown)
 

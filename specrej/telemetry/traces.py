@@ -44,6 +44,12 @@ _FAILURES = frozenset(
 )
 
 
+def use_provider() -> None:
+    """Record with the provider that was set after this module was imported."""
+    global _tracer
+    _tracer = trace.get_tracer(names.NAMESPACE)
+
+
 def span(
     name: str, attributes: Mapping[str, Attribute] | None = None, kind: SpanKind = SpanKind.INTERNAL
 ) -> AbstractContextManager[Span]:
@@ -52,9 +58,7 @@ def span(
     Do not `yield` from a generator inside the context: other code would run in the span. Without a
     collector the current span, which the caller may have sent, stays current.
     """
-    if isinstance(_tracer, trace.ProxyTracer) and isinstance(
-        trace.get_tracer_provider(), trace.ProxyTracerProvider
-    ):
+    if isinstance(_tracer, trace.ProxyTracer):  # no provider is set
         return _UNRECORDED
     return _recorded(name, attributes, kind)
 
