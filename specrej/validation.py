@@ -254,7 +254,8 @@ def check_request(
 
 def _check_ranges(value: Sampling | Selection, path: str) -> Iterator[Violation]:
     """Every option with an accepted range in the contract."""
-    for name, accepted in _accepted(type(value)):
+    kind: Any = type(value)
+    for name, accepted in _accepted(kind):
         number = getattr(value, name)
         if not accepted.contains(number):
             yield _out_of(f"{path}.{name}", number, accepted.text)

@@ -179,9 +179,7 @@ class DeadlineController:
             until = min(self.next_token(position), end)
             seconds += (until - position) * step_s + rows * self._score_s
             position = until
-            if (
-                may_shrink
-            ):  # a round that rejects nothing is followed by its like, perhaps thousands
+            if may_shrink:  # a round without rejection is followed by its like, perhaps thousands
                 kept = self._num_kept(rows, alpha)
                 rows, may_shrink = kept, kept < rows
                 step_s = self.step_s(rows)
