@@ -14,10 +14,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2
 from redis.exceptions import ResponseError
 
@@ -26,11 +23,12 @@ from orchestrator.backends import Target
 from reward_service.toy import ToyReward
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, SessionSpec
 from specrej.errors import Unavailable
-from tests.simulation.loop import Violation
+from tests.simulation.loop import Violation, note_change
 
 REWARDS = ("toy", "other")
 _DESCRIBED = tuple(RewardDescription(name, name, "a toy") for name in REWARDS)
 _VERSIONS = (40, 12)  # `end_every` of the toys: their texts end elsewhere
+_REWARD = ToyReward()
 _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -42,7 +40,12 @@ class Node:
 
     def __init__(self, rng: random.Random, address: str) -> None:
         self.target = Target(address, "node")
-        self.channel = mock.Mock(unary_unary=lambda *_, **__: self._health, close=mock.AsyncMock())
+        health = lambda _: self.call(lambda: _SERVING)  # noqa: E731
+        self.channel = SimpleNamespace(
+            unary_unary=lambda *_, **__: health,
+            unary_stream=lambda *_, **__: None,
+            close=partial(asyncio.sleep, 0),
+        )
         self.life = self.num_upgrades = 0
         self.draw = rng.random
 
@@ -61,13 +64,6 @@ class Node:
                 raise Unavailable("the node has crashed")
             result = result if is_way_back else work()
         return result
-
-    async def _health(self, _: Any) -> Any:
-        try:
-            return await self.call(lambda: _SERVING)
-        except Unavailable:
-            none, code = grpc.aio.Metadata(), grpc.StatusCode.UNAVAILABLE
-            raise grpc.aio.AioRpcError(code, none, none) from None
 
 
 def at_once(coroutine: Any) -> Any:
@@ -101,6 +97,10 @@ class SimulatedGenerator(Node):
         if ledger.owned and not self.num_open:
             raise Violation(f"{ledger.owned} slots are owned by closed sessions")
 
+    def _at_once(self, coroutine: Any) -> Any:
+        note_change(self)
+        return at_once(coroutine)
+
     async def describe(self) -> Any:
         self.toy.end_every = _VERSIONS[self.num_upgrades % 2]
         return await self.call(lambda: at_once(self.toy.describe()))
@@ -113,11 +113,13 @@ class SimulatedGenerator(Node):
         opening, version = self.toy.open(seeded(spec)), frozenset({f"toy-{self.toy.end_every}"})
 
         async def call(verb: str, *arguments: Any) -> Any:
-            result = await self.call(lambda: at_once(getattr(opened[0], verb)(*arguments)), life)
+            result = await self.call(
+                lambda: self._at_once(getattr(opened[0], verb)(*arguments)), life
+            )
             return replace(result, made_by=version) if verb == "extend" else result
 
         try:
-            await self.call(lambda: opened.append(at_once(opening.__aenter__())), life)
+            await self.call(lambda: opened.append(self._at_once(opening.__aenter__())), life)
             verbs = {verb: partial(call, verb) for verb in ("extend", "prune")}
             session = opened[0]
             sizes = {name: getattr(session, name) for name in ("n", "prompt_tokens", "reduced")}
@@ -126,7 +128,7 @@ class SimulatedGenerator(Node):
             late_s = 0.0
         finally:
             if opened:
-                closing = lambda: at_once(opening.__aexit__(None, None, None))  # noqa: E731
+                closing = lambda: self._at_once(opening.__aexit__(None, None, None))  # noqa: E731
                 asyncio.get_running_loop().call_later(late_s, closing)
 
 
@@ -152,7 +154,7 @@ class SimulatedRewards(Node):
     def _scores(self, name: str, candidates: Sequence[Candidate]) -> Scores:
         if self.fault == "error":
             raise Unavailable("the reward fails")
-        values = ToyReward().score(Prompt(), candidates).values
+        values = _REWARD.score(Prompt(), candidates).values
         wrong = {"nan": (float("nan"),) * len(values), "short": values[1:]}
         return Scores(wrong.get(self.fault, values), len(values), name)
 

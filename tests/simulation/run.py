@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import hashlib
 import logging
@@ -11,7 +10,9 @@ import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache, partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -25,7 +26,7 @@ from specrej import contracts
 from specrej.contracts import CacheControl, GenerationRequest
 from specrej.security import Share
 from tests.simulation import backends
-from tests.simulation.loop import EPOCH_S, Violation, VirtualLoop, run_virtual
+from tests.simulation.loop import EPOCH_S, Violation, VirtualLoop, note_change, run_virtual
 
 DEADLINE_S = 30.0
 _LATE_S = 1.0  # a call to Redis and the end of a session may follow the deadline
@@ -51,6 +52,7 @@ class WatchedAdmission(Admission):
         waiting[tenant] += 1
         self.__largest = max(self.__largest, tokens)
         is_held = False
+        note_change(self)
         try:
             async with super().enter(tenant, tokens, *others):
                 is_held = True
@@ -63,6 +65,7 @@ class WatchedAdmission(Admission):
                 yield
         finally:
             waiting[tenant] -= not is_held
+            note_change(self)
 
     def check(self) -> None:
         """The limits hold, and no request waits beside a free permit that is not spare."""
@@ -83,22 +86,22 @@ class Process:
         with mock.patch.object(redis_py, "connect", lambda *_: self.link):
             client = RedisClient(RedisAccess("redis://simulated"), clock=loop.time)
         wall_clock = lambda: EPOCH_S + loop.time() + _JUMPS_S[self.fault]  # noqa: E731
-        cache = Cache(client, wall_clock=wall_clock, **cache_options)
+        cached = Cache(client, wall_clock=wall_clock, **cache_options)
         self.admission = WatchedAdmission(limits, loop.time)
         self.orchestrator = Orchestrator(
             FleetGenerator(self.generators, draw),
             FleetRewards(self.rewards, draw),
-            cache,
+            cached,
             self.admission,
-            shared_flights=SharedSingleFlight(cache),
+            shared_flights=SharedSingleFlight(cached),
             records=RequestRecords(4, clock=loop.time),
         )
 
 
 def _fleet(nodes: list[Any], version: Any) -> Fleet[Any]:
     by_target = {node.target: node for node in nodes}
-    listed = mock.Mock(resolve=mock.AsyncMock(return_value=frozenset(by_target)))
     polls = PollSettings(poll_s=1.0, resolve_s=5.0, lost_s=4.0)
+    listed: Any = SimpleNamespace(resolve=partial(asyncio.sleep, 0, frozenset(by_target)))
     return Fleet("node", listed, lambda at: (by_target[at].channel, by_target[at]), version, polls)
 
 
@@ -135,9 +138,8 @@ class Simulation:
         )
         ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0)), "stale_s": rng.choice((0.0, 5.0))}
         self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
-        self._checked: list[Any] = [*self.generators, *(one.admission for one in self._processes)]
         nodes, links = [*self.generators, *self.rewards], [one.link for one in self._processes]
-        # What each kind of fault happens to, and its names there; the last two are the clients'.
+        # What each kind of fault happens to, and its names there.
         self._places: dict[str, tuple[Sequence[Any], Sequence[str]]] = {
             "crash": (nodes, ["down"]),
             "upgrade": (self.generators, ["upgrade"]),
@@ -146,27 +148,23 @@ class Simulation:
             "redis": ([self.redis], ["down", "hangs", "slow", "full"]),
             "link": (links, ["cut"]),
             "clock": (self._processes, [*_JUMPS_S]),
-            "cancel": ([], []),
-            "deadline": ([], []),
         }
-        self.faults = [kind for kind in self._places if rng.random() < likelihood]
+        kinds = (*self._places, "cancel", "deadline")  # the last two are the clients'
+        self.faults = [kind for kind in kinds if rng.random() < likelihood]
         self.outcomes: Counter[str] = Counter()
         self._clients: set[asyncio.Task[None]] = set()
         self._answers: dict[Any, Any] = {}
         self._new_seeds = count(1000)
         self._digest = hashlib.blake2b(digest_size=8)
-        self._failure: Exception | None = None
 
     def run(self) -> str:
         """The digest of all events. Raises Violation: an invariant does not hold."""
         random.seed(self.seed)
-        self.loop.after_turn = self._after_turn
-        self.loop.set_exception_handler(lambda _, context: self._fail(str(context)))
         gc.disable()  # it must not decide when an abandoned object ends
         logging.disable(logging.WARNING)
         replies = mock.patch.object(redis_py, "_replies", lambda link, sent: link.exchange(sent))
         # `Logger.exception` calls `error`, too.
-        bugs = mock.patch.object(logging.Logger, "error", lambda *what, **_: self._fail(what))
+        bugs = mock.patch.object(logging.Logger, "error", lambda *what, **_: self.loop.fail(what))
         try:
             with replies, bugs:
                 run_virtual(self.loop, self._main())
@@ -177,19 +175,6 @@ class Simulation:
             gc.enable()
         return self._digest.hexdigest()
 
-    def _fail(self, what: object) -> None:
-        self._failure = self._failure or Violation(what)
-
-    def _after_turn(self) -> None:
-        if self._failure:
-            raise self._failure
-        if self.loop.num_turns % 32 == 0:
-            self._check_now()
-
-    def _check_now(self) -> None:
-        for checked in self._checked:
-            checked.check()
-
     def _note(self, what: str) -> None:
         self._digest.update(f"{self.loop.time():.6f} {what}\n".encode())
 
@@ -199,7 +184,7 @@ class Simulation:
                 for fleet in (process.generators, process.rewards):
                     await stack.enter_async_context(fleet)
                     await fleet.surveyed()
-            places = [self._places[kind] for kind in self.faults if self._places[kind][0]]
+            places = [self._places[kind] for kind in self.faults if kind in self._places]
             breaking = [asyncio.ensure_future(self._break(*place)) for place in places]
             await self._send_all()
             for task in breaking:
@@ -216,7 +201,6 @@ class Simulation:
         if num_leases and not {"redis", "link"} & {*self.faults}:
             raise Violation(f"{num_leases} leases were not released")
         await asyncio.sleep(_SETTLED_S)
-        self._check_now()
         for process in self._processes:
             held = process.admission.running + process.admission.queued
             size = _num_kept(process.orchestrator, set())
@@ -303,9 +287,9 @@ class Simulation:
                 "Unavailable": bool(faults & {"crash", "upgrade", "stall", "reward"}),
             }
             if not may_fail.get(outcome):
-                self._fail(f"a request fails after {took_s:.3f} s: {error!r}")
+                self.loop.fail(f"a request fails after {took_s:.3f} s: {error!r}")
         if self.loop.time() > began_s + deadline_s + _LATE_S:
-            self._fail(f"a request ends late: {outcome}")
+            self.loop.fail(f"a request ends late: {outcome}")
         self.outcomes[outcome] += 1
         self._note(f"{tenant} {outcome}")
 
@@ -334,7 +318,7 @@ class Simulation:
                 raise Violation(f"equal requests, but the answers {known} and {value}")
 
 
-@functools.cache
+@cache
 def _alone(spec: contracts.SessionSpec, version: str) -> contracts.Candidate:
     """A candidate as the toy makes it alone and without cuts."""
 
