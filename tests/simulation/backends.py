@@ -27,7 +27,7 @@ from tests.simulation.loop import Violation, note_change
 
 REWARDS = ("toy", "other")
 _DESCRIBED = tuple(RewardDescription(name, name, "a toy") for name in REWARDS)
-_VERSIONS = (40, 12)  # `end_every` of the toys: their texts end elsewhere
+OTHER_VERSION = {40: 12, 12: 40}  # `end_every` of the toys: their texts end elsewhere
 _REWARD = ToyReward()
 _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
@@ -40,13 +40,10 @@ class Node:
 
     def __init__(self, rng: random.Random, address: str) -> None:
         self.target = Target(address, "node")
-        health = lambda _: self.call(lambda: _SERVING)  # noqa: E731
-        self.channel = SimpleNamespace(
-            unary_unary=lambda *_, **__: health,
-            unary_stream=lambda *_, **__: None,
-            close=partial(asyncio.sleep, 0),
-        )
-        self.life = self.num_upgrades = 0
+        method = lambda *_, **__: lambda _: self.call(lambda: _SERVING)  # noqa: E731
+        closed = partial(asyncio.sleep, 0)
+        self.channel = SimpleNamespace(unary_unary=method, unary_stream=method, close=closed)
+        self.life = 0
         self.draw = rng.random
 
     async def travel(self) -> None:
@@ -66,8 +63,10 @@ class Node:
         return result
 
 
-def at_once(coroutine: Any) -> Any:
-    """The result of a coroutine that never waits."""
+def at_once(coroutine: Any, changed: Any = None) -> Any:
+    """The result of a coroutine that never waits; it may change `changed`."""
+    if changed:
+        note_change(changed)
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -97,38 +96,30 @@ class SimulatedGenerator(Node):
         if ledger.owned and not self.num_open:
             raise Violation(f"{ledger.owned} slots are owned by closed sessions")
 
-    def _at_once(self, coroutine: Any) -> Any:
-        note_change(self)
-        return at_once(coroutine)
-
     async def describe(self) -> Any:
-        self.toy.end_every = _VERSIONS[self.num_upgrades % 2]
         return await self.call(lambda: at_once(self.toy.describe()))
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[Any]:
         """A session; a cancelled one ends later at the generator."""
         life, late_s, opened = self.life, self.draw() / 100, list[Any]()
-        self.toy.end_every = _VERSIONS[self.num_upgrades % 2]
         opening, version = self.toy.open(seeded(spec)), frozenset({f"toy-{self.toy.end_every}"})
 
         async def call(verb: str, *arguments: Any) -> Any:
-            result = await self.call(
-                lambda: self._at_once(getattr(opened[0], verb)(*arguments)), life
-            )
+            work = lambda: at_once(getattr(opened[0], verb)(*arguments), self)  # noqa: E731
+            result = await self.call(work, life)
             return replace(result, made_by=version) if verb == "extend" else result
 
         try:
-            await self.call(lambda: opened.append(self._at_once(opening.__aenter__())), life)
+            await self.call(lambda: opened.append(at_once(opening.__aenter__(), self)), life)
             verbs = {verb: partial(call, verb) for verb in ("extend", "prune")}
-            session = opened[0]
-            sizes = {name: getattr(session, name) for name in ("n", "prompt_tokens", "reduced")}
+            sizes = {name: getattr(opened[0], name) for name in ("n", "prompt_tokens", "reduced")}
             yield SimpleNamespace(**sizes, **verbs)
             await self.travel()
             late_s = 0.0
         finally:
             if opened:
-                closing = lambda: self._at_once(opening.__aexit__(None, None, None))  # noqa: E731
+                closing = lambda: at_once(opening.__aexit__(None, None, None), self)  # noqa: E731
                 asyncio.get_running_loop().call_later(late_s, closing)
 
 
@@ -221,17 +212,14 @@ class Link:
     async def exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """The replies; sent commands are executed even if their caller no longer waits."""
         server, loop = self._server, asyncio.get_running_loop()
-        replies: asyncio.Future[list[Any]] = loop.create_future()
+        replies: Any = loop.create_future()
+        deliver = lambda values: replies.done() or replies.set_result(values)  # noqa: E731
 
         def arrive() -> None:
             if server.fault == "down" and not replies.done():
                 replies.set_exception(ConnectionError("refused"))
             elif not self.fault and server.fault not in ("down", "hangs"):
                 loop.call_later(server.delay_s(), deliver, [server.run(one) for one in commands])
-
-        def deliver(values: list[Any]) -> None:
-            if not replies.done():
-                replies.set_result(values)
 
         loop.call_later(server.delay_s(), arrive)
         return await replies

@@ -1,35 +1,17 @@
 """An event loop on virtual time: no sockets, no threads, no sleeping; its order is the seed's."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import random
-import time
-from collections.abc import Coroutine
 from contextlib import suppress
-from contextvars import Context, copy_context
 from itertools import count
 from typing import Any, cast
-from unittest import mock
-
-from orchestrator.loop import run
 
 EPOCH_S = 1.8e9  # the wall clock at the start
 
 
 class Violation(AssertionError):
     """An invariant does not hold."""
-
-
-class _Callback(list[Any]):
-    """A function, its arguments and its context: asyncio's handles take several times longer."""
-
-    def __init__(self, call: Any, args: Any, context: Context | None) -> None:
-        super().__init__((call, args, copy_context() if context is None else context))
-
-    def cancel(self) -> None:
-        self[0] = None
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -44,8 +26,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, rng: random.Random, *, shuffles: bool) -> None:
         super().__init__()
         self._shuffle = rng.shuffle if shuffles else lambda batch: None
-        self._soon: list[_Callback] = []
-        self._timers: list[tuple[float, int, _Callback]] = []
+        self._ready: Any  # of the base class
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = count()  # of timers, in the order of their creation
         self.changed: list[Any] = []
         self.failure: Exception | None = None
@@ -53,54 +35,38 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.now_s
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        self._soon.append(_Callback(callback, args, context))
-
-    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there are no other threads
-
-    def call_at(self, when: Any, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        """A timer; asyncio compares timers in Python, and in no certain order if equal."""
-        timer = _Callback(callback, args, context)
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, **context: Any
+    ) -> Any:
+        """A timer; the base class compares timers in Python, and in no certain order if equal."""
+        timer = asyncio.TimerHandle(when, callback, args, self, **context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
-
-    def call_later(self, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        return self.call_at(self.now_s + delay, callback, *args, context=context)
-
-    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
-        return asyncio.Task(coro, loop=self, name=name, context=context)
 
     def _asyncgen_firstiter_hook(self, agen: Any) -> None:
         """Keep no set of all generators: none is left at the end, as no task is."""
 
     def run_in_executor(self, _: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         """Call `func` now: work in a thread takes no virtual time."""
-
-        async def call() -> Any:
-            return func(*args)
-
-        return self.create_task(call())
+        return self.create_task(asyncio.sleep(0, func(*args)))
 
     def _run_once(self) -> None:
         """One turn: all callbacks that are ready at its beginning."""
-        timers, batch = self._timers, self._soon
-        while timers and (timers[0][0] <= self.now_s or not batch):
+        timers = self._timers
+        while timers and (timers[0][0] <= self.now_s or not self._ready):
             when_s, _, timer = heapq.heappop(timers)
-            if timer[0]:
+            if not timer._cancelled:
                 self.now_s = max(self.now_s, when_s)
-                batch.append(timer)
-        if not batch:
+                self._ready.append(timer)
+        if not self._ready:
             raise Violation("every task waits and no timer runs: a wake-up was lost")
-        self._soon = []
+        batch = list(self._ready)
+        self._ready.clear()
         if len(batch) > 1:
             self._shuffle(batch)
-        for callback in batch:
-            call, args, context = callback
-            if call:  # not cancelled by an earlier one
-                try:
-                    context.run(call, *args)
-                except Exception as error:
-                    self.fail(error)
+        for handle in batch:
+            if not handle._cancelled:
+                handle._run()
         self.check()
 
     def check(self) -> None:
@@ -114,31 +80,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """End the run after this turn; `what` is a bug or breaks an invariant."""
         self.failure = self.failure or Violation(what)
 
-    def call_exception_handler(self, context: Any) -> None:
-        self.fail(context)
+    call_exception_handler = fail  # type: ignore[assignment]
+
+    def _write_to_self(self) -> None:
+        """There are no other threads."""
+
+    def close(self) -> None:
+        """End what a violation has left behind, without checks."""
+        self.check = lambda: None  # type: ignore[method-assign]
+        with suppress(Violation):
+            while left := asyncio.all_tasks(self):
+                for task in left:
+                    task.cancel()
+                self.run_until_complete(asyncio.wait(left, timeout=EPOCH_S))
+        super().close()
 
 
 def note_change(one: Any) -> None:
     """Call `one.check()` after this turn."""
     cast(VirtualLoop, asyncio.get_running_loop()).changed.append(one)
-
-
-def run_virtual(loop: VirtualLoop, main: Coroutine[Any, Any, None]) -> None:
-    """Run `main`, with all clocks of this process on virtual time; no task may be left."""
-    clock = loop.time
-    assert run.__defaults__
-    defaults = tuple(clock if value is time.perf_counter else value for value in run.__defaults__)
-    times = {"perf_counter": clock, "monotonic": clock, "time": lambda: EPOCH_S + clock()}
-    with mock.patch.dict(vars(time), times), mock.patch.object(run, "__defaults__", defaults):
-        try:
-            loop.run_until_complete(main)
-            if left := asyncio.all_tasks(loop):
-                raise Violation(f"{len(left)} tasks did not end, such as {next(iter(left))}")
-        finally:  # ends what a violation leaves behind
-            loop.check = lambda: None  # type: ignore[method-assign]
-            with suppress(Violation):
-                while left := asyncio.all_tasks(loop):
-                    for task in left:
-                        task.cancel()
-                    loop.run_until_complete(asyncio.wait(left, timeout=EPOCH_S))
-            loop.close()

@@ -7,9 +7,11 @@ import gc
 import hashlib
 import logging
 import random
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from types import SimpleNamespace
@@ -20,19 +22,24 @@ from generator_service.toy import ToyGenerator
 from orchestrator.backends import Fleet, FleetGenerator, FleetRewards, PollSettings
 from orchestrator.cache import Cache, RedisAccess, RedisClient, SharedSingleFlight, tenant_digest
 from orchestrator.cache import redis_client as redis_py
-from orchestrator.edge import Admission, Limits, Orchestrator
+from orchestrator.edge import Admission, Limits, Orchestrator, service
+from orchestrator.loop import run
 from orchestrator.observe import RequestRecords
 from specrej import contracts
 from specrej.contracts import CacheControl, GenerationRequest
 from specrej.security import Share
 from tests.simulation import backends
-from tests.simulation.loop import EPOCH_S, Violation, VirtualLoop, note_change, run_virtual
+from tests.simulation.loop import EPOCH_S, Violation, VirtualLoop, note_change
 
 DEADLINE_S = 30.0
 _LATE_S = 1.0  # a call to Redis and the end of a session may follow the deadline
 _SETTLED_S = 5.0  # then every lease has expired
 _MOST_IDLE = 400  # entries of all containers of an idle orchestrator
-_CONTROLS = [CacheControl.USE] * 14 + [CacheControl.BYPASS, CacheControl.REFRESH]
+_BOTH = tuple(map(contracts.WeightedReward, backends.REWARDS))
+_CONTROLS = [CacheControl.USE] * 14 + [
+    CacheControl.BYPASS,
+    CacheControl.REFRESH,
+]
 _JUMPS_S = {"": 0.0, "behind": -3600.0, "ahead": 3600.0, "little": 2.0}  # of a wall clock
 
 
@@ -111,11 +118,8 @@ def _num_kept(one: Any, seen: set[int]) -> int:
     if id(one) in seen or not (is_container or type(one).__module__.startswith("orchestrator.")):
         return 0
     seen.add(id(one))
-    fields = [getattr(one, slot) for slot in getattr(type(one), "__slots__", ())]
-    fields += vars(one).values() if hasattr(one, "__dict__") else ()
-    inner = one.values() if isinstance(one, dict) else one if is_container else fields
     size = len(one) if is_container else 0
-    return size + sum(_num_kept(value, seen) for value in [*inner])
+    return size + sum(_num_kept(value, seen) for value in gc.get_referents(one))
 
 
 class Simulation:
@@ -133,14 +137,12 @@ class Simulation:
         ]
         self.rewards = [backends.SimulatedRewards(rng, f"r{n}") for n in range(rng.randint(1, 2))]
         self.redis = backends.SimulatedRedis(rng)
-        limits = Limits(
-            rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64)), spare_running=rng.choice((0, 2))
-        )
+        most = rng.choice((1, 2, 4, 8)), rng.choice((0, 8, 64))
+        limits = Limits(*most, spare_running=rng.choice((0, 2)))
         ages = {"ttl_s": rng.choice((1.0, 5.0, 60.0)), "stale_s": rng.choice((0.0, 5.0))}
         self._processes = [Process(self, limits, **ages) for _ in range(rng.randint(1, 3))]
         nodes, links = [*self.generators, *self.rewards], [one.link for one in self._processes]
-        # What each kind of fault happens to, and its names there.
-        self._places: dict[str, tuple[Sequence[Any], Sequence[str]]] = {
+        self._places: dict[str, tuple[Any, list[str]]] = {  # by kind: where, and the faults
             "crash": (nodes, ["down"]),
             "upgrade": (self.generators, ["upgrade"]),
             "stall": (nodes, ["stall", "slow"]),
@@ -149,7 +151,7 @@ class Simulation:
             "link": (links, ["cut"]),
             "clock": (self._processes, [*_JUMPS_S]),
         }
-        kinds = (*self._places, "cancel", "deadline")  # the last two are the clients'
+        kinds = (*self._places, "cancel", "deadline")
         self.faults = [kind for kind in kinds if rng.random() < likelihood]
         self.outcomes: Counter[str] = Counter()
         self._clients: set[asyncio.Task[None]] = set()
@@ -162,12 +164,20 @@ class Simulation:
         random.seed(self.seed)
         gc.disable()  # it must not decide when an abandoned object ends
         logging.disable(logging.WARNING)
-        replies = mock.patch.object(redis_py, "_replies", lambda link, sent: link.exchange(sent))
-        # `Logger.exception` calls `error`, too.
-        bugs = mock.patch.object(logging.Logger, "error", lambda *what, **_: self.loop.fail(what))
+        loop, clock = self.loop, self.loop.time
+        times = {"perf_counter": clock, "monotonic": clock, "time": lambda: EPOCH_S + clock()}
         try:
-            with replies, bugs:
-                run_virtual(self.loop, self._main())
+            with (
+                mock.patch.dict(vars(time), times),
+                mock.patch.object(service, "run", partial(run, clock=clock)),
+                mock.patch.object(redis_py, "_replies", lambda link, sent: link.exchange(sent)),
+                # `Logger.exception` calls `error`, too.
+                mock.patch.object(logging.Logger, "error", lambda *what, **_: loop.fail(what)),
+                closing(loop),
+            ):
+                loop.run_until_complete(self._main())
+                if left := asyncio.all_tasks(loop):
+                    raise Violation(f"{len(left)} tasks did not end, such as {next(iter(left))}")
         except Exception as error:
             raise Violation(f"seed {self.seed}: {error!r}; faults: {self.faults}") from error
         finally:
@@ -197,8 +207,7 @@ class Simulation:
             raise Violation(f"{self.outcomes.total()} outcomes of {self._num_requests} requests")
         for process in self._processes:
             await process.orchestrator.aclose()
-        num_leases = self.redis.num_leases()
-        if num_leases and not {"redis", "link"} & {*self.faults}:
+        if (num_leases := self.redis.num_leases()) and not {"redis", "link"} & {*self.faults}:
             raise Violation(f"{num_leases} leases were not released")
         await asyncio.sleep(_SETTLED_S)
         for process in self._processes:
@@ -216,7 +225,8 @@ class Simulation:
             target.fault = fault = self.rng.choice(names)
             if isinstance(target, backends.Node):
                 target.life += fault in ("down", "upgrade")
-                target.num_upgrades += fault == "upgrade"
+            if fault == "upgrade":
+                target.toy.end_every = backends.OTHER_VERSION[target.toy.end_every]
             self._note(fault)
             try:
                 await asyncio.sleep(self.rng.choice((0.01, 0.01, 0.3, 2.0, 6.0)))
@@ -242,7 +252,6 @@ class Simulation:
         draw = self.rng.random
         is_hot = draw() < 0.5
         seed = int(draw() * 4) if is_hot else next(self._new_seeds)
-        rewards = tuple(map(contracts.WeightedReward, backends.REWARDS))
         return GenerationRequest(
             contracts.Prompt(text=("one", "one two", "one two three", "four")[int(draw() * 4)]),
             contracts.Sampling(max_tokens=(4, 8, 12)[int(draw() * 3)], seed=seed),
@@ -250,7 +259,7 @@ class Simulation:
                 n=4 if is_hot else int(draw() * 6),
                 algorithm=[*contracts.Algorithm][draw() < 0.1],
                 schedule=contracts.GeometricSchedule(first=4 if is_hot else 2),
-                rewards=rewards if draw() < 0.1 else (),
+                rewards=_BOTH if draw() < 0.1 else (),
             ),
             cache=_CONTROLS[int(draw() * len(_CONTROLS))],
             allow_degraded=draw() < 0.2,
@@ -300,15 +309,14 @@ class Simulation:
         if source != "RUN" and (is_weak or request.cache is not CacheControl.USE):
             raise Violation(f"a {source} must not have this answer for {request.cache}")
         made_by, salt = generation.generator_fingerprint, tenant_digest(tenant)
+        is_mixed = "+" in made_by  # after a failover, an end may be that of either version
+        sampling = replace(request.sampling, ignore_eos=is_mixed)
         for ranked in generation.candidates:
-            spec = contracts.SessionSpec(request.prompt, 1, request.sampling, 1, salt, ranked.id)
-            alone = [_alone(spec, version) for version in made_by.split("+")]
+            spec = contracts.SessionSpec(request.prompt, 1, sampling, 1, salt, ranked.id)
+            own = _alone(spec, made_by.partition("+")[0])
             words, is_cut = ranked.text.split(), ranked.finish is contracts.FinishReason.LENGTH
-            if not any(
-                words == own.text.split()[: ranked.num_tokens]
-                and (is_cut or (len(words), ranked.finish) == (own.num_tokens, own.finish))
-                for own in alone
-            ):
+            ends = is_mixed or (len(words), ranked.finish) == (own.num_tokens, own.finish)
+            if words != own.text.split()[: ranked.num_tokens] or not (is_cut or ends):
                 raise Violation(f"the text of another request: {ranked.text}")
         is_full = any(t.ended_by is contracts.RoundEnd.SLOTS_FULL for t in generation.rounds)
         if request.selection.n and not (is_weak or is_full):
