@@ -28,11 +28,12 @@ class Secret:
     def hash(self, purpose: str, data: bytes) -> bytes:
         """32 bytes; equal data have unrelated hashes for different purposes."""
         key = self._key.get() if self._key else b""
-        if key != self._keyed[0]:
-            self._keyed = key, hmac.new(key, digestmod="sha256")
-        keyed = self._keyed[1].copy()
-        keyed.update(purpose.encode() + b"\0" + data)
-        return keyed.digest()
+        keyed = self._keyed  # read once: large answers are sealed in threads
+        if key != keyed[0]:
+            keyed = self._keyed = key, hmac.new(key, digestmod="sha256")
+        digest = keyed[1].copy()
+        digest.update(purpose.encode() + b"\0" + data)
+        return digest.digest()
 
 
 def _read(file: Path) -> bytes:

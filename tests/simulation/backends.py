@@ -209,7 +209,7 @@ class Link:
     def __init__(self, server: SimulatedRedis) -> None:
         self._server = server
 
-    async def exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+    async def exchange(self, commands: Sequence[Sequence[Any]]) -> Any:
         """The replies; sent commands are executed even if their caller no longer waits."""
         server, loop = self._server, asyncio.get_running_loop()
         replies: Any = loop.create_future()
