@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -13,17 +12,17 @@ from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from deploy.site import repository, schema
-from specrej.contracts import GenerationRequest, Sampling, Selection
+from deploy.site import repository, schema, values
 
 _log = get_plugin_logger("documents")
-_OPTIONS = "<!-- options -->"  # where the table of the Python client's options is put
 # Elements that load what they name; links do not. `data:` is part of the page.
 _LOADS = re.compile(r'<(?:script|img|link|iframe|source|object)\b[^>]*\b(?:src|href|data)="'
                     r'((?:https?:)?//[^"]*)"')  # fmt: skip
 _IMPORTS = re.compile(r"""(?:@import|url\()\s*["']?((?:https?:)?//[^"')]*)""")
 # A list without an empty line above it is part of the paragraph in Python's Markdown.
 _BROKEN_LIST = re.compile(r"<p>[^<]*\n(?:\* |\d+\. )")
+# Code in tables: GitHub needs a bar escaped there, and Python's Markdown shows the backslash.
+_ROW, _CODE = re.compile(r"^\|.*\|$", re.MULTILINE), re.compile(r"`[^`]+`")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -61,8 +60,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links that leave docs/, and put the table of options in its place."""
-    markdown = markdown.replace(_OPTIONS, "\n".join(_options()))
+    """Rewrite links that leave docs/, and insert the tables of the Python client's values."""
+    markdown = _ROW.sub(lambda row: _CODE.sub(_unescaped, row[0]), values.inserted(markdown))
     return repository.rewritten(markdown, page.file.src_uri)
 
 
@@ -76,6 +75,10 @@ def on_post_build(config: MkDocsConfig) -> None:
             _log.warning("%s loads %s", file.relative_to(config.site_dir), url)
         if file.suffix == ".html" and (match := _BROKEN_LIST.search(text)):
             _log.warning("%s has a list inside a paragraph: %s", file, match[0])
+
+
+def _unescaped(code: re.Match[str]) -> str:
+    return code[0].replace("\\|", "|")
 
 
 def _uris(nav: object) -> Iterator[str]:
@@ -95,16 +98,3 @@ def _notebook(path: Path) -> str:
         text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
         for cell, text in zip(cells, texts, strict=True)
     )
-
-
-def _options() -> Iterator[str]:
-    """The rows of a table of all options, with their types, ranges and defaults."""
-    yield "| option | meaning | range | default |\n|---|---|---|---|"
-    for owner in (Selection, Sampling, GenerationRequest):
-        for field in dataclasses.fields(owner):
-            if help_text := field.metadata.get("help"):
-                accepted = field.metadata["accepted"]
-                shown = getattr(field.default, "value", field.default)
-                default = "" if shown in ((), "", None) else f"`{shown}`"
-                yield (f"| `{field.name}` | {help_text} | {accepted.text if accepted else ''} "
-                       f"| {default} |")  # fmt: skip

@@ -21,6 +21,8 @@ from google.protobuf.descriptor_pb2 import (
     ServiceDescriptorProto,
 )
 
+from deploy.site.values import escaped
+
 # Field numbers of the parts in descriptor.proto, of which paths to comments consist.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
 _FIELDS, _NESTED, _NESTED_ENUMS, _ONEOFS, _VALUES, _METHODS = 2, 3, 4, 8, 2, 2
@@ -74,19 +76,16 @@ class _File:
 
     def _comment(self, path: _Path) -> str:
         """The comment at a path, on one line."""
-        text = " ".join(self._comments.get(path, "").split())
-        parts = text.split("`")
-        parts[::2] = [re.sub(r"([*_<\[\]|])", r"\\\1", part) for part in parts[::2]]
-        return "`".join(part.replace("|", "\\|") if i % 2 else part for i, part in enumerate(parts))
+        return escaped(self._comments.get(path, ""))
 
     def _service(self, service: ServiceDescriptorProto, path: _Path) -> Iterator[str]:
         yield f"## {service.name}\n\n{self._comment(path)}\n"
-        yield "| method | request | response | |\n|---|---|---|---|"
+        yield "| method | |\n|---|---|"
         for index, method in enumerate(service.method):
             request = _stream(method.client_streaming) + _link(method.input_type)
             response = _stream(method.server_streaming) + _link(method.output_type)
             comment = self._comment((*path, _METHODS, index))
-            yield f"| `{method.name}` | {request} | {response} | {comment} |"
+            yield f"| `{method.name}` | {comment}<br>Takes {request}, returns {response}. |"
         yield ""
 
     def _message(self, message: DescriptorProto, path: _Path, scope: str) -> Iterator[str]:
