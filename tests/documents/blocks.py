@@ -1,6 +1,6 @@
 """The blocks of code in the documents, and what runs each of them.
 
-A block of commands (`sh`, `console`, `python` or `js`) may have a mark, a comment on the line above:
+A block of commands (`sh`, `console`, `python`, `js`) may have a mark, a comment on the line above:
 
     <!-- run: tests/FILE.py::TEST -->   that test reads the document, or runs the same program
     <!-- not run: REASON -->
