@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import html
+import http.server
 import logging
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 import specrej
 from deploy.site import hooks, repository, schema
 from specrej.client import Options
+from tests.browser import CHROMIUM, DRIVER, browser
 from tests.documents.blocks import ROOT
 
 
@@ -35,6 +41,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     problems = build(directory)
     assert not problems, problems
     return directory
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """The address at which a directory is served."""
+    handler = functools.partial(_Quiet, directory=str(directory))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
 
 
 def text_of(site: Path, page: str) -> str:
@@ -82,6 +105,23 @@ def test_source_pages_are_complete(site: Path) -> None:
     shown = html.unescape(re.sub(r"<[^>]+>", "", text_of(site, path)))
     last = (ROOT / "orchestrator/loop/rejection.py").read_text(encoding="utf-8").rstrip()[-60:]
     assert last in shown
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
+async def test_pages_fit_the_window_and_load_from_their_origin(site: Path, tmp_path: Path) -> None:
+    """Guards against wide pages on phones, missing files, and requests to other hosts."""
+    pages = ("", "concepts/", "comparison/", "configuration/", "reference/python/")
+    requested = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    with served(site) as origin:
+        async with browser(tmp_path / "profile") as page:
+            for name in pages:
+                for width in (400, 1400):
+                    await page.open(f"{origin}{name}", width)
+                    whole = await page.evaluate("return document.documentElement.scrollWidth")
+                    assert (name, whole) == (name, width)
+                    assert await page.log() == []
+                    urls = await page.evaluate(requested)
+                    assert urls and [url for url in urls if not url.startswith(origin)] == []
 
 
 @pytest.mark.parametrize(
