@@ -1,11 +1,11 @@
 """The blocks of code in the documents, and what runs each of them.
 
-A block of commands (`sh`, `console`, `python`, `js`) may have a mark, a comment on the line above:
+A block of commands or code (COMMANDS) may have a mark, a comment on the line above:
 
     <!-- run: tests/FILE.py::TEST -->   that test reads the document, or runs the same program
     <!-- not run: REASON -->
 
-`test_commands.py` runs all others. Blocks of other languages are no commands.
+`test_commands.py` runs all others, which must be RUNNABLE. Blocks of OTHERS are no commands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {"sh", "console", "python", "js"}
+RUNNABLE = {"sh", "python"}
+COMMANDS = RUNNABLE | {"console", "js", "ts", "typescript", "go", "java"}
 OTHERS = {"text", "json", "yaml"}
 # README.md has no comments: its blocks without a language, by their beginning.
 _README = {
@@ -59,4 +60,4 @@ def _documents() -> Iterator[Block]:
 
 
 BLOCKS = tuple(_documents())
-UNMARKED = tuple(b for b in BLOCKS if b.language in COMMANDS and not b.mark)
+UNMARKED = tuple(b for b in BLOCKS if b.language in RUNNABLE and not b.mark)

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents.blocks import BLOCKS, COMMANDS, OTHERS, ROOT, UNMARKED, Block, blocks_of
+from tests.documents.blocks import (
+    BLOCKS,
+    COMMANDS,
+    OTHERS,
+    ROOT,
+    RUNNABLE,
+    UNMARKED,
+    Block,
+    blocks_of,
+)
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -16,6 +25,8 @@ def problem_of(block: Block) -> str:
     """What is wrong with a block's language or mark; "": nothing."""
     if block.language not in COMMANDS | OTHERS:
         return f"the language must be one of {', '.join(sorted(COMMANDS | OTHERS))}"
+    if not block.mark and block.language in COMMANDS - RUNNABLE:
+        return f"{block.language} needs a mark"
     kind, _, rest = block.mark.partition(": ")
     if kind == "run":
         path, _, test = rest.partition("::")
@@ -44,6 +55,7 @@ def test_a_block_has_a_language_and_a_valid_mark(block: Block) -> None:
         ("<!-- run: tests/documents/test_blocks.py::test_gone -->\n```sh\nls\n```", "no test_gone"),
         ("<!-- not run: slow -->\n```sh\nls\n```", "reason"),
         ("<!-- later -->\n```sh\nls\n```", "mark"),
+        ("```go\nmain()\n```", "go needs a mark"),
         ("```sh\nls\n```", ""),
     ],
 )
