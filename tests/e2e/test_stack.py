@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from deploy.local.stack import Stack
 from specrej import Client, GeometricSchedule
@@ -20,6 +25,7 @@ from specrej.contracts import Algorithm, CacheControl
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
 OPTIONS = Options(
     n=16, max_tokens=24, schedule=GeometricSchedule(first=8), seed=3, cache=CacheControl.BYPASS
 )
@@ -101,6 +107,19 @@ async def test_the_command_line(stack: Stack) -> None:
     assert good > bad
 
 
+async def test_the_printed_structured_output(stack: Stack) -> None:
+    """Guards against a command in docs/structured.md that fails; the toy has no JSON."""
+    page = (ROOT / "docs" / "structured.md").read_text(encoding="utf-8")
+    command = re.search(r"^```sh\n(\.venv/bin/specrej [\s\S]*?)^```$", page, re.MULTILINE)
+    assert command
+    code, out, err = await _run(
+        "env", f"--chdir={ROOT}", f"SPECREJ_ADDRESS={stack.orchestrator_address}",
+        *("bash", "-euc", command[1]),
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["sky"] in ("clear", "cloudy")
+
+
 async def test_grpcurl_by_reflection(stack: Stack) -> None:
     """The README's example: no schema files, default values, one answer."""
     request = {"prompt": {"text": "Once"}, "sampling": {"max_tokens": 8}, "selection": {"n": 2}}
@@ -110,3 +129,22 @@ async def test_grpcurl_by_reflection(stack: Stack) -> None:
     )  # fmt: skip
     assert code == 0, err
     assert json.loads(out)["usage"]["answer_tokens"]
+
+
+async def test_the_notebook(stack: Stack) -> None:
+    """Every cell of docs/notebook.ipynb runs in a kernel; the file has no outputs of its own."""
+    text = (ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8")
+    notebook: Any = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+    environment = {"SPECREJ_ADDRESS": stack.orchestrator_address, "PYTHONPATH": str(ROOT)}
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3")
+    client.create_kernel_manager().transport = "ipc"  # other programs cannot reach the kernel
+    await client.async_execute(env={**os.environ, **environment})
+    printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
+    assert all(printed)
+    assert "SmolLM2" in printed[0]
+    assert "token   8  16 ->  8" in printed[1]
+    assert printed[3] == "True True\n"
+    assert "[token 8: 8 live]" in printed[4]

@@ -1,0 +1,135 @@
+"""Run the commands of the documents as they are printed, on services of toys.
+
+Addresses and placeholders are replaced. Programs that start services (`make up`, `specrej up`,
+`python -m SERVICE`) check their settings instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import stat
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import redis
+
+from deploy.local.stack import Stack
+from specrej import Client
+from tests.documents.blocks import ROOT, UNMARKED, Block
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BIN = Path(sys.executable).parent
+_CHECK = f"exec {sys.executable} -m tests.documents.configured"
+# By name, what the shell runs in place of a program.
+_PROGRAMS = {
+    "make": f'[ "$*" = up ] && {_CHECK}; echo "make $*: not run here" >&2; exit 1',
+    "specrej": f'[ "$1" = up ] && {_CHECK}; exec {BIN}/specrej "$@"',
+    "python": 'if [ "$1" = -m ] && [[ "$2" =~ ^(orchestrator|gateway|.*_service)$ ]]; then '
+    f'shift; {_CHECK} "$@"; fi; exec {sys.executable} "$@"',
+    "grpcurl": f'exec {BIN}/grpcurl "$@"',
+}
+# One of the documents' own.
+_COMPOSITES = re.search(
+    r"^SPECREJ_ORCHESTRATOR_COMPOSITES='([^']+)'", (ROOT / "docs/rewards.md").read_text(), re.M
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the commands run: services, a request of the past, and an empty directory."""
+
+    stack: Stack
+    replacements: dict[str, str]
+    directory: Path
+
+    async def run(self, block: Block) -> tuple[int | None, str]:
+        """The exit code of a block, and what it prints."""
+        code = block.code
+        for printed, own in self.replacements.items():
+            code = code.replace(printed, own)
+        program = (sys.executable, "-c") if block.language == "python" else ("bash", "-euc")
+        path = f"{self.directory / '.venv/bin'}:{os.environ['PATH']}"
+        process = await asyncio.create_subprocess_exec(
+            *(*program, code),
+            cwd=self.directory,
+            env={
+                **os.environ,
+                "PATH": path,
+                "PYTHONPATH": str(ROOT),
+                "SPECREJ_ADDRESS": self.stack.orchestrator_address,
+                "SPECREJ_REWARD_ADDRESS": self.stack.reward_address,
+                "SPECREJ_ORCHESTRATOR_REDIS_URL": self.stack.redis_url,
+            },
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=PIPE,
+        )
+        output, errors = await asyncio.wait_for(process.communicate(), 120)
+        return process.returncode, (output + errors).decode()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place]:
+    assert _COMPOSITES
+    directory = tmp_path_factory.mktemp("commands")
+    programs = directory / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name, script in _PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{script}\n")
+        (programs / name).chmod(stat.S_IRWXU)
+    environment = {
+        "SPECREJ_GENERATOR_MODEL": "toy:",
+        # The names of the embedded rewards.
+        "SPECREJ_REWARD_REWARDS": json.dumps(
+            [{"name": name, "kind": "toy"} for name in ("relevance", "harmless")]
+        ),
+        "SPECREJ_ORCHESTRATOR_COMPOSITES": _COMPOSITES[1],
+    }
+    async with (
+        Stack(environment=environment) as stack,
+        Client(stack.orchestrator_address) as client,
+    ):
+        answer = await client.generate("Why?", n=2, max_tokens=8)
+        (record,) = await client.records()
+        with redis.Redis.from_url(stack.redis_url, decode_responses=True) as cache:
+            (key,) = cache.scan_iter("specrej:v*")
+        replacements = {
+            "127.0.0.1:50050": stack.orchestrator_address,
+            "127.0.0.1:50052": stack.reward_address,
+            "specrej trace ID": f"specrej trace {record.request_id}",
+            "cache show KEY": f"cache show {key}",
+        }
+        assert answer.best.text
+        yield Place(stack, replacements, directory)
+
+
+@pytest.mark.parametrize("block", UNMARKED, ids=lambda block: block.place)
+async def test_a_printed_block_runs(place: Place, block: Block) -> None:
+    """Guards against commands and programs that fail as they are printed."""
+    code, output = await place.run(block)
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(
+    ("language", "code"),
+    [
+        ("sh", "specrej generate 'Why?' --n 2 --unknown-flag"),
+        ("sh", "specrej generate 'Why?' --reward unknown"),
+        ("sh", "SPECREJ_ORCHESTRATOR_SHADOW_SHARE=2 make up"),
+        ("sh", "python -m gateway --unknown-flag 1"),
+        ("sh", "make demo"),
+        ("python", "from specrej import Gone"),
+    ],
+)
+async def test_bad_commands_fail(place: Place, language: str, code: str) -> None:
+    """Guards against a runner that never fails."""
+    assert (await place.run(Block("here", language, code, "")))[0] != 0

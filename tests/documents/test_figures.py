@@ -1,0 +1,54 @@
+"""Figures in the documents are those of the results in the repository."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tests.documents.blocks import ROOT
+
+_STUDIES = ROOT / "experiments/results/128/studies-128-tokens-relevance.md"
+
+
+def _rows(text: str, columns: int) -> list[list[str]]:
+    """The rows of all tables with so many columns whose first cell is a number."""
+    tables = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| "))
+    rows = (row for row in tables if len(row) == columns)
+    return [row for row in rows if re.fullmatch(r"[\d.]+", row[0])]
+
+
+def _studies(header: str) -> dict[str, list[str]]:
+    """The rows of the table that follows a header in the studies, by their first cells."""
+    part = _STUDIES.read_text(encoding="utf-8").partition(header)[2].partition("\n\n**")[0]
+    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
+    key = 1 if header.startswith(("**Compute", "**Speculative")) else 0
+    return {row[key]: row for row in rows[2:]}
+
+
+def test_choosing_quotes_the_studies() -> None:
+    page = (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+    best_of_n = _studies("**Best-of-N by relevance**")
+    rewards = _studies("**Speculative Rejection by relevance")
+    ratios = _studies("**Compute for equal relevance")
+    prefixes = _studies("**Partial against final relevance**")
+    three, four = _rows(page, 3), _rows(page, 4)
+    assert (len(three), len(four)) == (8, 4)
+    for n, reward, tokens in three[:4]:
+        assert [reward, tokens] == [best_of_n[n][1], best_of_n[n][3]]
+    for token, tau, survives in three[4:]:
+        assert [tau, survives] == [prefixes[token][3], prefixes[token][4]]
+    for alpha, reward, tokens, ratio in four:
+        assert [reward, tokens] == [rewards[alpha][3], rewards[alpha][6]]
+        assert ratio == ratios[alpha][6]
+
+
+def test_comparison_quotes_the_benchmark() -> None:
+    page = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
+    result = json.loads((ROOT / "benchmarks/results/peers_tiles.json").read_text())
+    speeds = {(row["engine"], str(row["n"])): row["tokens_per_s"] for row in result["results"]}
+    rows = _rows(page, 5)
+    assert len(rows) == 4
+    for n, *figures in rows:
+        engines = ("specrej", "vllm", "llamacpp", "transformers")
+        for engine, figure in zip(engines, figures, strict=True):
+            assert abs(speeds[engine, n] - float(figure)) < 0.6
