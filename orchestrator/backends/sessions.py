@@ -46,7 +46,8 @@ class PlacedSession:
         self.n = session.n
         self.prompt_tokens = session.prompt_tokens
         self.reduced = session.reduced
-        self.description: GeneratorDescription = backend.description
+        # None: the backend had not been described before this session.
+        self.description: GeneratorDescription | None = backend.description
 
     async def extend(self, until_tokens: int) -> Round:
         async with self.backend.answering():
@@ -130,6 +131,8 @@ class FailoverSession:
     def _room(self, num_kept: int) -> int:
         """Candidates of one token more that fit into the generator beside `num_kept`."""
         limits = self._session.description
+        if not limits:
+            return 0
         slots = limits.slots.capacity - self.prompt_tokens
         most = min(limits.max_candidates, slots // (self._num_tokens + 1))
         return max(0, most - num_kept)

@@ -25,12 +25,14 @@ from specrej.contracts import (
 )
 from specrej.errors import Overloaded, Unavailable
 from tests.orchestrator.backends.fleets import (
+    PATIENT,
     PROMPT,
     QUICK,
     EightCandidates,
     RunningFleet,
     generators,
     request,
+    target_of,
 )
 from tests.orchestrator.runs import answer
 from tests.orchestrator.services import BOUND_S, HeldGenerator
@@ -170,6 +172,32 @@ async def test_a_lost_session_without_candidates_begins_no_others() -> None:
         await running.servers[lost].kill()
         assert (await session.extend(16)).candidates == ()
         assert not toys[1 - lost].num_opened
+
+
+class LateGenerator(HeldGenerator):
+    """A toy that is not ready at its first poll."""
+
+    is_ready = False
+
+    async def describe(self) -> GeneratorDescription:
+        if not self.is_ready:
+            raise Unavailable("the model is loading")
+        return await super().describe()
+
+
+async def test_a_session_may_begin_before_its_generator_is_described() -> None:
+    """Guards against an internal error at the first cut, as while generators are restarted."""
+    toy, polled_once = LateGenerator(), replace(PATIENT, poll_s=60)
+    async with generators(toy, num_listed=0, settings=polled_once) as running:
+        running.resolver.targets = frozenset(map(target_of, running.servers))
+        await until(lambda: running.counts == (0, 0, 1))
+        await running.fleet.surveyed()
+        toy.is_ready = True
+        spec = SessionSpec(PROMPT, 4, replace(SAMPLING, ignore_eos=True), 8)
+        async with running.client.open(spec) as session:
+            await session.extend(8)
+            assert (await session.prune([0, 1], {4: 0})).refused == ()
+            assert {c.id for c in (await session.extend(16)).candidates} == {0, 1, 4}
 
 
 async def test_a_silent_generator_is_lost() -> None:
