@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ HEALTH_NAMES = {
     "reward": reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name,
 }
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+# It reads the schemas, of some MB, for each object.
+schemas.schema_contents = cache(schemas.schema_contents)
 MINORS = sorted({schemas.major_minor(item) for item in schemas.all_versions()})[-5:]
 SCHEMA = json.loads(Path(__file__).with_name("leaderworkerset.schema.json").read_text())
 
