@@ -7,6 +7,7 @@ import locust  # noqa: F401 - first: it replaces functions of the standard libra
 # isort: split
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import closing
@@ -32,7 +33,8 @@ _TIMEOUT_S = 600.0
 
 def main() -> None:
     """Measure, write the files, print a table and a JSON object."""
-    gevent.get_hub().NOT_ERROR += (KeyboardInterrupt,)  # else gevent prints its traceback
+    # By default it is raised in any greenlet, and lost in some of them.
+    gevent.signal_handler(signal.SIGINT, gevent.kill, gevent.getcurrent(), KeyboardInterrupt)
     arguments = parse()
     try:
         settings = settings_of(arguments)
