@@ -133,6 +133,9 @@ _BEAT_S = 0.25  # between two looks at the heartbeats, and two measurements of t
 # The time for messages in flight to arrive at a stopping server, and for its answers to leave.
 _SETTLING_S = 0.5
 
+# The time in which a call that has arrived begins.
+_BEGINNING_S = 0.05
+
 # The time for a cancelled call to free its resources.
 _ENDING_S = 3.0
 
@@ -218,6 +221,8 @@ class Server:
         self._health.end()
         grace_s = self._settings.grace_s if grace_s is None else grace_s
         settling_s = min(grace_s, _SETTLING_S)
+        # grpc drops calls that have arrived and not begun when it stops.
+        await asyncio.sleep(min(grace_s, _BEGINNING_S))
         # One after the other: grpc crashes if two stops end concurrently.
         await _within(settling_s, self._server.stop(grace_s))
         await _within(grace_s - settling_s, self._calls.idle.wait())
