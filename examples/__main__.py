@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.local.processes import ProcessError
+from deploy.local.processes import ProcessError, run_python
 from deploy.local.stack import Stack
 
 HERE = Path(__file__).parent
@@ -39,26 +37,11 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-async def run(command: Sequence[str], address: str) -> int:
-    """Run a command on the orchestrator at `address`; returns its exit code."""
-    # Ctrl-C reaches the example, too, which ends by itself.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, env={**os.environ, "SPECREJ_ADDRESS": address}
-    )
-    try:
-        return await process.wait()
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
-
-
 async def with_services(name: str, arguments: Sequence[str]) -> int:
     """Start the services that the example needs, run it, stop them; returns its exit code."""
     print("starting the services", file=sys.stderr)
     async with Stack(environment=SETTINGS.get(name)) as stack:
-        code = await run((*COMMANDS[name], *arguments), stack.orchestrator_address)
+        code = await run_python((*COMMANDS[name], *arguments), stack.orchestrator_address)
     print("everything is stopped", file=sys.stderr)
     return code
 

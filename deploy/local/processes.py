@@ -222,3 +222,18 @@ def _signal(process: Process, number: signal.Signals) -> None:
 
 def _how(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+async def run_python(arguments: Sequence[str], address: str) -> int:
+    """Run Python with `arguments` on the orchestrator at `address`; returns its exit code."""
+    # Ctrl-C reaches the program, too, which ends by itself.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, env={**os.environ, "SPECREJ_ADDRESS": address}
+    )
+    try:
+        return await process.wait()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()

@@ -27,7 +27,7 @@ _ROW, _CODE = re.compile(r"^\|.*\|$", re.MULTILINE), re.compile(r"`[^`]+`")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List a page per package of the schema at the end of the reference."""
-    pages = schema.pages(repository.ROOT / "proto")
+    pages = schema.pages()
     (reference,) = (item["Reference"] for item in config.nav or () if "Reference" in item)
     reference += [{name: f"reference/{name}.md"} for name in pages]
     config.extra["schema"] = pages

@@ -6,22 +6,19 @@ Comments have each field's unit and range. Types are linked.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
     EnumDescriptorProto,
     FieldDescriptorProto,
     FileDescriptorProto,
-    FileDescriptorSet,
     ServiceDescriptorProto,
 )
 
 from deploy.site.values import escaped
+from deploy.stubs import described
 
 # Field numbers of the parts in descriptor.proto, of which paths to comments consist.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
@@ -31,17 +28,14 @@ _SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in
             FieldDescriptorProto.Type.items()}  # fmt: skip
 
 
-def pages(proto: Path) -> Mapping[str, str]:
-    """The Markdown of each package of the project whose files are below `proto`.
+def pages() -> Mapping[str, str]:
+    """The Markdown of each package of the project.
 
     Raises:
-        subprocess.CalledProcessError: buf cannot build the schema.
+        subprocess.CalledProcessError: the schema cannot be built.
     """
-    buf = Path(sys.executable).with_name("buf")
-    command = [str(buf), "build", str(proto), "--output", "-#format=binpb"]
-    built = FileDescriptorSet.FromString(subprocess.run(command, check=True, stdout=-1).stdout)
     packages = defaultdict[str, list[FileDescriptorProto]](list)
-    for file in built.file:
+    for file in described().file:
         if file.package.startswith("specrej."):
             packages[file.package].append(file)
     return {name: "\n".join(_package(name, files)) for name, files in sorted(packages.items())}

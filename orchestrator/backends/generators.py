@@ -33,7 +33,6 @@ class FleetGenerator:
         """`draw`: from [0, 1)."""
         self._fleet = fleet
         self._draw = draw
-        self._described: tuple[list[GeneratorDescription], GeneratorDescription] | None = None
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
@@ -47,9 +46,7 @@ class FleetGenerator:
             SpecrejError: no generator serves.
         """
         descriptions: list[GeneratorDescription] = self._fleet.descriptions()
-        if self._described and self._described[0] == descriptions:
-            return self._described[1]
-        whole = replace(
+        return replace(
             descriptions[0],
             context_tokens=min(one.context_tokens for one in descriptions),
             max_candidates=sum(one.max_candidates for one in descriptions),
@@ -58,8 +55,6 @@ class FleetGenerator:
             sessions=sum(one.sessions for one in descriptions),
             waiting=sum(one.waiting for one in descriptions),
         )
-        self._described = descriptions, whole
-        return whole
 
     async def _enter(self, stack: AsyncExitStack, spec: SessionSpec) -> Session:
         """A session at one generator; at several if no single one could ever hold it."""

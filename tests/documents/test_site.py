@@ -19,6 +19,7 @@ import pytest
 from mkdocs.config.defaults import MkDocsConfig
 
 import specrej
+from deploy import stubs
 from deploy.site import hooks, repository, schema
 from specrej.client import Options
 from tests.browser import CHROMIUM, DRIVER, browser
@@ -185,8 +186,11 @@ def test_links_lead_to_pages_of_the_site() -> None:
     )
 
 
-def test_a_schema_that_is_invalid_fails(tmp_path: Path) -> None:
+def test_a_schema_that_is_invalid_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an empty reference."""
-    (tmp_path / "bad.proto").write_text("message {")
+    bad = tmp_path / "specrej" / "bad.proto"
+    bad.parent.mkdir()
+    bad.write_text("message {")
+    monkeypatch.setattr(stubs, "PROTO", tmp_path)
     with pytest.raises(subprocess.CalledProcessError):
-        schema.pages(tmp_path)
+        schema.pages()

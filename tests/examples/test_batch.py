@@ -13,8 +13,9 @@ from typing import cast
 
 import pytest
 
+from deploy.local.processes import run_python
 from deploy.local.stack import Stack
-from examples.__main__ import COMMANDS, run
+from examples.__main__ import COMMANDS
 from examples.batch import batch
 from specrej import Client, DeadlineExceeded, Generation, Overloaded, SpecrejError, Unavailable
 from tests.serving import until
@@ -116,7 +117,7 @@ async def test_failures_set_the_exit_code(tmp_path: Path) -> None:
     questions.write_text('{"id": "a", "prompt": "why?"}\n')
     answers = str(tmp_path / "answers.jsonl")
     command = (COMMANDS["batch"][0], str(questions), answers, "--timeout", "0.2")
-    assert await run(command, "127.0.0.1:1") == 1
+    assert await run_python(command, "127.0.0.1:1") == 1
 
 
 async def test_an_id_that_occurs_twice_is_refused(tmp_path: Path) -> None:
