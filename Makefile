@@ -127,14 +127,14 @@ manifests: $(READY) kustomize crd-schemas helm ## render overlays and chart into
 	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_configuration.py \
 		tests/deploy/test_components.py tests/deploy/test_chart.py tests/deploy/test_images.py $(ARGS)
 
-# Of another base: make images BASE=localhost/specrej/base:bookworm
+# Of another base: make images BASE=localhost/specrej/base:bookworm; release takes it too.
 images: $(READY) ## build the CPU images with buildah or docker; print the sizes of their parts
 	@mkdir -p build
 	@$(BIN)/python -m deploy.images.build --base "$(BASE)" $(ARGS)
 
 # Without a builder of images, those are left out, and the output has the reason.
 release: $(READY) manifests ## build wheels, sdist, images, SBOMs, manifests and changes into dist, and check them
-	@$(BIN)/python -m deploy.release $(ARGS)
+	@$(BIN)/python -m deploy.release --base "$(BASE)" $(ARGS)
 
 images-run: $(READY) ## run the images as Kubernetes does until one request is answered (root)
 	@$(BIN)/python -m pytest tests/deploy/test_running_images.py $(ARGS)

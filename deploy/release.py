@@ -1,6 +1,7 @@
 """`make release`: builds what a release consists of into dist/, and checks it by installing it.
 
-`python -m deploy.release [--skip-demo] [--skip-images]`, after `make manifests`. In dist/:
+`python -m deploy.release [--base IMAGE] [--skip-demo] [--skip-images]`, after `make manifests`. In
+dist/:
 
     specrej-*.whl, specrej_server-*.whl, specrej-*.tar.gz    packages; the last has both's sources
     images.json             names and sizes of the images, if buildah or docker is there
@@ -65,6 +66,7 @@ def main(arguments: list[str]) -> None:
         SystemExit: a part cannot be built, or does not work once installed.
     """
     parser = argparse.ArgumentParser(prog="python -m deploy.release", description=__doc__)
+    parser.add_argument("--base", default="", help="of the images; empty: the Dockerfile's")
     parser.add_argument("--skip-demo", action="store_true", help="do not install the services")
     parser.add_argument("--skip-images", action="store_true")
     options = parser.parse_args(arguments)
@@ -80,7 +82,7 @@ def main(arguments: list[str]) -> None:
     pack_chart(ROOT / "build" / "helm" / CLIENT, DIST / f"{CLIENT}-{version()}.tgz")
     result: dict[str, object] = {"version": version()}
     result["client"] = _check_client(tools)
-    result["images"] = "left out" if options.skip_images else _build_images()
+    result["images"] = "left out" if options.skip_images else _build_images(options.base)
     result["demo"] = "left out" if options.skip_demo else _check_demo(tools)
     sums = [f"{digest_of(path)}  {path.relative_to(DIST)}" for path in _files(DIST)]
     (DIST / "SHA256SUMS").write_text("\n".join(sums) + "\n")
@@ -208,11 +210,11 @@ def _list(tools: Path, python: Path, name: str) -> None:
     _run(lister, "environment", "--output-reproducible", project, f"-o={file}", str(python))
 
 
-def _build_images() -> object:
+def _build_images(base: str) -> object:
     """Build all CPU images, and keep their bills of materials."""
     if not any(_works(engine) for engine in ("buildah", "docker")):
         return "left out: neither buildah nor docker works here"
-    images.main(["--write", str(DIST / "images.json")])
+    images.main([f"--base={base}", "--write", str(DIST / "images.json")])
     for path in _files(ROOT / "build" / "sbom"):
         shutil.copy(path, DIST / "sbom" / f"image-{path.name}")
     return list(images.TARGETS)
