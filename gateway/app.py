@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import uuid
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
@@ -17,22 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.answers import JSON, Answer
 from gateway.connection import Bodies, Disconnected, until_disconnected
-from gateway.errors import HTTPError, response_of
+from gateway.errors import HTTPError, for_caller, response_of
 from gateway.mapping import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
 from gateway.page import Page
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, openai_stream, raw_stream
 from specrej import telemetry, wire
 from specrej.client import Client
-from specrej.errors import (
-    InternalError,
-    InvalidRequest,
-    SpecrejError,
-    Unauthenticated,
-    Violation,
-)
-
-log = logging.getLogger(__name__)
+from specrej.errors import InvalidRequest, SpecrejError, Unauthenticated, Violation
 
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
@@ -123,7 +113,7 @@ class Gateway:
             headers = {"x-request-id": generation.request_id}
             return JSONResponse(answer.whole(generation), headers=headers)
         except SpecrejError as error:
-            return response_of(error, call.name_of)
+            return response_of(for_caller(error, "a request"), call.name_of)
 
     async def _events(
         self, http: HTTPRequest, call: Call, token: str, *, shows_all: bool = False
@@ -274,9 +264,5 @@ class Endpoint:
             return await self._handler(http)
         except Disconnected:
             raise
-        except SpecrejError as error:
-            return response_of(error)
         except Exception as error:
-            error_id = uuid.uuid4().hex
-            log.error("bug in %s (error %s)", self._route, error_id, exc_info=error)
-            return response_of(InternalError(f"internal error {error_id}"))
+            return response_of(for_caller(error, self._route))

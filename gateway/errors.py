@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from specrej import errors
+from specrej.status import without_foreign_text
+
+log = logging.getLogger(__name__)
 
 
 class HTTPError(errors.SpecrejError):
@@ -35,6 +40,15 @@ _ANSWERS: dict[type[errors.SpecrejError], tuple[int, str, str]] = {
     errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
 }
 _BUG = (500, "server_error", "internal_error")
+
+
+def for_caller(error: Exception, where: str) -> errors.SpecrejError:
+    """The error without a text of grpc; for a bug, which is logged, one with an id of the log."""
+    if isinstance(error, errors.SpecrejError):
+        return without_foreign_text(error, error.__cause__, "the orchestrator")
+    error_id = uuid.uuid4().hex
+    log.error("bug in %s (error %s)", where, error_id, exc_info=error)
+    return errors.InternalError(f"internal error {error_id}")
 
 
 def body_of(

@@ -114,7 +114,7 @@ TABLE: Mapping[str, Rule] = {
     "user": Ignored("the token identifies the tenant"),
 }
 
-# The same for the fields of a message, and of stream_options.
+# The same for the fields of a message, of its parts, and of stream_options.
 MESSAGE_TABLE: Mapping[str, Rule] = {
     "tool_calls": Refused(_TOOLS, ([],)),
     "tool_call_id": Refused(_TOOLS),
@@ -124,6 +124,11 @@ MESSAGE_TABLE: Mapping[str, Rule] = {
     "refusal": Ignored("part of an answer"),
     "annotations": Ignored("part of an answer"),
     "reasoning_content": Ignored("part of an answer"),
+}
+PART_TABLE: Mapping[str, Rule] = {
+    "type": Maps("prompt.messages.content"),
+    "text": Maps("prompt.messages.content"),
+    "prompt_cache_breakpoint": Ignored(_HOSTING),
 }
 STREAM_TABLE: Mapping[str, Rule] = {"include_obfuscation": Ignored("chunks are not padded")}
 
@@ -213,6 +218,8 @@ def _joined(value: object) -> object:
     texts = [p.get("text") for p in value if isinstance(p, dict) and p.get("type") == "text"]
     if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a text, or parts of type text: no images, audio or files")
+    if unknown := sorted({name for part in value for name in part} - PART_TABLE.keys()):
+        raise ValueError(f"its parts have unknown fields: {', '.join(unknown)}")
     return "".join(map(str, texts))
 
 
@@ -366,7 +373,7 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
     """The call for a request.
 
     Raises:
-        InvalidRequest: fewer candidates than choices.
+        InvalidRequest: fewer candidates than choices, or several choices at temperature 0.
     """
     options: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -390,6 +397,8 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
     sources.setdefault("selection.min_answers", "n")
     sources.setdefault("sampling.top_logprobs", "logprobs")
     options["model"] = model if has_preset else request.model
+    if options.get("temperature") == 0 and options.get("return_candidates", 1) > 1:
+        raise InvalidRequest([Violation("n", "must be 1 at temperature 0: all would be equal")])
     _fill_in(options)
     call = Call(_prompt(request), cast(Options, options), request.specrej.timeout_s, sources)
     if 0 < call.options.get("n", 0) < call.num_choices:

@@ -14,11 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.answers import Answer
 from gateway.connection import until_disconnected
-from gateway.errors import body_of
+from gateway.errors import body_of, for_caller
 from gateway.mapping import Call, Request
 from specrej import telemetry, wire
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta
-from specrej.errors import SpecrejError
 
 Parts = AsyncGenerator[bytes, None]
 
@@ -99,8 +98,8 @@ class EventStream(Response):
             try:
                 async for part in self._parts:
                     await send({**body, "body": part})
-            except SpecrejError as error:
-                _, failure = body_of(error, self._call.name_of)
+            except Exception as error:
+                _, failure = body_of(for_caller(error, "a stream"), self._call.name_of)
                 await send({**body, "body": _part(failure, self._error_name)})
         await send({**body, "more_body": False})
 

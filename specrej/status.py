@@ -118,12 +118,24 @@ def from_backend_error(failure: Any, backend: str) -> errors.SpecrejError:
         return errors.Unavailable(f"{backend} gave up: {error.message}")
     if isinstance(error, errors.Unauthenticated | errors.PermissionDenied):
         return errors.Unavailable(f"{backend} refused this service's token or certificate")
-    if DETAILS_TRAILER not in dict(failure.trailing_metadata() or ()):
-        # The text is grpc's or a foreign service's: it may contain addresses, class names, paths.
-        if isinstance(error, errors.Unavailable):
-            return errors.Unavailable(f"{backend} cannot be reached")
-        if isinstance(error, errors.InternalError):
-            return errors.InternalError(f"{backend} failed")
+    return without_foreign_text(error, failure, backend)
+
+
+def without_foreign_text(
+    error: errors.SpecrejError, failure: BaseException | None, backend: str
+) -> errors.SpecrejError:
+    """The error of a failed call to `backend`, with another text if the call's is not ours.
+
+    A text without our details is grpc's or a foreign service's: it may contain addresses, class
+    names and paths.
+    """
+    is_foreign = isinstance(failure, grpc.aio.AioRpcError) and DETAILS_TRAILER not in dict(
+        failure.trailing_metadata() or ()
+    )
+    if is_foreign and isinstance(error, errors.Unavailable):
+        return errors.Unavailable(f"{backend} cannot be reached")
+    if is_foreign and isinstance(error, errors.InternalError):
+        return errors.InternalError(f"{backend} failed")
     return error
 
 

@@ -68,6 +68,9 @@ async def test_printed_examples_run(service: Observed, language: str, code: str)
     assert output.strip() and b'"error"' not in output, output.decode()
     if language == "js":
         assert re.search(r"as an object: (wall|step)$", output.decode(), re.MULTILINE)
+    elif "json_schema" in code:
+        answer = json.loads(output.decode().rpartition("as an object: ")[2])
+        assert answer.keys() == {"use"} and answer["use"] in ("wall", "step")
     elif "/chat/completions" in code:
         assert json.loads(output)["specrej"]["n"] == 16
     elif "/specrej/stream" in code:

@@ -8,14 +8,19 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError
+from starlette.requests import Request
+from starlette.routing import Route
 
 from gateway.__main__ import Server
+from gateway.answers import Answer
 from gateway.app import Gateway
+from gateway.settings import GatewaySettings
 from specrej import errors
+from specrej.client import Client
 from tests.gateway.gateways import BODY, Connection, gateway_at, post, request
 from tests.serving import listening
 from tests.specrej.fakes import EVENTS, FakeOrchestrator
@@ -140,8 +145,57 @@ async def test_a_bug_is_opaque_and_logged(
     connection.leave()
     assert (status, headers["x-should-retry"]) == (500, "false")
     assert "secret" not in json.dumps(body)
-    (record,) = (r for r in caplog.records if r.name == "gateway.app")
+    (record,) = (r for r in caplog.records if r.name == "gateway.errors")
     assert body["error"]["message"].removeprefix("internal error ") in record.getMessage()
+
+
+async def test_a_bug_in_mid_stream_is_an_error_event(
+    orchestrator: FakeOrchestrator, gateway: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a stream that just ends, which a client may take for a whole answer."""
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("secret")
+
+    monkeypatch.setattr(Answer, "closing", broken)
+    connection = await Connection.open(
+        gateway.port, request(CHAT, {**BODY, "stream": True}, connection="close")
+    )
+    text = await connection.read_all()
+    assert b'"message":"internal error ' in text and b"secret" not in text
+    assert text.endswith(b"0\r\n\r\n") and b"[DONE]" not in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_has_no_address_of_the_orchestrator(stream: bool) -> None:
+    """Guards against a text of grpc, which names hosts and ports of the inside."""
+    async with gateway_at("127.0.0.1:1") as server:
+        status, _, body = await post(server.port, CHAT, {**BODY, "stream": stream})
+    assert status == 503
+    assert body["error"]["message"] == "the orchestrator cannot be reached"
+
+
+async def test_no_token_goes_over_plaintext_to_another_machine() -> None:
+    """Guards against a credential that others on the network can read."""
+    for address, allowed, forwarded in (
+        ("127.0.0.1:1", False, "x"),
+        ("orchestrator.example:1", False, ""),
+        ("orchestrator.example:1", True, "x"),
+    ):
+        settings = GatewaySettings(
+            orchestrator_address=address, orchestrator_allow_plaintext_token=allowed
+        )
+        async with Client(address) as client:
+            http = Request({"type": "http", "headers": [(b"authorization", b"Bearer x")]})
+            assert Gateway(settings, client)._token(http) == forwarded
+
+
+async def test_metrics_are_served_on_loopback_or_where_they_are_allowed() -> None:
+    for host, served in (("127.0.0.1", True), ("0.0.0.0", False)):
+        settings = GatewaySettings(host=host)
+        async with Client("127.0.0.1:1") as client:
+            paths = {cast(Route, r).path for r in Gateway(settings, client).app().routes}
+        assert ("/metrics" in paths) is served
 
 
 async def test_logs_have_no_content_of_requests(

@@ -6,9 +6,11 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from openai.types import chat as chat_types
+from openai.types import shared_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import (
     CompletionCreateParamsNonStreaming,
@@ -16,7 +18,11 @@ from openai.types.completion_create_params import (
 )
 
 from gateway.mapping import (
+    MESSAGE_TABLE,
+    PART_TABLE,
+    STREAM_TABLE,
     TABLE,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     Extension,
@@ -24,6 +30,9 @@ from gateway.mapping import (
     Maps,
     Refused,
     Request,
+    ResponseFormat,
+    SchemaFormat,
+    StreamOptions,
     call_of,
     parsed,
     path_of,
@@ -69,6 +78,30 @@ def test_every_field_of_the_official_types_has_a_rule() -> None:
     assert TABLE.keys() - CHAT - COMPLETION == OURS - COMPLETION
 
 
+@pytest.mark.parametrize(
+    ("kinds", "known"),
+    [
+        (
+            get_args(chat_types.ChatCompletionMessageParam),
+            ChatMessage.model_fields.keys() | MESSAGE_TABLE.keys(),
+        ),
+        ([chat_types.ChatCompletionContentPartTextParam], PART_TABLE.keys()),
+        (
+            [chat_types.ChatCompletionStreamOptionsParam],
+            StreamOptions.model_fields.keys() | STREAM_TABLE.keys(),
+        ),
+        (get_args(chat_params.ResponseFormat), ResponseFormat.model_fields.keys()),
+        (
+            [get_type_hints(shared_params.ResponseFormatJSONSchema)["json_schema"]],
+            {field.alias or name for name, field in SchemaFormat.model_fields.items()},
+        ),
+    ],
+)
+def test_every_nested_field_of_the_official_types_has_a_rule(kinds: Any, known: set[str]) -> None:
+    for kind in kinds:
+        assert get_type_hints(kind).keys() <= known, kind
+
+
 @pytest.mark.parametrize(("kind", "names"), [(ChatRequest, CHAT), (CompletionRequest, COMPLETION)])
 def test_mapped_fields_have_a_type(kind: type[Request], names: set[str]) -> None:
     """Guards against a row `Maps` whose field is accepted and dropped."""
@@ -111,12 +144,27 @@ def test_all_bad_fields_are_reported_at_once() -> None:
         ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]},
+            "messages[0].content",
+        ),
+        ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls"),
         ({"role": "user", "content": "x", "colour": 1}, "messages[0].colour"),
     ],
 )
 def test_messages_are_text_only(message: dict[str, Any], field: str) -> None:
     assert field in violations(messages=[message])
+
+
+def test_turns_have_the_texts_of_all_their_parts() -> None:
+    parts = [
+        {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}},
+        {"type": "text", "text": "b"},
+    ]
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    expected = c.Message("system", "Be brief."), c.Message("user", "ab")
+    assert call_of(chat(messages=turns), {}).prompt == c.Prompt(messages=expected)
 
 
 def test_every_option_of_the_client_can_be_set() -> None:
@@ -216,6 +264,8 @@ def test_other_structured_outputs_are_options() -> None:
 def test_contradictions_are_errors() -> None:
     assert "best_of" in violations(n=3, best_of=2)
     assert "specrej.n" in violations(n=3, specrej={"n": 2})
+    for model in ("m", "m:sr-32"):
+        assert violations(model=model, n=3, temperature=0).keys() == {"n"}
     assert "specrej.n" in violations(best_of=4, specrej={"n": 4})
     assert "max_tokens" in violations(max_tokens=1, max_completion_tokens=1)
     assert "stream_options" in violations(stream_options={"include_usage": True})

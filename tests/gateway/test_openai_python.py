@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import defaultdict
 from typing import Any
 
 import openai
@@ -62,6 +63,46 @@ async def test_a_chat_streams(client: AsyncOpenAI) -> None:
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 3}, {"logprobs": True, "top_logprobs": 2}, {"n": 2, "logprobs": True}]
+)
+async def test_a_stream_has_the_choices_of_a_whole_answer(
+    client: AsyncOpenAI, fields: dict[str, Any]
+) -> None:
+    """Guards against choices that are mixed up or cut, and log-probabilities that are lost."""
+    asked: Any = {"model": MODEL, "messages": ASK, "seed": 5, "max_tokens": 24, **fields}
+    asked["extra_body"] = extra(n=8)
+    whole = await client.chat.completions.create(**asked)
+    texts, logprobs, ends = defaultdict[int, str](str), defaultdict[int, list[Any]](list), {}
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.logprobs and choice.logprobs.content:
+                logprobs[choice.index] += choice.logprobs.content
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert len(whole.choices) == fields.get("n", 1)
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.message.content
+        assert ends[choice.index] == choice.finish_reason
+        assert logprobs[choice.index] == ((choice.logprobs and choice.logprobs.content) or [])
+    assert len(texts) == len(ends) == len(whole.choices)
+
+
+async def test_a_stream_of_raw_text_has_the_choices_of_a_whole_answer(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": "Once", "n": 2, "best_of": 4, "logprobs": 2}
+    asked |= {"seed": 1, "max_tokens": 8}
+    whole = await client.completions.create(**asked)
+    texts, logprobs = defaultdict[int, str](str), {}
+    async for chunk in await client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs:
+                logprobs[choice.index] = choice.logprobs
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert logprobs == {choice.index: choice.logprobs for choice in whole.choices}
 
 
 @pytest.mark.parametrize("style", ["rounds", "reasoning"])
