@@ -1,9 +1,9 @@
 """A test double that ships: a generator of deterministic words with real slot accounting.
 
 Every token is a hash of (seed, candidate, step), so a survivor's text never depends on its
-neighbours; bad words, stop tokens and structured outputs change it. No model, no torch, no threads;
-a session that does not fit is refused and never waits.
-Options make its steps slow or fail, so that tests can interrupt a request under way.
+neighbours; bias, penalties, bad words, stop tokens and structured outputs change it. No model, no
+torch, no threads; a session that does not fit is refused and never waits. Options make its steps
+slow or fail, so that tests can interrupt a request under way.
 """
 
 from __future__ import annotations
@@ -61,6 +61,14 @@ class ToySession:
         self._unreported: list[GrowingCandidate] = []
         self._num_tokens = 0
         self._matchers = command.grammar and command.grammar.matchers()
+        sampling = command.sampling
+        self._adjusts = sampling.logit_bias or any(
+            (
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty != 1.0,
+            )
+        )
 
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""
@@ -123,6 +131,9 @@ class ToySession:
         key = f"{sampling.seed}/{candidate.id}/{step}".encode()
         draw = int.from_bytes(hashlib.sha256(key).digest()[:8])
         ordered = [(draw + shift) % len(_WORDS) for shift in _ALL]
+        if self._adjusts:
+            ranks = dict(zip(ordered, _ALL, strict=True))
+            ordered.sort(key=lambda word: ranks[word] - self._adjustment(candidate, word))
         if sampling.stop_token_ids or self.command.bad_words:
             ordered.sort(key=lambda word: not self._may_follow(candidate, word))
         conforming, _ = self._next(candidate)
@@ -149,6 +160,13 @@ class ToySession:
         bits = unpacked(self._matchers.allowed([candidate.id], [text]), _END + 1)[0]
         spelled = len(_WORDS) * bool(text)
         return [word for word in _ALL if bits[word + spelled]], bool(bits[_END])
+
+    def _adjustment(self, candidate: GrowingCandidate, word: int) -> float:
+        """Bias and penalties in ranks, of which the first is drawn; 1.5 of repetition is a rank."""
+        sampling, count = self._sampling, candidate.token_ids.count(word)
+        bias = sum(bias.bias for bias in sampling.logit_bias if bias.token_id == word)
+        penalty = sampling.presence_penalty + 2 * (sampling.repetition_penalty - 1.0)
+        return bias - sampling.frequency_penalty * count - penalty * (count > 0)
 
     def _may_follow(self, candidate: GrowingCandidate, word: int) -> bool:
         if word in self._sampling.stop_token_ids and self._num_tokens < self._sampling.min_tokens:

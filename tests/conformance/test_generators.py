@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -45,7 +47,7 @@ ENDLESS = Sampling(max_tokens=24, seed=3, ignore_eos=True)
 # Of 8 candidates some end by themselves and some are cut off, with the model as with the toy.
 ENDING = Sampling(max_tokens=60, seed=4)
 
-# Draws that depend on the tokens before them. A toy has bad words only.
+# Draws that depend on the tokens before them.
 ADJUSTED = replace(
     ENDLESS,
     repetition_penalty=1.3,
@@ -401,6 +403,26 @@ async def test_stop_texts_end_a_candidate_before_them(subject: Subject) -> None:
         for candidate, endless in zip(ended.candidates, made, strict=True):
             assert candidate.text == endless.text.partition(stop)[0]
             assert candidate.new_token_ids == endless.new_token_ids[: candidate.num_tokens]
+
+
+async def test_adjustments_change_draws_as_defined(subject: Subject) -> None:
+    """Each alone. A toy always draws its first word, so for it no token is below min_p."""
+
+    async def drawn(n: int = 8, **changes: Any) -> list[tuple[int, ...]]:
+        sampling = replace(ENDLESS, max_tokens=8 if subject.is_toy else 60, **changes)
+        return [c.new_token_ids for c in await whole(subject.generator, n, sampling)]
+
+    def num_distinct(made: list[tuple[int, ...]]) -> int:
+        return sum(len(set(tokens)) for tokens in made)
+
+    plain = await drawn()
+    token = Counter(chain(*plain)).most_common(1)[0][0]
+    assert token not in chain(*await drawn(logit_bias=(TokenBias(token, -100.0),)))
+    assert {*chain(*await drawn(logit_bias=(TokenBias(token, 100.0),)))} == {token}
+    for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert num_distinct(await drawn(**{penalty: 2.0})) > num_distinct(plain), penalty
+    if not subject.is_toy:
+        assert {*await drawn(min_p=1.0)} == {*await drawn(1, temperature=0.0)}
 
 
 async def test_bad_words_never_appear(subject: Subject) -> None:

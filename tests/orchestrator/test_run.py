@@ -438,8 +438,13 @@ async def test_progress_changes_nothing_and_text_is_the_answers(
     assert generation.candidates == plain.candidates
     assert generation.usage == plain.usage
     deltas = [event for event in within if isinstance(event, TextDelta)]
-    positions = [event.num_tokens for event in within if isinstance(event, Progress)]
+    progress = [event for event in within if isinstance(event, Progress)]
+    positions = [event.num_tokens for event in progress]
     assert positions == sorted(positions)
+    for event in progress:
+        ended = next(t for t in generation.rounds if event.num_tokens <= t.decision_token)
+        assert ended.num_live <= event.num_live <= ended.num_started
+        assert event.num_live * event.num_tokens < event.session_slots <= event.capacity_slots
     if deltas:
         assert {delta.id for delta in deltas} == {generation.best.id}
         assert "".join(delta.text for delta in deltas) == generation.best.text
