@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import io
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -15,9 +17,11 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
+from benchmarks.harness import TOYS
 from deploy.local.stack import Ports
 from specrej import cli, errors, wire
 from specrej import contracts as c
@@ -220,6 +224,39 @@ async def test_score(
     plain, _ = await command(*arguments, "--json")
     assert json.loads(plain) == {"scores": [1.0, 4.0], "computed_tokens": 7}
     assert {request.reward for request in reward.requests} == {"length"}
+
+
+async def test_up_serves_the_page_and_openais_api() -> None:
+    """Guards against a command that starts no gateway, or not where SPECREJ_GATEWAY_PORT says."""
+    free = Ports.free()
+    named = {"--port": free.orchestrator, "--generator-port": free.generator}
+    named |= {"--reward-port": free.reward, "--redis-port": free.redis}
+    named["--metrics-port"] = first_of_free_ports(4)
+    words = (str(word) for option in named.items() for word in option)
+    process = await start("up", *words, **TOYS, SPECREJ_GATEWAY_PORT=str(free.gateway))
+    try:
+        assert process.stderr
+        url = f"http://127.0.0.1:{free.gateway}"
+        async with asyncio.timeout(120):
+            shown = await process.stderr.readuntil(b"Ctrl-C stops everything")
+        assert f"{url}/ (watch requests)" in shown.decode()
+        for path, expected in (("/v1/models", '"id":"toy:sr-32"'), ("/", "<title>")):
+            body = await asyncio.to_thread(lambda path=path: urlopen(url + path).read())
+            assert expected in body.decode()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        outcome = await finish(process)
+    assert "stopping" in outcome.err
+
+
+def first_of_free_ports(count: int) -> int:
+    """Of ports in a row, below those that the kernel gives to others."""
+    for first in random.sample(range(20_000, 30_000), 100):
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                opened.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no free ports")
 
 
 async def test_up_names_a_taken_port() -> None:
