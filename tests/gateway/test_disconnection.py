@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from deploy.local.stack import Stack
 from tests.endpoints import scrape
-from tests.gateway.gateways import BODY, Connection, request
+from tests.gateway.gateways import BODY, Connection, post, request
 from tests.serving import describe_generator, describe_service, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -118,3 +120,31 @@ async def test_a_client_that_sends_no_more_has_left(stack: Stack) -> None:
     connection.writer.write_eof()
     await until(lambda: all_free(stack))
     connection.leave()
+
+
+async def test_a_gateway_that_is_killed_leaves_nothing(stack: Stack) -> None:
+    connection = await Connection.open(stack.ports.gateway, request(CHAT, STREAM))
+    await until_running(stack)
+    os.kill(stack.processes["gateway"], signal.SIGKILL)
+    await until(lambda: all_free(stack))
+    connection.leave()
+    await stack.restart("gateway")
+
+
+async def test_a_killed_orchestrator_is_an_error_event(stack: Stack) -> None:
+    """Guards against a stream that goes silent, or ends as if it were complete."""
+    connection = await Connection.open(
+        stack.ports.gateway, request(CHAT, STREAM, connection="close")
+    )
+    await connection.read_until(b'"decision_token":16')
+    os.kill(stack.processes["orchestrator"], signal.SIGKILL)
+    text = await connection.read_all()
+    assert b'"message":"the orchestrator cannot be reached"' in text and b"[DONE]" not in text
+    await stack.restart("orchestrator")
+
+    async def serves() -> bool:
+        body = {**BODY, "max_tokens": 1}
+        return (await post(stack.ports.gateway, CHAT, body))[0] == 200
+
+    await until(serves)
+    assert await all_free(stack)
