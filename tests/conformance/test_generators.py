@@ -420,7 +420,8 @@ async def test_adjustments_change_draws_as_defined(subject: Subject) -> None:
     assert token not in chain(*await drawn(logit_bias=(TokenBias(token, -100.0),)))
     assert {*chain(*await drawn(logit_bias=(TokenBias(token, 100.0),)))} == {token}
     for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        assert num_distinct(await drawn(**{penalty: 2.0})) > num_distinct(plain), penalty
+        changes: dict[str, Any] = {penalty: 2.0}
+        assert num_distinct(await drawn(**changes)) > num_distinct(plain), penalty
     if not subject.is_toy:
         assert {*await drawn(min_p=1.0)} == {*await drawn(1, temperature=0.0)}
 

@@ -241,8 +241,8 @@ async def test_up_serves_the_page_and_openais_api() -> None:
             shown = await process.stderr.readuntil(b"Ctrl-C stops everything")
         assert f"{url}/ (watch requests)" in shown.decode()
         for path, expected in (("/v1/models", '"id":"toy:sr-32"'), ("/", "<title>")):
-            body = await asyncio.to_thread(lambda path=path: urlopen(url + path).read())
-            assert expected in body.decode()
+            with await asyncio.to_thread(urlopen, url + path) as reply:
+                assert expected in reply.read().decode()
     finally:
         process.send_signal(signal.SIGTERM)
         outcome = await finish(process)
