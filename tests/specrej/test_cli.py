@@ -227,7 +227,7 @@ async def test_score(
 
 
 async def test_up_serves_the_page_and_openais_api() -> None:
-    """Guards against a command that starts no gateway, or one at another port than SPECREJ_GATEWAY_PORT."""
+    """Guards against a command without a gateway, or with one that ignores SPECREJ_GATEWAY_PORT."""
     free = Ports.free()
     named = {"--port": free.orchestrator, "--generator-port": free.generator}
     named |= {"--reward-port": free.reward, "--redis-port": free.redis}
