@@ -46,13 +46,20 @@ from specrej.serving import time_left_s
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
+# Of our own; the endpoint's Retry-After may be longer.
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
+_MAX_RETRY_AFTER_S = 86_400.0
 _MAX_ANSWER_BYTES = 64 << 20
 _UNKNOWN_CONTEXT, _UNKNOWN_VOCABULARY = 131_072, 1_000_000
 _AUTO_CANDIDATES = 8
 # Sent if they are not the defaults, with which endpoints need not accept them.
 _FIELDS = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _MORE_FIELDS = ("ignore_eos", "min_tokens", "bad_words", "stop_token_ids")
+_REFUSED = {
+    "logprobs": "the endpoint has no token ids",
+    "top_logprobs": "the endpoint has no token ids",
+    "structured_output": "endpoints differ in the formats that they take",
+}
 
 
 class RemoteSession:
@@ -164,8 +171,8 @@ class RemoteGenerator:
 
         Raises:
             InvalidRequest: the endpoint refuses the request; with its reason.
-            Overloaded, Unavailable: it is, after repeated attempts or with a longer delay than
-                there is time.
+            Overloaded, Unavailable: it is, after repeated attempts, or with a delay that is longer
+                than the time left or, without a deadline, than `_MAX_DELAY_S`.
             InternalError: it refuses the key, or answers with something else.
         """
         path, body = _request(spec, candidate_id, self._settings)
@@ -177,7 +184,8 @@ class RemoteGenerator:
                     return self._read(candidate_id, answer, time.perf_counter() - began)
                 failure, delay_s = _failure(status, headers, answer, attempt)
                 left_s = time_left_s()
-                if attempt + 1 == _ATTEMPTS or (left_s is not None and delay_s >= left_s):
+                longest_s = _MAX_DELAY_S if left_s is None else left_s
+                if attempt + 1 == _ATTEMPTS or delay_s > longest_s:
                     raise failure
                 log.info("%s; again in %.1f s", failure.message, delay_s)
                 await asyncio.sleep(delay_s)
@@ -225,10 +233,9 @@ class RemoteGenerator:
 
 def _check(spec: SessionSpec) -> list[Violation]:
     violations = []
-    if spec.sampling.logprobs:
-        violations.append(
-            Violation("sampling.logprobs", "must be absent: the endpoint has no token ids")
-        )
+    for name, reason in _REFUSED.items():
+        if getattr(spec.sampling, name):
+            violations.append(Violation(f"sampling.{name}", f"must be absent: {reason}"))
     if any(candidate.token_ids for candidate in spec.started):
         violations.append(Violation("open.started", "must have no tokens: answers are whole"))
     if spec.prompt.allow_special_tokens:
@@ -294,8 +301,8 @@ def _failure(
     if status and status not in (408, 409, 429) and status < 500:
         reason = f"the endpoint refuses it with status {status}: {_reason(answer)}"
         raise InvalidRequest([Violation("sampling", reason)])
-    delay_s = _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5)
-    delay_s = min(_MAX_DELAY_S, max(delay_s, _retry_after_s(headers.get("retry-after", ""))))
+    delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt * random.uniform(1, 1.5))
+    delay_s = max(delay_s, _retry_after_s(headers.get("retry-after", "")))
     if status == 429:
         return Overloaded("the endpoint limits requests", retry_after_s=delay_s), delay_s
     what = f"answers with status {status}" if status else f"does not answer: {answer.decode()}"
@@ -303,12 +310,14 @@ def _failure(
 
 
 def _retry_after_s(text: str) -> float:
-    """Seconds, or a date (RFC 9110); 0 without either."""
-    with suppress(ValueError):
-        return max(0.0, float(text))
-    with suppress(ValueError, TypeError):
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    return 0.0
+    """Seconds, or a date (RFC 9110), at most a day; 0 without either."""
+    delay_s = 0.0
+    try:
+        delay_s = float(text)
+    except ValueError:
+        with suppress(ValueError, TypeError):
+            delay_s = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+    return min(_MAX_RETRY_AFTER_S, max(0.0, delay_s))
 
 
 def _reason(answer: bytes) -> str:

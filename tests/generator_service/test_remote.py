@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,17 +154,37 @@ async def test_failures_are_those_of_the_status_table(
     assert len(endpoint.requests) == most
 
 
-async def test_a_delay_beyond_the_deadline_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a caller that waits for an answer that cannot be in time."""
-    monkeypatch.setattr(remote, "time_left_s", lambda: 5.0)
-    busy = Reply({}, 429, {"Retry-After": "20"})
+@pytest.mark.parametrize("left_s", [5.0, 100.0, None])
+async def test_a_delay_beyond_the_time_left_is_returned(
+    monkeypatch: pytest.MonkeyPatch, left_s: float | None
+) -> None:
+    """Guards against a caller that waits for an answer that cannot be in time, and one that
+    returns before the endpoint takes requests again."""
+    monkeypatch.setattr(remote, "time_left_s", lambda: left_s)
+    busy = Reply({}, 429, {"Retry-After": "120"})
     async with (
         generator(lambda *_: busy) as (made, endpoint),
         made.open(replace(SPEC, n=1)) as session,
     ):
         with pytest.raises(Overloaded) as refused:
             await session.extend(9)
-    assert refused.value.retry_after_s == 20 and len(endpoint.requests) == 1
+    assert refused.value.retry_after_s == 120 and len(endpoint.requests) == 1
+
+
+def test_the_endpoints_delay_is_kept() -> None:
+    """Guards against attempts that are earlier than the endpoint allows."""
+    failure, delay_s = remote._failure(429, {"retry-after": "120"}, b"", 0)
+    assert failure.retry_after_s == delay_s == 120
+
+
+@pytest.mark.parametrize(
+    ("text", "delay_s"),
+    [("120", 120), ("inf", 86_400), ("nan", 0), ("-1", 0), ("", 0), ("soon", 0),
+     ("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("Thu, 01 Jan 2970 00:00:00 GMT", 86_400)],
+)  # fmt: skip
+def test_delays_of_an_endpoint(text: str, delay_s: float) -> None:
+    """Guards against a delay that no Duration holds."""
+    assert remote._retry_after_s(text) == delay_s
 
 
 async def test_an_endpoint_that_is_down_is_unavailable() -> None:
@@ -222,7 +242,6 @@ async def test_sessions_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
-        (replace(SPEC, sampling=replace(SPEC.sampling, logprobs=True)), "sampling.logprobs"),
         (replace(SPEC, started=(c.StartedCandidate(0, (1,), 0.0),)), "open.started"),
         (
             replace(SPEC, prompt=c.Prompt(text="t", allow_special_tokens=True)),
@@ -230,12 +249,40 @@ async def test_sessions_are_bounded() -> None:
         ),
     ],
 )
-async def test_what_the_endpoint_cannot_do_is_refused(spec: c.SessionSpec, field: str) -> None:
+async def test_other_parts_of_a_session_are_refused(spec: c.SessionSpec, field: str) -> None:
     async with generator(by_seed) as (made, endpoint):
         with pytest.raises(InvalidRequest, match=field):
             async with made.open(spec):
                 pass
     assert not endpoint.requests
+
+
+# Another value than the default for each field.
+CHANGED = c.Sampling(
+    max_tokens=9, temperature=0.5, top_k=3, top_p=0.5, stop=("END",), seed=5, ignore_eos=True,
+    min_tokens=2, logprobs=True, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
+    frequency_penalty=0.3, logit_bias=(c.TokenBias(7, -1.0),), bad_words=("x",),
+    stop_token_ids=(4,), top_logprobs=2, structured_output=c.JsonObject(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(c.Sampling)])
+async def test_each_sampling_field_is_sent_or_refused(name: str) -> None:
+    """Guards against a field, a new one too, that is accepted and dropped."""
+    value = getattr(CHANGED, name)
+    assert value != getattr(c.Sampling(), name), "CHANGED lacks the field"
+    changed = replace(SPEC, n=1, sampling=replace(c.Sampling(), **{name: value}))
+    async with generator(by_seed) as (made, endpoint):
+        async with made.open(replace(SPEC, n=1, sampling=c.Sampling())) as session:
+            await session.extend(9)
+        try:
+            async with made.open(changed) as session:
+                await session.extend(9)
+        except InvalidRequest as error:
+            assert [violation.field for violation in error.violations] == [f"sampling.{name}"]
+        else:
+            bodies = [body for _, _, body in endpoint.requests]
+            assert bodies[0] != bodies[1]
 
 
 async def test_the_best_whole_answer_wins() -> None:
