@@ -66,7 +66,7 @@ class RemoteSession:
     """A `Session` whose candidates are requests to the endpoint."""
 
     reduced = False
-    prompt_tokens = 0  # known once the first answer is there, which is too late
+    prompt_tokens = 0  # the endpoint reports them with its answers
 
     def __init__(self, generator: RemoteGenerator, spec: SessionSpec) -> None:
         ids = [candidate.id for candidate in spec.started]
@@ -82,14 +82,17 @@ class RemoteSession:
         """All candidates at their ends, whatever `until_tokens` is."""
         tasks = [asyncio.create_task(self._generator.answer(self._spec, i)) for i in self._live]
         try:
-            candidates = tuple(await asyncio.gather(*tasks))
+            answers = await asyncio.gather(*tasks)
         finally:  # one failed, or the caller went away: the endpoint stops the others
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._live = []
+        candidates = tuple(candidate for candidate, _ in answers)
         longest = max((candidate.num_tokens for candidate in candidates), default=0)
-        return Round(candidates, RoundEnd.ALL_FINISHED, longest, self._gauge())
+        prompt_tokens = max((prompt for _, prompt in answers), default=0)
+        gauge = self._gauge()
+        return Round(candidates, RoundEnd.ALL_FINISHED, longest, gauge, prompt_tokens=prompt_tokens)
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
         """Drop candidates that were not requested yet; forks are refused."""
@@ -166,8 +169,8 @@ class RemoteGenerator:
         """Close all connections."""
         await self._client.aclose()
 
-    async def answer(self, spec: SessionSpec, candidate_id: int) -> Candidate:
-        """One candidate, complete.
+    async def answer(self, spec: SessionSpec, candidate_id: int) -> tuple[Candidate, int]:
+        """One candidate, complete, and the tokens of its prompt.
 
         Raises:
             InvalidRequest: the endpoint refuses the request; with its reason.
@@ -206,7 +209,7 @@ class RemoteGenerator:
             return 0, {}, type(error).__name__.encode()
         return response.status_code, response.headers, bytes(answer)
 
-    def _read(self, candidate_id: int, answer: bytes, seconds: float) -> Candidate:
+    def _read(self, candidate_id: int, answer: bytes, seconds: float) -> tuple[Candidate, int]:
         try:
             content = json.loads(answer)
             choice, usage = content["choices"][0], content["usage"]
@@ -228,7 +231,7 @@ class RemoteGenerator:
             raise InternalError("the endpoint reports no logprobs: set remote_logprobs to false")
         if self._on_step:
             self._on_step(Step(seconds, 1, generated=made, prefilled=prompt))
-        return candidate
+        return candidate, prompt
 
 
 def _check(spec: SessionSpec) -> list[Violation]:

@@ -188,4 +188,5 @@ def _joined(rounds: Sequence[Round]) -> Round:
         sum(part.repeated_tokens for part in rounds),
         made_by=frozenset().union(*(part.made_by for part in rounds)),
         token_texts=tuple(dict.fromkeys(text for part in rounds for text in part.token_texts)),
+        prompt_tokens=rounds[0].prompt_tokens,
     )

@@ -93,6 +93,7 @@ class RunState:
             raise InternalError(f"the generator lost {len(missing)} candidates")
         self.made_by |= ended.made_by
         self.repeated_tokens += ended.repeated_tokens
+        self.prompt_tokens = self.prompt_tokens or ended.prompt_tokens
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
         self.latest.update((candidate.id, candidate) for candidate in ended.candidates)
         self.live -= {c.id for c in ended.candidates if c.finish is not None}

@@ -81,7 +81,8 @@ class Round:
     `num_tokens` is the token position reached by the live candidates. After the loss of a
     generator, `repeated_tokens` tokens were computed a second time and the candidates `lost` no
     longer exist. `made_by` holds the fingerprints of the generators, if known. With `logprobs`,
-    `token_texts` has every token that the candidates name.
+    `token_texts` has every token that the candidates name. `prompt_tokens` is that of the session
+    where the first round is the first to count it; else 0.
     """
 
     candidates: tuple[Candidate, ...]
@@ -92,6 +93,7 @@ class Round:
     lost: tuple[int, ...] = ()
     made_by: frozenset[str] = frozenset()
     token_texts: tuple[TokenText, ...] = ()
+    prompt_tokens: int = 0
 
 
 # The id of a new candidate -> the id of the live candidate that it continues.
@@ -162,7 +164,7 @@ class Session(Protocol):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the rendered prompt."""
+        """Tokens of the rendered prompt; 0: the first round has them."""
 
     @property
     def reduced(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,18 @@ import pytest
 from pydantic import ValidationError
 
 from generator_service import remote
+from generator_service.__main__ import _load
 from generator_service.remote import RemoteGenerator
+from generator_service.servicer import GeneratorServicer
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import Step
 from orchestrator.loop.run import run
 from specrej import contracts as c
 from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable
+from specrej.remote import RemoteGenerator as ChannelGenerator
 from tests.generator_service.endpoint import Body, Endpoint, Reply, answered, listening
 from tests.orchestrator.runs import LetterScorer
-from tests.serving import until
+from tests.serving import serving, until
 
 SPEC = c.SessionSpec(c.Prompt.from_user("why?"), 4, c.Sampling(max_tokens=9, seed=5), 16)
 Replies = Callable[[Body, int], Reply]
@@ -62,6 +65,7 @@ async def test_candidates_are_whole_answers() -> None:
         assert session.n == 4 and made.load().slots.owned == 4 * 9
         ended = await session.extend(3)
         assert (ended.ended_by, ended.num_tokens) == (c.RoundEnd.ALL_FINISHED, 3)
+        assert (session.prompt_tokens, ended.prompt_tokens) == (0, 7)
         assert [(one.id, one.text) for one in ended.candidates] == [
             (number, f"seed {5 + number}") for number in range(4)
         ]
@@ -302,8 +306,26 @@ async def test_the_best_whole_answer_wins() -> None:
     assert isinstance(finished, c.Finished)
     generation = finished.generation
     assert (generation.best.text, generation.best.id) == ("aeiou", 1)
-    assert generation.usage.generated_tokens == 12
+    assert (generation.usage.prompt_tokens, generation.usage.generated_tokens) == (7, 12)
     assert [trace.num_rejected for trace in generation.rounds] == [0]
+
+
+async def test_the_service_of_an_endpoint() -> None:
+    """Guards against settings that begin another engine, and a usage without the prompt's tokens,
+    which are known once the first answer is there."""
+    request = c.GenerationRequest(SPEC.prompt, SPEC.sampling, c.Selection(n=2))
+    servicer = GeneratorServicer(lease_s=5)
+    async with listening(by_seed) as endpoint, AsyncExitStack() as resources:
+        settings = GeneratorSettings(engine="remote", model="m", remote_url=endpoint.url)
+        made, heartbeat = await _load(settings, resources)
+        assert isinstance(made, RemoteGenerator) and heartbeat() == 0
+        servicer.load(made)
+        channel = await resources.enter_async_context(serving(servicer.service()))
+        client = ChannelGenerator(channel)
+        assert (await client.describe()).whole_answers
+        events = [event async for event in run(request, client, LetterScorer("a"))]
+    assert isinstance(events[-1], c.Finished)
+    assert events[-1].generation.usage.prompt_tokens == 7
 
 
 @pytest.mark.parametrize(

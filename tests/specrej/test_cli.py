@@ -32,6 +32,7 @@ from specrej.security import Access
 from specrej.serving import Server, Service
 from specrej.settings import ServiceSettings
 from tests.certificates import Authority
+from tests.specrej import fakes
 from tests.specrej.conftest import Command
 from tests.specrej.fakes import (
     EVENTS,
@@ -87,6 +88,19 @@ async def test_only_the_answer_goes_to_stdout(address: str, orchestrator: FakeOr
     assert (outcome.code, outcome.out) == (0, "the best\n")
     rounds = [plain_line(done, 8) for done in GENERATION.rounds]
     assert outcome.err.splitlines() == [*rounds, summary_line(GENERATION), "request r1"]
+
+
+@pytest.mark.parametrize("whole_answers", [False, True])
+async def test_describe_names_the_rejection(
+    address: str, command: Command, monkeypatch: pytest.MonkeyPatch, *, whole_answers: bool
+) -> None:
+    """Guards against Best-of-N that is taken for Speculative Rejection."""
+    generator = replace(SERVICE.generator, whole_answers=whole_answers)
+    monkeypatch.setattr(fakes, "SERVICE", replace(SERVICE, generator=generator))
+    out, _ = await command("describe", "--address", address)
+    label = "none before the end: whole answers (Best-of-N)"
+    assert (label in out) is whole_answers
+    assert ("at decision tokens" in out) is not whole_answers
 
 
 async def test_flags_left_out_stay_absent(

@@ -347,10 +347,15 @@ class PrefixBatch(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ended_by: _common_pb2.RoundEnd.ValueType
     """Why the round ended."""
     num_tokens: _builtins.int
     """New tokens per live candidate since the prompt: the token position reached."""
+    prompt_tokens: _builtins.int
+    """Tokens of the rendered prompt, from generators that count them in the first round only, when
+    SessionOpened has 0; else 0.
+    """
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prefix]:
         """Every candidate that is live, or finished in this round; ascending ids."""
@@ -373,10 +378,11 @@ class PrefixBatch(_message.Message):
         num_tokens: _builtins.int = ...,
         slots: _common_pb2.SlotGauge | None = ...,
         token_texts: _abc.Iterable[Global___TokenText] | None = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "num_tokens", b"num_tokens", "prefixes", b"prefixes", "prompt_tokens", b"prompt_tokens", "slots", b"slots", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
