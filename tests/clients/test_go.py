@@ -1,7 +1,6 @@
 """Go stubs that buf generates, under `go test`, on all services with toys.
 
-With Debian's packages golang-go, protoc-gen-go, protoc-gen-go-grpc, golang-google-grpc-dev and
-golang-github-golang-protobuf-1-5-dev: no module is fetched.
+With the packages of Debian that .ci/run installs: no module is fetched.
 """
 
 from __future__ import annotations
