@@ -22,7 +22,10 @@ COMMANDS = RUNNABLE | {"console", "js", "ts", "typescript", "go", "java"}
 OTHERS = {"text", "json", "yaml"}
 # README.md has no comments: its blocks without a language, by their beginning.
 _README = {
-    "make demo": ("sh", "run: tests/gateway/page/test_demo.py"),
+    "make demo": (
+        "sh",
+        "run: tests/gateway/page/test_demo.py::test_the_demo_prints_the_address_of_its_replay",
+    ),
     "round 1": ("text", ""),
     "make up": ("sh", ""),
     "from openai": ("python", "run: tests/e2e/test_gateway.py::test_printed_examples_run"),

@@ -32,7 +32,9 @@ def problem_of(block: Block) -> str:
         path, _, test = rest.partition("::")
         if not (ROOT / path).is_file():
             return f"there is no {path}"
-        if test and f"def {test}(" not in (ROOT / path).read_text(encoding="utf-8"):
+        if not test:
+            return f"a mark names a test of {path}"
+        if f"def {test}(" not in (ROOT / path).read_text(encoding="utf-8"):
             return f"{path} has no {test}"
     elif kind == "not run" and len(rest.split()) < 2:
         return "a reason must have two words or more"
@@ -53,6 +55,7 @@ def test_a_block_has_a_language_and_a_valid_mark(block: Block) -> None:
         ("```\nls\n```", "language"),
         ("<!-- run: tests/gone.py -->\n```sh\nls\n```", "no tests/gone.py"),
         ("<!-- run: tests/documents/test_blocks.py::test_gone -->\n```sh\nls\n```", "no test_gone"),
+        ("<!-- run: tests/documents/test_blocks.py -->\n```sh\nls\n```", "names a test"),
         ("<!-- not run: slow -->\n```sh\nls\n```", "reason"),
         ("<!-- later -->\n```sh\nls\n```", "mark"),
         ("```go\nmain()\n```", "go needs a mark"),
