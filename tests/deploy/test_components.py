@@ -293,7 +293,7 @@ def test_models_are_fetched_to_where_the_services_look_for_them() -> None:
     assert job["command"] == ["specrej", "pull"]
     assert job["args"] == [settings["generator-model"], settings["reward-model"]]
     assert all(is_name(model) for model in job["args"])
-    assert manifests.settings("generator")["MODEL"] == settings["generator-model"]
+    assert _models(manifests) == job["args"]
     variables = manifests.variables(DOWNLOAD)
     assert variables["HF_HUB_OFFLINE"] == "0"
     (volume,) = (item for item in manifests.pod(DOWNLOAD)["volumes"] if item["name"] == "models")
@@ -305,6 +305,13 @@ def test_models_are_fetched_to_where_the_services_look_for_them() -> None:
         assert own["persistentVolumeClaim"]["claimName"] == claim["claimName"]
 
 
+def _models(manifests: Manifests) -> list[str]:
+    """What the generator and the one reward load."""
+    (reward,) = json.loads(manifests.settings("reward")["REWARDS"])
+    assert (reward["name"], reward["kind"]) == ("helpful", "classifier")
+    return [manifests.settings("generator")["MODEL"], reward["directory"]]
+
+
 @pytest.mark.parametrize("overlay", ["gpu", "gpu-nodes", "production"])
 def test_settings_reach_what_they_name(overlay: str) -> None:
     """Guards against a setting without effect."""
@@ -313,7 +320,7 @@ def test_settings_reach_what_they_name(overlay: str) -> None:
     (claim,) = manifests.of("PersistentVolumeClaim")
     assert claim["spec"]["storageClassName"] == settings["storage-class"]
     assert claim["spec"]["resources"]["requests"]["storage"] == settings["models-size"]
-    assert manifests.settings("generator")["MODEL"] == settings["generator-model"]
+    assert _models(manifests) == [settings["generator-model"], settings["reward-model"]]
     for name in ("generator", "reward"):
         affinity = manifests.pod(name)["affinity"]["nodeAffinity"]
         (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
