@@ -6,7 +6,7 @@ Independent of sessions, sampling and text.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,10 +46,14 @@ class CausalLM(SegmentedModel):
         """
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        options: dict[str, Any] = {}
+        if config.model_type == "gemma3":  # with images: its text model alone
+            config = config.get_text_config()
+            options = {"config": config, "key_mapping": {r"^language_model\.": ""}}
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"model_type {config.model_type}: not a causal language model")
         model, loading = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, output_loading_info=True
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True, **options
         )
         if missing := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
             raise ValueError(f"{directory}: lacks {', '.join(missing[:3])}")

@@ -32,6 +32,11 @@ _SCALED = {
     "logits_scaling": 4.0,
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA_3 = _SIZES | {"sliding_window": 12, "sliding_window_pattern": 2}
+_VISION = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+}
 _COMPRESSED = {
     **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
     **{"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
@@ -46,7 +51,12 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, Qwen2.5": ("Qwen2Config", _SIZES),
     "Qwen3": ("Qwen3Config", _SIZES),
     "Gemma 2": ("Gemma2Config", _SIZES | {"sliding_window": 12}),
-    "Gemma 3": ("Gemma3TextConfig", _SIZES | {"sliding_window": 12, "sliding_window_pattern": 2}),
+    "Gemma 3": ("Gemma3TextConfig", _GEMMA_3),
+    "Gemma 3 with images (text alone)": (
+        "Gemma3Config",
+        {"text_config": {"num_hidden_layers": 3, **_GEMMA_3}, "vision_config": _VISION}
+        | {"image_token_index": 250, "boi_token_index": 251, "eoi_token_index": 252},
+    ),
     "Phi-3": ("Phi3Config", _BY_HEADS | {"sliding_window": 12}),
     "Phi-4": ("Phi3Config", _BY_HEADS | {"partial_rotary_factor": 0.75}),
     "OLMo 2": ("Olmo2Config", _SIZES),
