@@ -95,7 +95,7 @@ async def test_short_test_in_the_page(
     toys: Stack, server: tuple[str, Process], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Guards against totals that count rounds, options that have no effect or no error, and a tab
-    without points."""
+    that is drawn once the test has stopped, or never."""
     need(CHROMIUM, "chromium")
     need(DRIVER, "chromedriver")
     url, process = server
@@ -112,13 +112,20 @@ async def test_short_test_in_the_page(
             alpha="0.25",
             maxTokens="24",
             n="1,4",
-            stepSeconds="2",
+            stepSeconds="3",
             algorithm="both",
             rate="40",
             maxInFlight="1",
             tenants="acme=1",
         )
-        await shown(page, "document.body.innerText.includes('STOPPED')")
+        stopped = "document.body.innerText.includes('STOPPED')"
+        picture = "document.querySelector('#latency-vs-n svg').innerHTML"
+        points = "document.querySelectorAll('#latency-vs-n circle')"
+        await table(page, "Latency vs N")
+        await shown(page, f"{points}.length && !{stopped}")
+        await page.evaluate(f"window.early = {picture}")
+        await shown(page, f"{points}.length && {picture} !== window.early && !{stopped}")
+        await shown(page, stopped)
         calls = await table(page, "Statistics")
         *rows, total = calls
         assert {row["Type"] for row in rows} == {"answer"}
@@ -130,8 +137,7 @@ async def test_short_test_in_the_page(
         # Only the open loop misses requests.
         assert "missed" in {row["Type"] for row in await table(page, "Late arrivals")}
         await table(page, "Latency vs N")
-        points = "document.querySelectorAll('#latency-vs-n circle')"
-        await shown(page, f"{points}.length")
+        await shown(page, f"{points}.length == 8")
         drawn = await page.evaluate(
             f"return [...{points}].map((e) => [e.dataset.n, e.dataset.field])"
         )
