@@ -4,7 +4,9 @@
 dist/:
 
     specrej-*.whl, specrej_server-*.whl, specrej-*.tar.gz    packages; the last has both's sources
-    images.json             names and sizes of the images, if buildah or docker is there
+    npm/specrej-*.tgz       the client for Node, if npm is there
+    images/*.tar            in OCI's layout, if buildah or docker is there
+    images.json             their names and sizes
     sbom/*.cdx.json         CycloneDX: of the client, of services with models, of each image
     manifests/*.yaml        every overlay, rendered
     specrej-*.tgz           Helm's chart of them
@@ -38,6 +40,8 @@ ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 SCRATCH = ROOT / "build" / "release"
 CLIENT, SERVER = "specrej", "specrej_server"
+NODE = ROOT / "clients" / "typescript"
+_NODE_CHECK = 'import { Client } from "specrej"; new Client({ address: "127.0.0.1:1" }).close();'
 # Of torch's CPU build, if pip has no index of its own.
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # Run where the client's wheel and its requirements are alone.
@@ -82,6 +86,7 @@ def main(arguments: list[str]) -> None:
     pack_chart(ROOT / "build" / "helm" / CLIENT, DIST / f"{CLIENT}-{version()}.tgz")
     result: dict[str, object] = {"version": version()}
     result["client"] = _check_client(tools)
+    result["npm"] = _check_node()
     result["images"] = "left out" if options.skip_images else _build_images(options.base)
     result["demo"] = "left out" if options.skip_demo else _check_demo(tools)
     sums = [f"{digest_of(path)}  {path.relative_to(DIST)}" for path in _files(DIST)]
@@ -148,7 +153,8 @@ def pack_chart(chart: Path, target: Path) -> None:
 
 def digest_of(path: Path) -> str:
     """The SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _files(directory: Path) -> Iterator[Path]:
@@ -183,6 +189,34 @@ def _check_client(tools: Path) -> dict[str, object]:
     return min(results, key=lambda result: result["import_ms"])
 
 
+def _check_node() -> str:
+    """Pack the client for Node, and use it where it is installed from there."""
+    if not shutil.which("npm"):
+        return "left out: no npm here"
+    _run("npm", "ci", "--silent", cwd=NODE)
+    archive = pack_node(DIST / "npm")
+    empty = SCRATCH / "node"
+    empty.mkdir()
+    (empty / "package.json").write_text("{}")
+    _run("npm", "install", "--silent", str(archive), cwd=empty)
+    check_node(empty)
+    return "works"
+
+
+def pack_node(target: Path) -> Path:
+    """The archive of the client for Node, whose packages are installed."""
+    shutil.rmtree(NODE / "dist", ignore_errors=True)
+    target.mkdir(exist_ok=True)
+    _run("npm", "pack", "--silent", f"--pack-destination={target}", cwd=NODE)
+    (archive,) = target.glob("*.tgz")
+    return archive
+
+
+def check_node(directory: Path) -> None:
+    """Use the client for Node in a directory where it is installed."""
+    _run("node", "--input-type=module", "--eval", _NODE_CHECK, cwd=directory)
+
+
 def _check_demo(tools: Path) -> str:
     """Install the services with the embedded models into an empty environment; run the demo."""
     settings = images.pip_settings()
@@ -211,10 +245,12 @@ def _list(tools: Path, python: Path, name: str) -> None:
 
 
 def _build_images(base: str) -> object:
-    """Build all CPU images, and keep their bills of materials."""
+    """Build all CPU images, and keep them and their bills of materials."""
     if not any(_works(engine) for engine in ("buildah", "docker")):
         return "left out: neither buildah nor docker works here"
-    images.main([f"--base={base}", "--write", str(DIST / "images.json")])
+    (DIST / "images").mkdir()
+    written = ("--write", str(DIST / "images.json"), "--archives", str(DIST / "images"))
+    images.main([f"--base={base}", *written])
     for path in _files(ROOT / "build" / "sbom"):
         shutil.copy(path, DIST / "sbom" / f"image-{path.name}")
     return list(images.TARGETS)

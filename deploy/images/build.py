@@ -1,7 +1,8 @@
 """Builds the images, copies their bills of materials to build/sbom, and prints the sizes of their
 layers and largest packages.
 
-`python -m deploy.images.build [--base IMAGE] [--write FILE] [TARGET ...]`, with buildah if it is
+`python -m deploy.images.build [--base IMAGE] [--write FILE] [--archives DIRECTORY] [TARGET ...]`,
+which keeps each image as DIRECTORY/TARGET.tar in OCI's layout. With buildah if it is
 installed, else docker; buildah needs BUILDAH_ISOLATION=chroot where it may not create containers.
 The build uses this machine's pip configuration: indexes, links and certificate authorities. Local
 directories among them are mounted by buildah; docker cannot do that. Without a configuration the
@@ -46,7 +47,11 @@ def main(arguments: list[str]) -> None:
     for target in options.targets:
         print(f"building {target}", file=sys.stderr)
         _run(*_build(options.engine, target, options.base, pip))
-    images = {target: _measured(options.engine, target) for target in options.targets}
+    with tempfile.TemporaryDirectory(prefix="specrej-image-", dir=ROOT / "build") as scratch:
+        images = {
+            target: _measured(options.engine, target, options.archives or Path(scratch))
+            for target in options.targets
+        }
     result = {
         "machine": describe_machine(),
         "built with": _run(options.engine, "--version").strip(),
@@ -104,6 +109,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--base", default="", help="image to build on; empty: the Dockerfile's")
     parser.add_argument("--engine", default=_engine(), help="buildah or docker")
     parser.add_argument("--write", type=Path, help="file for the result, as JSON")
+    parser.add_argument("--archives", type=Path, help="existing directory that keeps the images")
     parser.add_argument("--note", default="", help="remark to store with the result")
     return parser.parse_args(arguments)
 
@@ -128,19 +134,22 @@ def _build(engine: str, target: str, base: str, pip: Mapping[str, str]) -> Itera
     yield str(ROOT)
 
 
-def _measured(engine: str, target: str) -> Image:
+def archive_command(engine: str, target: str, archive: Path) -> tuple[str, ...]:
+    """The command that writes an image with its name to a tar file in OCI's layout."""
     name = name_of(target)
-    with tempfile.TemporaryDirectory(prefix="specrej-image-", dir=ROOT / "build") as scratch:
-        archive = Path(scratch) / "image.tar"
-        if engine == "buildah":
-            _run("buildah", "push", "--quiet", name, f"oci-archive:{archive}")
-        else:
-            _run("docker", "save", "--output", str(archive), name)
-        if sbom := file_of(archive, SBOM):
-            copy = ROOT / "build" / "sbom" / f"{target}.cdx.json"
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(sbom)
-        return image_of(archive)
+    if engine == "buildah":
+        return ("buildah", "push", "--quiet", name, f"oci-archive:{archive}:{name}")
+    return ("docker", "save", "--output", str(archive), name)  # since docker 25
+
+
+def _measured(engine: str, target: str, directory: Path) -> Image:
+    archive = directory / f"{target}.tar"
+    _run(*archive_command(engine, target, archive))
+    if sbom := file_of(archive, SBOM):
+        copy = ROOT / "build" / "sbom" / f"{target}.cdx.json"
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(sbom)
+    return image_of(archive)
 
 
 def _run(*command: str) -> str:

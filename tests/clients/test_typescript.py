@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from deploy import release
 from deploy.local.stack import Stack
 from tests.certificates import Authority
 from tests.clients.programs import CLIENTS, ROOT, run, wait_for_free_slots
@@ -76,6 +77,20 @@ async def test_tls_and_tokens(tmp_path: Path) -> None:
             SPECREJ_TLS_CERT=str(client.cert),
             SPECREJ_TLS_KEY=str(client.key),
         )
+
+
+@installed
+async def test_the_package_is_complete(tmp_path: Path) -> None:
+    """Guards against files that npm leaves out; make release installs it with npm."""
+    shutil.unpack_archive(release.pack_node(tmp_path), tmp_path, filter="data")
+    packed = {path.name for path in (tmp_path / "package").iterdir()}
+    assert packed == {"package.json", "README.md", "LICENSE", "dist"}
+    modules = tmp_path / "node_modules"
+    modules.mkdir()
+    (tmp_path / "package").rename(modules / "specrej")
+    for scope in ("@bufbuild", "@connectrpc"):
+        (modules / scope).symlink_to(CLIENT / "node_modules" / scope)
+    release.check_node(tmp_path)
 
 
 @installed

