@@ -190,7 +190,7 @@ bench-overload: $(READY) ## goodput and refusals at half to four times the capac
 rolling: $(READY) models ## restart all processes one at a time under load: make rolling ARGS=--toys
 	@$(BIN)/python -m benchmarks.rolling $(ARGS)
 
-mixed-versions: $(READY) ## each service of an earlier version among today's: make mixed-versions BASE=v0.1.0
+mixed-versions: $(READY) ## each service of an earlier version among today's; BASE: the last release, or HEAD
 	@$(BIN)/python -m tests.mixed_versions --base "$(BASE)" $(ARGS)
 
 bench-telemetry: $(READY) models ## throughput and CPU time with telemetry and without

@@ -10,6 +10,7 @@ dist/:
     sbom/*.cdx.json         CycloneDX: of the client, of services with models, of each image
     manifests/*.yaml        every overlay, rendered
     specrej-*.tgz           Helm's chart of them
+    baseline.binpb          the schema, which the next versions must not break
     CHANGES.md              this version's section of the changelog
     SHA256SUMS              of all of these
 
@@ -81,6 +82,7 @@ def main(arguments: list[str]) -> None:
         "tools", "--require-hashes", f"--requirement={ROOT}/requirements-build.lock"
     )
     _build_packages(tools)
+    write_schema(DIST / "baseline.binpb")
     (DIST / "CHANGES.md").write_text(changes_of((ROOT / "CHANGELOG.md").read_text(), version()))
     shutil.copytree(ROOT / "build" / "manifests", DIST / "manifests")
     pack_chart(ROOT / "build" / "helm" / CLIENT, DIST / f"{CLIENT}-{version()}.tgz")
@@ -135,6 +137,12 @@ def _build_packages(tools: Path) -> None:
         if digest_of(path) != digest_of(DIST / path.name):
             sys.exit(f"{path.name} differs when it is built from the source archive")
     print(*(f"built {path.name}, {path.stat().st_size:,} bytes" for path in built), sep="\n")
+
+
+def write_schema(target: Path) -> None:
+    """Write the schema in the form of proto/baseline.binpb."""
+    buf = str(Path(sys.executable).with_name("buf"))
+    _run(buf, "build", "proto", "--exclude-source-info", "--output", str(target))
 
 
 def pack_chart(chart: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Each service of an earlier version among today's others: `make mixed-versions BASE=v0.1.0`.
+"""Each service of an earlier version among today's others: `make mixed-versions`.
 
 All services run as processes on toys, one of them from the tree of a revision of this repository,
 and answer a request by gRPC and one through the gateway. Last, that revision's command line calls
@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from deploy.local.stack import Stack
 from specrej import Client
 from specrej.contracts import CacheControl
 
+CASES = (*Stack.modules, "client")
 _ROOT = Path(__file__).parent.parent
 _PROMPT = "What stays the same?"
 _N = 8
@@ -55,26 +57,34 @@ class _MixedStack(Stack):
 def main() -> None:
     """Unpack the revision and try each of its services."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base", required=True, help="a revision with this schema's packages")
-    base = parser.parse_args().base
+    parser.add_argument("--base", help="a revision with this schema's packages; the last release")
+    base = parser.parse_args().base or last_release(_ROOT)
     with TemporaryDirectory() as folder:
-        _unpack(base, Path(folder))
-        failed = asyncio.run(_failures(Path(folder)))
-    print(json.dumps({"base": base, "cases": [*Stack.modules, "client"], "failed": failed}))
+        unpack(base, Path(folder))
+        failed = asyncio.run(failures(Path(folder)))
+    print(json.dumps({"base": base, "cases": CASES, "failed": failed}))
     sys.exit(bool(failed))
 
 
-def _unpack(revision: str, folder: Path) -> None:
+def last_release(repository: Path) -> str:
+    """The last tag of a version before the present commit; HEAD without one."""
+    describe = ["git", "describe", "--tags", "--abbrev=0", "--match", "v*"]
+    result = subprocess.run(describe, cwd=repository, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "HEAD"
+
+
+def unpack(revision: str, folder: Path) -> None:
+    """Write the files of a revision."""
     archive = ["git", "archive", "--format=tar", revision]
     packed = subprocess.run(archive, cwd=_ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
 
 
-async def _failures(tree: Path) -> list[str]:
+async def failures(tree: Path, cases: Sequence[str] = CASES) -> list[str]:
     """The parts of the tree that do not work with today's others."""
     failed = []
-    for kind, module in {**Stack.modules, "client": "specrej"}.items():
-        await _check_origin(module, tree)
+    for kind in cases:
+        await _check_origin({**Stack.modules, "client": "specrej"}[kind], tree)
         try:
             async with _MixedStack(kind, tree) as stack:
                 answer = await (_command_line(stack, tree) if kind == "client" else _request(stack))
