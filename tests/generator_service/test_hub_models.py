@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = SessionSpec(Prompt(text="hello"), 1, Sampling(max_tokens=8, temperature=0.0), 8)
 
 
-async def tokens_of(model: str, name: str) -> tuple[int, ...]:
+async def tokens_of(model: str, name: str, prompt: str = "hello") -> tuple[int, ...]:
     """The greedy tokens of a generator's answer, once it has described itself by `name`."""
     generator = load_generator(GeneratorSettings(model=model, device="cpu", kv_slots=500))
     try:
         assert (await generator.describe()).model == name
-        async with generator.open(SPEC) as session:
+        async with generator.open(replace(SPEC, prompt=Prompt(text=prompt))) as session:
             (candidate,) = (await session.extend(8)).candidates
         return candidate.new_token_ids
     finally:
@@ -125,6 +126,29 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(hub, "convert", refuse)
     assert hub.find(str(path)) == found
+
+
+async def test_a_gguf_file_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a download of all of the repository's quantisations, and a start that does it
+    again: from the file's name to an answer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_gguf(small_llama(), tmp_path / "small.gguf")
+    files = {"sub/small.gguf": (tmp_path / "small.gguf").read_bytes(), "other.gguf": b"GGUF"}
+    model = "tiny/packed/sub/small.gguf@v1"
+    with hubs.running() as server:
+        server.add("tiny/packed", files, "v1")
+        # In this process: converting imports transformers.
+        constants, path = huggingface_hub.constants, "{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.endpoint}/{path}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        pulled = hub.pull(model)
+        assert set(server.downloads()) == {"sub/small.gguf"}
+    assert hub.find(model) == pulled
+    spaces = " \t \n"  # of the tokenizer's few bytes
+    tokens = await tokens_of(model, "tiny/packed", spaces)
+    assert tokens == await tokens_of(str(tmp_path / "small.gguf"), "small", spaces)
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

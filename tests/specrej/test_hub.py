@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,13 +39,16 @@ def server() -> Iterator[hubs.Hub]:
 def pull(server: hubs.Hub, tmp_path: Path) -> Pull:
     """`specrej pull` with an empty cache and no token."""
 
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, stderr: int = subprocess.PIPE, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         own = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "hub")}
         return subprocess.run(
             [sys.executable, "-m", "specrej.hub", *arguments],
             env={**inherited, **own, **variables},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             timeout=60,
             check=False,
@@ -68,6 +73,21 @@ def test_a_model_is_fetched_once(server: hubs.Hub, pull: Pull) -> None:
     assert pull("tiny/llama").stdout == first.stdout
     assert not server.downloads()
     assert stored(pull("tiny/llama", "--with-code")) == [*USED[:2], "modeling.py", USED[2]]
+
+
+def test_progress_is_shown_on_a_terminal(server: hubs.Hub, pull: Pull, tmp_path: Path) -> None:
+    """Guards against a silent download of gigabytes, and bars in a file."""
+    server.add("tiny/llama", FILES)
+    terminal, theirs = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    try:
+        assert stored(pull("tiny/llama", stderr=theirs)) == USED
+        shown = os.read(terminal, 4096).decode()
+    finally:
+        os.close(terminal)
+        os.close(theirs)
+    assert "0/3" in shown and "%|" in shown
+    assert pull("tiny/llama", HF_HOME=str(tmp_path / "empty")).stderr == ""
 
 
 def test_a_revision_is_the_one_named(server: hubs.Hub, pull: Pull) -> None:
