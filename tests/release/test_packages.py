@@ -165,11 +165,11 @@ def test_the_changes_are_those_of_the_version() -> None:
 
 def test_the_schema_can_be_the_next_baseline(tmp_path: Path) -> None:
     """Guards against a file that `make check` cannot read, or that accepts every change."""
-    target, buf = tmp_path / "baseline.binpb", Path(sys.executable).with_name("buf")
+    target, buf = tmp_path / "baseline.binpb", str(Path(sys.executable).with_name("buf"))
     release.write_schema(target)
     schema = tmp_path / "proto"
     shutil.copytree(ROOT / "proto", schema)
-    command = [buf, "breaking", schema, "--against", target]
+    command = [buf, "breaking", str(schema), "--against", str(target)]
     assert subprocess.run(command, check=False).returncode == 0
     file = schema / "specrej/v1/common.proto"
     file.write_text(file.read_text().replace("int32 max_tokens = 1", "int64 max_tokens = 1"))
