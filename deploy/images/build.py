@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> None:
     for target in options.targets:
         print(f"building {target}", file=sys.stderr)
         _run(*_build(options.engine, target, options.base, pip))
+    (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="specrej-image-", dir=ROOT / "build") as scratch:
         images = {
             target: _measured(options.engine, target, options.archives or Path(scratch))
