@@ -100,7 +100,6 @@ async function ask(event) {
   $('live').label = NAMES[body.specrej.algorithm] ?? 'Branching';
   setText($('compare').querySelector('.ours'), NAMES[body.specrej.algorithm] ?? 'Branching');
   $('other').hidden = $('compare').hidden = !isCompared;
-  document.body.classList.toggle('compared', isCompared);
   runs = isCompared ? [main, other] : [main];
   $('stop').disabled = false;
   if ($('live').getBoundingClientRect().top > innerHeight / 2) $('live').scrollIntoView();
@@ -184,11 +183,11 @@ async function list() {
       seconds(record.elapsed_ms),
     ];
     const href = `#record=${record.request_id}`;
-    const link = h('a', { href, 'aria-current': location.hash === href && 'true' });
+    const current = { 'aria-current': location.hash === href && 'true' };
     const time = new Date(record.started_unix_s * 1000).toLocaleTimeString();
-    link.append(h('strong', { text: `${kind} of ${n || '?'}` }), h('time', { text: time }));
-    link.append(h('span', { text: facts.filter(Boolean).join(' · ') }));
-    return h('li', {}, link);
+    const link = h('a', { href, ...current, text: `${kind} of ${n || '?'}` });
+    const lines = [time, facts.filter(Boolean).join(' · ')];
+    return h('li', {}, link, ...lines.map((text) => h('p', { class: 'muted', text })));
   });
   const none = h('p', { class: 'muted', text: 'None yet: run one on the page Watch.' });
   $('recent').replaceChildren(rows.length ? h('ol', {}, ...rows) : none);

@@ -1,6 +1,6 @@
 // The form: what it shows for the chosen options, the request that it stands for, and code for it.
 
-import { h } from './dom.js';
+import { h, set, setText } from './dom.js';
 
 const MAX_RANDOM_SEED = 2 ** 48;
 
@@ -18,33 +18,22 @@ export function arrange(form) {
 // Offer the models and rewards of a description; keeps what is chosen.
 export function offer(form, { generator, rewards }) {
   const { model } = form.elements,
-    chosen = model.value;
-  model.replaceChildren(
-    ...[generator.model, ...generator.adapters].map((name) => h('option', { text: name })),
-  );
+    chosen = model.value,
+    names = [generator.model, ...generator.adapters];
+  model.replaceChildren(...names.map((name) => h('option', { text: name })));
   if (chosen) model.value = chosen;
-  const host = form.querySelector('#rewards');
-  if (
-    [...host.querySelectorAll('[data-reward]')].map((item) => item.dataset.reward).join() ===
-    rewards.join()
-  )
-    return;
-  host.replaceChildren(
-    host.querySelector('legend'),
-    ...rewards.map((name, index) =>
-      h(
-        'div',
-        { class: 'reward', 'data-reward': name },
-        h(
-          'label',
-          { class: 'check' },
-          h('input', { type: 'checkbox', checked: index === 0 }),
-          ` ${name}`,
-        ),
-        h('input', { type: 'number', step: 'any', value: 1, 'aria-label': `Weight of ${name}` }),
-      ),
-    ),
-  );
+  const offered = [...form.querySelectorAll('[data-reward]')];
+  if (offered.map((item) => item.dataset.reward).join() === rewards.join()) return;
+  offered.forEach((item) => item.remove());
+  for (const [index, name] of rewards.entries()) {
+    const [item] = document.getElementById('reward').content.cloneNode(true).children;
+    const [isChosen, weight] = item.querySelectorAll('input');
+    set(item, { 'data-reward': name });
+    setText(item.querySelector('span'), name);
+    isChosen.checked = index === 0;
+    set(weight, { 'aria-label': `Weight of ${name}` });
+    form.querySelector('#rewards').append(item);
+  }
 }
 
 // The body of a call of /v1/specrej/stream. An empty seed is a random one.
@@ -79,18 +68,14 @@ export function bodyOf(form) {
 }
 
 function scheduleOf(kind, value, number) {
-  if (kind === 'tokens')
-    return {
-      kind,
-      tokens: value('tokens')
-        .split(/[\s,]+/)
-        .filter(Boolean)
-        .map(Number),
-    };
+  if (kind === 'memory') return { kind, first: number('first') };
+  if (kind === 'geometric') return { kind, first: number('first'), factor: number('factor') };
   return {
     kind,
-    first: number('first'),
-    ...(kind === 'geometric' && { factor: number('factor') }),
+    tokens:
+      value('tokens')
+        .match(/[^\s,]+/g)
+        ?.map(Number) ?? [],
   };
 }
 

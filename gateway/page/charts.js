@@ -1,12 +1,17 @@
 // Line charts by uPlot, in the page's colors.
 
-import { color, isDark, setAttribute } from './dom.js';
+import { set } from './dom.js';
 
 /* global uPlot */
 
 const HEIGHT = 168;
 const PAUSE_MS = 80; // between two drawings
-const SLOT = { stroke: '--accent', fill: '--wash' };
+
+// Registered, computed styles have their values, which canvases need.
+for (const color of ['accent', 'wash', 'gold', 'bad', 'muted', 'line', 'panel']) {
+  const name = `--${color}`;
+  CSS.registerProperty({ name, syntax: '<color>', inherits: true, initialValue: 'gray' });
+}
 
 export class Chart extends HTMLElement {
   #timer = 0;
@@ -15,52 +20,44 @@ export class Chart extends HTMLElement {
     if (this.plot) return;
     this.host = this.querySelector('.plot');
     const kind = KINDS[this.className];
-    const ink = (name) => name && (() => color(name));
+    const ink = (name) => name && (() => getComputedStyle(this).getPropertyValue(`--${name}`));
     const axis = (values, sizes) => ({
       ...sizes,
       values: (_, ticks) => ticks.map(values),
-      stroke: ink('--muted'),
-      grid: { stroke: ink('--line'), width: 1 },
+      stroke: ink('muted'),
+      grid: { stroke: ink('line'), width: 1 },
       ticks: { show: false },
-      font: `11px ${getComputedStyle(this).fontFamily}`,
     });
-    this.plot = new uPlot(
-      {
-        width: 300,
-        height: HEIGHT,
-        legend: { show: false },
-        cursor: { show: false },
-        scales: { x: { time: false }, y: { range: (_, low, high) => kind.range(low, high) } },
-        axes: [
-          axis(kind.x, { incrs: kind.incrs, size: 26, space: 44 }),
-          axis(kind.y, { size: 50, space: 30 }),
-        ],
-        series: [
-          {},
-          ...kind.series.map(({ stroke, fill, dash, dot }) => ({
-            stroke: ink(stroke),
-            fill: ink(fill),
-            dash,
-            width: 1.75,
-            spanGaps: true,
-            paths: dot && (() => null),
-            points: { show: Boolean(dot), size: 6, fill: ink(dot) },
-          })),
-        ],
-      },
-      [[], ...kind.series.map(() => [])],
-      this.host,
-    );
+    const lines = kind.series.map(({ stroke, fill, dash, dot }) => ({
+      stroke: ink(stroke),
+      fill: ink(fill),
+      dash,
+      width: 1.75,
+      spanGaps: true,
+      paths: dot && (() => null),
+      points: { show: Boolean(dot), size: 6, fill: ink(dot) },
+    }));
+    const options = {
+      width: 300,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { show: false },
+      scales: { x: { time: false }, y: { range: (_, low, high) => kind.range(low, high) } },
+      axes: [axis(kind.x, { incrs: kind.incrs, size: 26 }), axis(kind.y, {})],
+      series: [{}, ...lines],
+    };
+    this.plot = new uPlot(options, [[], ...lines.map(() => [])], this.host);
     new ResizeObserver(([{ contentRect }]) => {
       this.plot.setSize({ width: Math.max(160, contentRect.width), height: HEIGHT });
     }).observe(this.host);
+    const isDark = matchMedia('(prefers-color-scheme: dark)');
     isDark.addEventListener('change', () => this.plot.redraw());
   }
 
   // `data`: x and the values of each series; `summary` is the picture in words.
   show(data, summary) {
     this.data = data;
-    setAttribute(this.host, 'aria-label', `${this.firstElementChild.textContent}: ${summary}`);
+    set(this.host, { 'aria-label': `${this.firstElementChild.textContent}: ${summary}` });
     this.#timer ||= setTimeout(() => {
       this.#timer = 0;
       this.plot.setData(this.data);
@@ -68,23 +65,25 @@ export class Chart extends HTMLElement {
   }
 }
 
+const fromZero = (_, high) => [0, 1.08 * (high || 1)];
 const short = (value) => (value >= 1e4 ? `${value / 1e3}k` : String(value));
 const ago = (value) => (value ? `${value} s` : 'now');
 
 const OVER_TIME = { range: fromZero, x: ago, y: short, incrs: [0.1, 0.5, 1, 5, 10, 30, 60, 300] };
+const FILLED = { stroke: 'accent', fill: 'wash' };
 
 const KINDS = {
-  slots: { ...OVER_TIME, series: [SLOT, { stroke: '--muted', dash: [4, 4] }] },
-  tokens: { ...OVER_TIME, series: [SLOT] },
+  slots: { ...OVER_TIME, series: [FILLED, { stroke: 'muted', dash: [4, 4] }] },
+  tokens: { ...OVER_TIME, series: [FILLED] },
   rewards: {
     range: around,
     incrs: [1, 2, 5, 10, 20, 50],
     x: String,
     y: (value) => value.toFixed(2),
     series: [
-      { stroke: '--rejected', dot: '--panel' },
-      { stroke: '--accent', dot: '--accent' },
-      { stroke: '--gold' },
+      { stroke: 'bad', dot: 'panel' },
+      { stroke: 'accent', dot: 'accent' },
+      { stroke: 'gold' },
     ],
   },
 };
@@ -93,10 +92,6 @@ function around(low, high) {
   if (low === null || high === null) return [0, 1];
   const margin = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
   return [low - margin, high + margin];
-}
-
-function fromZero(_, high) {
-  return [0, 1.08 * (high || 1)];
 }
 
 customElements.define('specrej-chart', Chart);

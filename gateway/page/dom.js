@@ -1,46 +1,28 @@
 // Elements without markup in texts: nothing that a model writes can become an element.
 
-const SVG = 'http://www.w3.org/2000/svg';
-
 function filled(element, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
-    if (name.startsWith('on')) element.addEventListener(name.slice(2), value);
-    else if (name === 'text') element.textContent = value;
+    if (name === 'text') element.textContent = value;
     else if (value === true) element.setAttribute(name, '');
-    else if (value !== false && value !== null && value !== undefined)
-      element.setAttribute(name, value);
+    else if (value !== false && value !== null) element.setAttribute(name, value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  element.append(...children);
   return element;
 }
 
 export const h = (tag, properties = {}, ...children) =>
   filled(document.createElement(tag), properties, children);
 export const s = (tag, properties = {}, ...children) =>
-  filled(document.createElementNS(SVG, tag), properties, children);
+  filled(document.createElementNS('http://www.w3.org/2000/svg', tag), properties, children);
 
 // Set only what has changed: unchanged texts and attributes cost no layout.
 export const setText = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 };
-export const setAttribute = (element, name, value) => {
-  if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
-};
-
-// Colors for canvases, by the names of CSS variables.
-const colors = new Map();
-export const isDark = matchMedia('(prefers-color-scheme: dark)');
-isDark.addEventListener('change', () => colors.clear());
-
-export function color(name) {
-  if (!colors.has(name)) {
-    const probe = h('i', { class: 'unseen' });
-    probe.style.color = `var(${name})`;
-    document.body.append(probe);
-    colors.set(name, getComputedStyle(probe).color);
-    probe.remove();
+export function set(element, attributes) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
   }
-  return colors.get(name);
 }
 
 // The index that an arrow key, Home or End leads to; undefined for other keys.

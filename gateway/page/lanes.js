@@ -1,40 +1,35 @@
 // One lane per candidate; x is tokens. A bar is as dark and as thick as its reward is high, and its
 // end has the mark of its fate, so that color alone carries nothing.
 
-import { moved, s, setAttribute, setText } from './dom.js';
+import { moved, s, set, setText } from './dom.js';
 import { isLive, level, scoreOf, tokensOf } from './reduce.js';
-import { described, fixed, markOf } from './words.js';
+import { colorOf, described, fixed, markOf } from './words.js';
 
-const LEFT = 34,
-  RIGHT = 58,
-  TOP = 22,
-  BOTTOM = 6;
-const TALL = 24,
-  FLAT = 5,
-  ALL = 400; // heights: of a row at most and at least, of all rows if they fit
+const LEFT = 34; // for numbers
+const RIGHT = 58; // for rewards
+const TOP = 22; // for decision tokens
+const ALL = 400; // the height of all rows, where it makes each of them
+const [FLAT, TALL] = [5, 24]; // high at least and at most
 const LABELLED = 11; // rows of this height have texts
 
+// `width` and `pick`, a function of a candidate's number, are set from outside.
 export class Lanes extends HTMLElement {
   #views = new Map(); // elements of each lane, by its id
   #drawn = {}; // what the last layout was made from
-  #width = 0;
 
   connectedCallback() {
     if (this.svg) return;
     this.grid = s('g', { 'aria-hidden': 'true' });
     this.body = s('g', { role: 'presentation' });
-    this.texts = s('g', { 'aria-hidden': 'true' }); // not in lanes, which have names of their own
+    // Not in lanes, which have names of their own.
+    this.texts = s('g', { 'aria-hidden': 'true', 'pointer-events': 'none' });
     const named = { role: 'listbox', 'aria-label': 'Candidates' };
     this.svg = s('svg', named, this.grid, this.body, this.texts);
     this.append(this.svg);
-    new ResizeObserver(([entry]) => {
-      this.#width = entry.contentRect.width;
-      this.dispatchEvent(new CustomEvent('resized'));
-    }).observe(this);
     for (const name of ['pointerover', 'focusin']) {
       this.svg.addEventListener(name, ({ target }) => {
         const id = target.closest('[data-candidate]')?.dataset.candidate;
-        if (id) this.dispatchEvent(new CustomEvent('pick', { detail: Number(id) }));
+        if (id) this.pick(Number(id));
       });
     }
     this.svg.addEventListener('keydown', (event) => this.#move(event));
@@ -43,11 +38,11 @@ export class Lanes extends HTMLElement {
   // `position`: tokens of live lanes, and `domain` those of the axis, both eased.
   draw(state, position, domain, picked) {
     const { lanes } = state;
-    const seen = { lanes, domain, picked, width: this.#width };
+    const seen = { lanes, domain, picked, width: this.width };
     const isSame = Object.keys(seen).every((key) => seen[key] === this.#drawn[key]);
-    if (!this.#width || (isSame && !lanes.some(isLive))) return;
+    if (!this.width || (isSame && !lanes.some(isLive))) return;
     this.row = Math.max(FLAT, Math.min(TALL, ALL / Math.max(1, state.numRows)));
-    this.x = (tokens) => LEFT + (tokens / domain) * Math.max(1, this.#width - LEFT - RIGHT);
+    this.x = (tokens) => LEFT + (tokens / domain) * Math.max(1, this.width - LEFT - RIGHT);
     this.y = (row) => TOP + (row + 0.5) * this.row;
     if (!isSame) this.#layOut(state, picked);
     for (const lane of lanes) this.#grow(state, lane, position);
@@ -55,8 +50,8 @@ export class Lanes extends HTMLElement {
   }
 
   #layOut(state, picked) {
-    const height = TOP + state.numRows * this.row + BOTTOM;
-    setAttribute(this.svg, 'height', height);
+    const height = this.y(state.numRows);
+    set(this.svg, { height });
     this.#rule(state, height);
     if (this.#views.size > state.lanes.length) {
       this.#views.clear();
@@ -64,12 +59,15 @@ export class Lanes extends HTMLElement {
       this.texts.replaceChildren();
     }
     const rows = new Map(state.lanes.map((lane) => [lane.id, lane.row]));
+    const focusable = rows.has(picked) ? picked : 0;
     for (const lane of state.lanes) {
       if (!this.#views.has(lane.id)) this.#add(lane);
       this.#shape(state, lane, rows.get(lane.parent));
-      const { group } = this.#views.get(lane.id);
-      setAttribute(group, 'aria-selected', lane.id === picked);
-      setAttribute(group, 'tabindex', lane.id === (rows.has(picked) ? picked : 0) ? 0 : -1);
+      const isPicked = { 'aria-selected': lane.id === picked };
+      set(this.#views.get(lane.id).group, {
+        ...isPicked,
+        tabindex: lane.id === focusable ? 0 : -1,
+      });
     }
   }
 
@@ -81,23 +79,23 @@ export class Lanes extends HTMLElement {
         line = s('line', { class: 'cut', x1: x, x2: x, y1: TOP - 4, y2: height });
       if (x < free) return line;
       free = x + 30;
-      return s('g', {}, line, s('text', { class: 'tick', x, y: TOP - 9, text: token }));
+      return s('g', {}, line, s('text', { x, y: TOP - 9, text: token, 'text-anchor': 'middle' }));
     });
     this.grid.replaceChildren(...lines);
   }
 
   #add({ id }) {
     const view = {
-      hit: s('rect', { class: 'hit' }),
+      hit: s('rect', { class: 'hit', fill: 'transparent' }),
       fork: s('path', { class: 'fork' }),
       bars: s('g'),
-      growing: s('rect'),
+      growing: s('rect', { class: 'growing' }),
       mark: s('use'),
     };
     const named = { class: 'lane', role: 'option', 'data-candidate': id };
     view.group = s('g', named, ...Object.values(view));
-    view.number = s('text', { class: 'number', x: LEFT - 8, dy: '0.35em' });
-    view.score = s('text', { class: 'score', dy: '0.35em' });
+    view.number = s('text', { x: LEFT - 8, dy: '0.35em', 'text-anchor': 'end' });
+    view.score = s('text', { dy: '0.35em' });
     this.texts.append(view.number, view.score);
     this.#views.set(id, view);
     this.body.append(view.group);
@@ -106,54 +104,46 @@ export class Lanes extends HTMLElement {
   #shape(state, lane, parentRow) {
     const view = this.#views.get(lane.id),
       y = this.y(lane.row),
+      mark = markOf(lane),
       isLabelled = this.row >= LABELLED;
-    if (lane.fate) setAttribute(view.group, 'data-fate', lane.fate);
-    setAttribute(view.group, 'aria-label', `Candidate ${lane.id}, ${described(lane)}`);
-    set(view.hit, { y: y - this.row / 2, height: this.row, width: this.#width });
+    if (lane.fate) set(view.group, { 'data-fate': lane.fate });
+    set(view.group, { 'aria-label': `Candidate ${lane.id}, ${described(lane)}` });
+    set(view.hit, { y: y - this.row / 2, height: this.row, width: this.width });
     view.from = lane.from;
     const bars = lane.scores.map(({ token, score }) => {
       const x = this.x(view.from),
         width = Math.max(0.5, this.x(token) - x);
       view.from = token;
-      return s('rect', { class: 'bar', x, width, ...this.#bar(level(state, score), y) });
+      return s('rect', { class: 'bar', x, width, ...this.#bar(state, score, y) });
     });
     view.bars.replaceChildren(...bars);
-    const thickness = level(state, scoreOf(lane));
-    set(view.growing, { class: 'growing', x: this.x(view.from), ...this.#bar(thickness, y) });
+    set(view.growing, { x: this.x(view.from), ...this.#bar(state, scoreOf(lane), y) });
     if (parentRow !== undefined) {
       const x = this.x(lane.from),
         start = this.y(parentRow);
-      setAttribute(
-        view.fork,
-        'd',
-        `M${x - 5},${start} C${x + 6},${start} ${x - 8},${y} ${x + 3},${y}`,
-      );
+      set(view.fork, { d: `M${x - 5},${start} C${x + 6},${start} ${x - 8},${y} ${x + 3},${y}` });
     }
-    set(view.mark, { href: `#mark-${markOf(lane)}`, class: `mark ${markOf(lane)}` });
-    setAttribute(view.number, 'y', y);
-    set(view.score, { y, class: `score ${lane.fate}` });
+    set(view.mark, { href: `#mark-${mark}`, class: `mark ${mark}` });
+    set(view.number, { y });
+    set(view.score, { y });
     setText(view.number, isLabelled && lane.parent === null ? String(lane.id) : '');
-    const isGone = ['rejected', 'vetoed', ''].includes(lane.fate);
-    setText(view.score, isLabelled && !isGone && lane.scores.length ? fixed(scoreOf(lane)) : '');
+    const isScored = isLabelled && lane.scores.length && !['rejected', 'vetoed'].includes(mark);
+    setText(view.score, isScored ? fixed(scoreOf(lane)) : '');
   }
 
-  #bar(thickness, y) {
-    const height = this.row * (0.24 + 0.1 * (thickness ?? 1));
-    return {
-      y: y - height / 2,
-      height,
-      fill: `var(--${thickness === null ? 'unscored' : `r${thickness}`})`,
-    };
+  #bar(state, score, y) {
+    const height = this.row * (0.24 + 0.1 * (level(state, score) ?? 1));
+    return { y: y - height / 2, height, fill: colorOf(state, score) };
   }
 
   #grow(state, lane, position) {
     const view = this.#views.get(lane.id);
     const end = this.x(isLive(lane) ? Math.max(view.from, position) : tokensOf(state, lane));
     const scale = Math.max(lane.fate === 'winner' ? 0.9 : 0.5, Math.min(1, this.row / 14));
-    setAttribute(view.growing, 'width', Math.max(0, end - this.x(view.from)).toFixed(1));
     const place = `translate(${(end + 7 * scale).toFixed(1)},${this.y(lane.row)}) scale(${scale})`;
-    setAttribute(view.mark, 'transform', place);
-    setAttribute(view.score, 'x', (end + 16).toFixed(1));
+    set(view.growing, { width: Math.max(0, end - this.x(view.from)).toFixed(1) });
+    set(view.mark, { transform: place });
+    set(view.score, { x: (end + 16).toFixed(1) });
   }
 
   #move(event) {
@@ -162,10 +152,6 @@ export class Lanes extends HTMLElement {
     const now = views.findIndex(({ group }) => group === document.activeElement);
     views[moved(event, now, views.length)]?.group.focus();
   }
-}
-
-function set(element, attributes) {
-  for (const name in attributes) setAttribute(element, name, attributes[name]);
 }
 
 customElements.define('specrej-lanes', Lanes);

@@ -87,12 +87,11 @@ export class Operate {
 function row({ kind, address, health, serves, running, sessions, waiting, slots }) {
   const isGenerator = kind === 'BACKEND_KIND_GENERATOR';
   const [word, tone] = HEALTH[health] ?? ['unknown', 'poor'];
-  const cell = (text, name) => h('td', { class: name, text });
   const load = [isGenerator ? sessions : running, isGenerator ? waiting : '–', slots ? '' : '–'];
   const cells = [
-    cell(address, 'code'),
-    cell(word, tone),
-    ...[serves || '–', ...load].map((text) => cell(text)),
+    h('td', {}, h('code', { text: address })),
+    h('td', { class: tone, text: word }),
+    ...[serves || '–', ...load].map((text) => h('td', { text })),
   ];
   if (slots) {
     const named = { max: slots.capacity || 1, value: slots.owned, 'aria-label': 'Slots in use' };

@@ -3,7 +3,7 @@
 import './charts.js';
 import './density.js';
 import './lanes.js';
-import { count, h, isStill, seconds, setAttribute, setText } from './dom.js';
+import { count, h, isStill, seconds, set, setText } from './dom.js';
 import { cost, DENSE, initial, scoreOf, tokensOf } from './reduce.js';
 import { described, fateOf, fixed, markOf, sentence } from './words.js';
 
@@ -27,9 +27,13 @@ export class Race extends HTMLElement {
     setText(this.querySelector('h2'), this.getAttribute('label'));
     this.lanes = this.querySelector('specrej-lanes');
     this.density = this.querySelector('specrej-density');
+    const sizes = new ResizeObserver((entries) => {
+      for (const { target, contentRect } of entries) target.width = contentRect.width;
+      this.#wake();
+    });
     for (const view of [this.lanes, this.density]) {
-      view.addEventListener('pick', (event) => this.#pick(event.detail));
-      view.addEventListener('resized', () => this.#wake());
+      view.pick = (id) => this.#pick(id);
+      sizes.observe(view);
     }
     this.find('twin').addEventListener('toggle', () => this.#tabulate(this.state));
     this.#wake();
@@ -115,7 +119,7 @@ export class Race extends HTMLElement {
       answer: state.answer.trim(),
       'so-far': state.isCertain && !state.answer ? 'Records have no texts.' : soFar,
     });
-    setAttribute(this.find('chip'), 'data-phase', state.phase);
+    set(this.find('chip'), { 'data-phase': state.phase });
     this.find('problem').hidden = !state.error;
     if (state.rounds !== this.#seen.state?.rounds) this.#rounds(state);
     if (state.slots !== this.#seen.state?.slots) this.#slots(state);
@@ -163,8 +167,7 @@ export class Race extends HTMLElement {
       'text-so-far': lane.text.trim() || hint,
     });
     const use = this.find('card').querySelector('use');
-    setAttribute(use, 'href', `#mark-${markOf(lane)}`);
-    setAttribute(use, 'class', `mark ${markOf(lane)}`);
+    set(use, { href: `#mark-${markOf(lane)}`, class: `mark ${markOf(lane)}` });
     const rows = lane.scores.map(({ round, token, score }) => row([round, token, fixed(score)]));
     this.find('scores').tBodies[0].replaceChildren(...rows);
   }

@@ -2,12 +2,7 @@
 
 export const DENSE = 128; // lanes; above there is the density view
 
-const FATES = {
-  CANDIDATE_FATE_KEPT: 'kept',
-  CANDIDATE_FATE_REJECTED: 'rejected',
-  CANDIDATE_FATE_VETOED: 'vetoed',
-  CANDIDATE_FATE_FINISHED: 'finished',
-};
+const FATE = 'CANDIDATE_FATE_';
 
 export const initial = () => ({
   phase: 'waiting', // running, finished, failed or stopped
@@ -89,12 +84,13 @@ const lane = (id, row, from = 0) => {
 function round(state, at, { round: trace, survivors, best_text: bestText, texts }) {
   const known = new Map(trace.candidates.map((traced) => [traced.candidate_id, traced]));
   const written = new Map((texts ?? []).map((item) => [item.candidate_id, item.text]));
-  const alive = new Set(survivors);
+  const alive = new Set(survivors ?? state.lanes.map(({ id }) => id));
   const lanes = state.lanes.map((old) => {
     if (!isLive(old)) return old;
     const traced = known.get(old.id);
-    // A round of very many candidates is without them.
-    const fate = traced ? FATES[traced.fate] : alive.has(old.id) ? 'kept' : 'rejected';
+    // A round of very many candidates is without them, and a record without survivors.
+    const isKept = alive.has(old.id);
+    const fate = traced?.fate.slice(FATE.length).toLowerCase() ?? (isKept ? 'kept' : 'rejected');
     const tokens = (fate === 'finished' && traced?.num_tokens) || trace.decision_token;
     const score = { round: trace.number, token: tokens, score: traced?.score };
     const scores = traced ? [...old.scores, score] : old.scores;
@@ -144,18 +140,8 @@ function finished(state, at, data) {
   let reached = state;
   if (!state.lanes.length && data.rounds.length) {
     // From the cache, or of an equal request: the rounds of the run that made the answer.
-    reached = admitted(state, {
-      n: data.n,
-      prompt_tokens: data.usage.prompt_tokens,
-      request_id: data.request_id,
-    });
-    for (const trace of data.rounds) {
-      const kept = trace.candidates.filter((traced) => traced.fate === 'CANDIDATE_FATE_KEPT');
-      reached = round(reached, at, {
-        round: trace,
-        survivors: kept.map((traced) => traced.candidate_id),
-      });
-    }
+    reached = admitted(state, { ...data, prompt_tokens: data.usage.prompt_tokens });
+    for (const trace of data.rounds) reached = round(reached, at, { round: trace });
   }
   const best = data.candidates[0];
   const lanes = reached.lanes.map((old) =>
@@ -183,19 +169,13 @@ function finished(state, at, data) {
 // candidates as long as this run's are, then the service's estimate.
 export function cost(state) {
   if (state.usage) {
-    return {
-      made: state.usage.generated_tokens,
-      others: state.usage.best_of_n_tokens_estimate,
-      isFinal: true,
-    };
+    const { generated_tokens: made, best_of_n_tokens_estimate: others } = state.usage;
+    return { made, others, isFinal: true };
   }
   const made = state.rounds.reduce((sum, trace) => sum + trace.generated_tokens, state.grown);
-  const own = state.lanes.filter((each) => each.parent === null);
-  const others = own.reduce(
-    (sum, each) => sum + (each.fate === 'finished' ? each.tokens : state.position),
-    0,
-  );
-  return { made, others, isFinal: false };
+  const own = state.lanes.filter(({ parent }) => parent === null);
+  const ends = own.map(({ fate, tokens }) => (fate === 'finished' ? tokens : state.position));
+  return { made, others: ends.reduce((sum, end) => sum + end, 0), isFinal: false };
 }
 
 // In which seventh of the rewards so far a score lies: 0, the lowest, to 6.

@@ -22,9 +22,7 @@ export function eventsOf(record) {
       events.push({ at: start + trace.extend_ms * share, name: 'progress', data });
     }
     at = start + trace.extend_ms + trace.score_ms + trace.prune_ms;
-    const kept = trace.candidates.filter((traced) => traced.fate === 'CANDIDATE_FATE_KEPT');
-    const survivors = kept.map((traced) => traced.candidate_id);
-    events.push({ at, name: 'round_completed', data: { round: trace, survivors, best_text: '' } });
+    events.push({ at, name: 'round_completed', data: { round: trace } });
     token = trace.decision_token;
     slots = trace.session_slots - trace.freed_slots;
   }

@@ -1,8 +1,8 @@
-// States in words and numbers.
+// States in words, numbers and colors.
 
-import { cost, isLive, scoreOf } from './reduce.js';
+import { cost, isLive, level, scoreOf } from './reduce.js';
 
-export const fixed = (score) => (score === null || score === undefined ? '–' : score.toFixed(3));
+export const fixed = (score) => score?.toFixed(3) ?? '–';
 
 // One sentence for readers that do not see the picture.
 export function sentence(state) {
@@ -30,4 +30,10 @@ export function described(lane) {
   const end = isLive(lane) ? '' : ` at token ${lane.tokens}`;
   const parent = lane.parent === null ? '' : `, a fork of ${lane.parent} from token ${lane.from}`;
   return `${fateOf(lane)}${end}, reward ${fixed(scoreOf(lane))}${parent}`;
+}
+
+// The color of a score; null: not scored yet.
+export function colorOf(state, score) {
+  const share = Math.round((100 * level(state, score)) / 6);
+  return score === null ? 'var(--muted)' : `color-mix(in oklch, var(--low), var(--high) ${share}%)`;
 }
