@@ -9,7 +9,7 @@ export const initial = () => ({
   id: '',
   n: 0,
   promptTokens: 0,
-  lanes: [], // {id, row, parent, from, tokens, fate, scores: [{round, token, score}], text}
+  lanes: [], // {id, row, parent, from, tokens, fate, scores: [{round, token, score}], text, isHalted}
   numRows: 0,
   rounds: [], // traces, as the service sends them
   position: 0, // tokens of every live lane
@@ -29,7 +29,7 @@ export const initial = () => ({
   error: '',
 });
 
-export const isLive = (lane) => lane.fate === '' || lane.fate === 'kept';
+export const isLive = (lane) => !lane.isHalted && ['', 'kept'].includes(lane.fate);
 export const tokensOf = (state, lane) => (isLive(lane) ? state.position : lane.tokens);
 export const scoreOf = (lane) => lane.scores.at(-1)?.score ?? null;
 
@@ -54,13 +54,13 @@ export function reduce(state, { at, name, data }) {
     case 'finished':
       return finished(state, at, data);
     case 'error':
-      return { ...state, phase: 'failed', error: data.error?.message ?? String(data) };
+      return halted(state, 'failed', data.error?.message ?? String(data));
     case 'ended': {
       const isWhole = ['finished', 'failed'].includes(state.phase);
-      return isWhole ? state : { ...state, phase: 'failed', error: 'It ended without an answer.' };
+      return isWhole ? state : halted(state, 'failed', 'It ended without an answer.');
     }
     case 'stopped':
-      return { ...state, phase: 'stopped' };
+      return halted(state, 'stopped', '');
     default:
       return state;
   }
@@ -68,6 +68,12 @@ export function reduce(state, { at, name, data }) {
 
 function certain(state, { candidate_id: winner, text }) {
   return { ...state, isCertain: true, winner, answer: state.answer + text };
+}
+
+// Its live lanes end where they are, without a fate of the service.
+function halted(state, phase, error) {
+  const end = (old) => (isLive(old) ? { ...old, tokens: state.position, isHalted: true } : old);
+  return { ...state, phase, error, numLive: 0, lanes: state.lanes.map(end) };
 }
 
 function admitted(state, data) {

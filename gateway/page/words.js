@@ -22,7 +22,7 @@ export function sentence(state) {
   return `${begun} ${trace.num_rejected} rejected, ${rest}`;
 }
 
-export const markOf = (lane) => (isLive(lane) ? 'growing' : lane.fate);
+export const markOf = (lane) => (isLive(lane) ? 'growing' : lane.isHalted ? 'stopped' : lane.fate);
 export const fateOf = (lane) => (lane.fate === 'winner' ? 'the answer' : markOf(lane));
 
 // A candidate's state in words.

@@ -37,6 +37,7 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "branching": {"seed": 5, "branching": Branching(10, 3)},
     "vetoed": {"seed": 6, "alpha": 0.2, "rewards": [WeightedReward("toy", veto_below=0.45)]},
     "stopped": {"seed": 7},
+    "certain": {"n": 4, "seed": 8, "ignore_eos": True},
 }
 _STOPPED = {"stopped": 2}
 

@@ -6,7 +6,8 @@ import test from 'node:test';
 
 const page = new URL('../../../gateway/page/', import.meta.url);
 const { cost, initial, isLive, level, reduce, scoreOf } = await import(new URL('reduce.js', page));
-const { sentence } = await import(new URL('words.js', page));
+const { columnsOf } = await import(new URL('columns.js', page));
+const { described, sentence } = await import(new URL('words.js', page));
 const { eventsOf, Player } = await import(new URL('replay.js', page));
 
 const folder = new URL('streams/', import.meta.url);
@@ -36,7 +37,7 @@ function fatesOf(finished) {
   return fates.set(finished.candidates[0].candidate_id, 'winner');
 }
 
-test('there are recorded streams', () => assert.deepEqual(names.sort(), ['branching', 'cached', 'rejection', 'stopped', 'vetoed']));
+test('there are recorded streams', () => assert.deepEqual(names.sort(), ['branching', 'cached', 'certain', 'rejection', 'stopped', 'vetoed']));
 
 for (const name of names) {
   const { events, record } = recorded(name);
@@ -49,6 +50,8 @@ for (const name of names) {
     assert.ok(fates.size >= finished.n);
     assert.deepEqual(new Map(state.lanes.map((lane) => [lane.id, lane.fate])), fates);
     assert.equal(state.answer, finished.text);
+    assert.deepEqual([state.phase, state.winner, state.best, state.totalMs], ['finished', finished.candidates[0].candidate_id, finished.score, finished.timings.total_ms]);
+    assert.equal(state.capacity, finished.rounds.at(-1).capacity_slots);
     assert.deepEqual(cost(state), { made: finished.usage.generated_tokens, others: finished.usage.best_of_n_tokens_estimate, isFinal: true });
   });
 
@@ -73,6 +76,38 @@ for (const name of names) {
       const levels = state.lanes.map((lane) => level(state, scoreOf(lane))).filter((value) => value !== null);
       assert.ok(levels.every((value) => Number.isInteger(value) && value >= 0 && value <= 6));
     }
+  });
+
+  test(`${name}: each event shows the service's slots, capacity, best reward and best text`, () => {
+    let state = initial();
+    for (const event of events) {
+      const before = state;
+      state = reduce(state, event);
+      const { at, data } = event;
+      if (event.name === 'progress') {
+        assert.deepEqual(state.slots, [...before.slots, { at, session: data.session_slots }]);
+        assert.deepEqual([state.capacity, state.numLive, state.position], [data.capacity_slots, data.num_live, data.num_tokens]);
+      }
+      if (event.name !== 'round_completed') continue;
+      const { session_slots: full, freed_slots: freed, capacity_slots: capacity, best_score: best, num_live: numLive } = data.round;
+      assert.deepEqual(state.slots, [...before.slots, { at, session: full }, { at, session: full - freed }]);
+      assert.deepEqual([state.capacity, state.best, state.bestText, state.numLive], [capacity, best, data.best_text, numLive]);
+    }
+  });
+
+  test(`${name}: higher rewards have higher levels`, () => {
+    const state = fold(events);
+    const scores = state.lanes.flatMap((lane) => lane.scores.map(({ score }) => score)).sort((a, b) => a - b);
+    const levels = scores.map((score) => level(state, score));
+    assert.deepEqual(levels, [...levels].sort((a, b) => a - b));
+    if (new Set(scores).size > 7) assert.deepEqual([levels[0], levels.at(-1)], [0, 6]);
+  });
+
+  test(`${name}: a column of the density view has the height of its round`, () => {
+    const state = fold(events);
+    const columns = columnsOf(state).filter(({ to }) => to !== null);
+    assert.deepEqual(columns.map(({ size, numKept }) => [size, size - numKept]), state.rounds.map((trace) => [trace.num_started, trace.num_rejected]));
+    for (const { bands, size } of columns) assert.equal(bands.reduce((sum, { count }) => sum + count, 0), size);
   });
 
   test(`${name}: the number of tokens made so far only grows, to that of the end`, () => {
@@ -113,7 +148,58 @@ for (const name of names) {
   });
 }
 
-test('forks begin at the cut, in a row that the cut has freed', () => {
+test('once certain, the answer grows with each delta to the text of the end', () => {
+  const { events } = recorded('certain');
+  let state = initial(), text = '';
+  for (const event of events) {
+    state = reduce(state, event);
+    if (event.name !== 'text_delta') continue;
+    text += event.data.text;
+    assert.deepEqual([state.phase, state.answer, state.isCertain, state.winner], ['running', text, true, event.data.candidate_id]);
+  }
+  assert.ok(events.filter(({ name }) => name === 'text_delta').length > 9);
+  assert.deepEqual([state.answer, state.winner], [text, events.at(-1).data.candidates[0].candidate_id]);
+});
+
+test('a score lies in the seventh that the cuts give', () => {
+  const cuts = [1, 2, 3, 4, 5, 6];
+  assert.deepEqual([0, 1, 1.5, 3, 5.9, 7, null].map((score) => level({ cuts }, score)), [0, 1, 1, 3, 5, 6, null]);
+});
+
+test('what ends early has no lane that grows', () => {
+  const { events } = recorded('rejection');
+  const part = events.slice(0, events.findLastIndex(({ name }) => name === 'progress') + 1);
+  const endings = { stopped: {}, error: { error: { message: 'no room' } }, ended: {} };
+  for (const [name, data] of Object.entries(endings)) {
+    const running = fold(part), state = fold([...part, { at: 1e4, name, data }]);
+    const cut = running.lanes.filter(isLive).map(({ id }) => id);
+    assert.ok(cut.length > 0);
+    assert.deepEqual([state.lanes.filter(isLive).length, state.numLive], [0, 0]);
+    for (const lane of state.lanes.filter(({ id }) => cut.includes(id))) {
+      assert.equal(lane.tokens, running.position);
+      assert.match(described(lane), /^stopped at token/);
+    }
+    assert.deepEqual(cost(state), cost(running));
+  }
+});
+
+test('forks take the rows that cuts have freed, and only then new ones', () => {
+  let state = initial();
+  for (const event of recorded('branching').events) {
+    const before = state;
+    state = reduce(state, event);
+    if (event.name !== 'round_completed') continue;
+    const forks = state.lanes.slice(before.lanes.length);
+    assert.deepEqual(forks.map(({ id, parent }) => [id, parent]), event.data.round.forks.map((fork) => [fork.candidate_id, fork.parent_id]));
+    const ended = state.lanes.slice(0, before.lanes.length);
+    const taken = new Set(ended.filter(({ fate }) => fate !== 'rejected').map(({ row }) => row));
+    const free = before.numRows - taken.size;
+    assert.equal(forks.filter(({ row }) => row < before.numRows).length, Math.min(free, forks.length));
+    assert.equal(new Set([...taken, ...forks.map(({ row }) => row)]).size, taken.size + forks.length);
+  }
+});
+
+test('forks begin at the cut, where their parents are', () => {
   const state = fold(recorded('branching').events);
   const forks = state.lanes.filter((lane) => lane.parent !== null);
   assert.ok(forks.length > 0);
@@ -138,4 +224,11 @@ test('a round without its candidates leaves the survivors', () => {
   const state = fold(bare.filter((event) => event.name !== 'finished'));
   const last = bare.findLast((event) => event.name === 'round_completed').data;
   assert.deepEqual(state.lanes.filter(isLive).map((lane) => lane.id), last.survivors);
+  const columns = columnsOf(state);
+  assert.ok(columns.length > 1);
+  for (const [index, { size, numKept, bands }] of columns.entries()) {
+    const trace = state.rounds[index]; // none of the last column, which grows
+    if (trace) assert.deepEqual([size, numKept], [trace.num_started, trace.num_started - trace.num_rejected]);
+    assert.deepEqual(bands, [{ rank: 0, fill: 'var(--muted)', count: size }]);
+  }
 });
