@@ -1,8 +1,8 @@
 // The page: routes by the address's hash, runs requests, replays records.
 
 import { get, setToken, stream, token } from './api.js';
-import { arrange, bodyOf, byBestOfN, codeOf, offer } from './ask.js';
-import { count, h, seconds, setText } from './dom.js';
+import { arrange, bodyOf, byBestOfN, codeOf, drawSeed, offer } from './ask.js';
+import { count, h, isStill, seconds, setText } from './dom.js';
 import { Operate } from './operate.js';
 import { cost, initial, reduce } from './reduce.js';
 import { eventsOf, Player } from './replay.js';
@@ -18,6 +18,7 @@ const $ = (id) => document.getElementById(id);
 const form = $('ask');
 const remembered = new Map(); // events by request id: unlike records, they have texts
 let runs = [];
+let isSent = false; // the request that the form is
 
 class Run {
   constructor(race) {
@@ -46,6 +47,11 @@ class Run {
     this.race.show(this.state, this.clock);
   }
 
+  skip() {
+    this.race.removeAttribute('idle');
+    this.take('stopped', {});
+  }
+
   async start(body) {
     this.reset();
     const { abort } = this;
@@ -71,7 +77,7 @@ class Run {
 
   take(name, data) {
     const event = { at: performance.now() - this.began, name, data };
-    if (['finished', 'error', 'stopped'].includes(name)) this.ended = performance.now();
+    if (['finished', 'error', 'stopped'].includes(name)) this.ended ??= performance.now();
     this.events.push(event);
     this.state = reduce(this.state, event);
     this.race.show(this.state, this.clock);
@@ -95,6 +101,8 @@ async function ask(event) {
   event.preventDefault();
   stop();
   if (!form.elements.model.value) await describe();
+  if (isSent) renew();
+  isSent = true;
   const body = bodyOf(form),
     isCompared = form.elements.compare.checked && body.specrej.algorithm !== 'best-of-n';
   $('live').label = NAMES[body.specrej.algorithm] ?? 'Branching';
@@ -109,8 +117,10 @@ async function ask(event) {
   if (isCompared) compare();
   await main.start(body);
   // One after the other: at the same time on one engine each would slow the other down.
-  if (isCompared && runs === mine && main.state.phase === 'finished')
-    await other.start(byBestOfN(body));
+  if (isCompared && runs === mine) {
+    if (main.state.phase === 'finished') await other.start(byBestOfN(body, main.state.n));
+    else other.skip();
+  }
   clearInterval(watching);
   if (isCompared) compare();
   if (runs === mine) $('stop').disabled = true;
@@ -128,6 +138,7 @@ function compare() {
     reward: state.best ?? 0,
   }));
   const isDone = sides.every((side) => side.isDone),
+    isOver = [main, other].some(({ state }) => ['failed', 'stopped'].includes(state.phase)),
     gap = sides[0].reward - sides[1].reward;
   const difference =
     Math.abs(gap) < 5e-4 ? 'the same' : `${gap > 0 ? '+' : '−'}${fixed(Math.abs(gap))}`;
@@ -141,18 +152,29 @@ function compare() {
     });
     const ratio = `${(values[1] / Math.max(1e-9, values[0])).toFixed(1)} times`;
     const verdicts = { seconds: `${ratio} faster`, tokens: `${ratio} fewer`, reward: difference };
-    setText(row.querySelector('.verdict'), isDone ? verdicts[name] : '…');
+    setText(row.querySelector('.verdict'), isDone ? verdicts[name] : isOver ? '–' : '…');
   }
 }
 
 const url = new URL('v1/specrej/stream', location.href).href;
 const code = () => codeOf($('language').value, bodyOf(form), url);
-const showCode = () => $('code').open && ($('code').querySelector('pre').textContent = code());
+function showCode() {
+  setText($('code').querySelector('pre'), code());
+  setText($('copy'), 'Copy');
+}
+
+// The form is another request than the one sent before, even if its seed is random.
+function renew() {
+  isSent = false;
+  drawSeed(form);
+  showCode();
+}
 
 form.addEventListener('submit', ask);
-form.addEventListener('input', () => {
+form.addEventListener('input', ({ target }) => {
+  if (target === $('language')) return;
   arrange(form);
-  showCode();
+  renew();
 });
 form.addEventListener('keydown', ({ key, ctrlKey, metaKey }) => {
   if (key === 'Enter' && (ctrlKey || metaKey)) form.requestSubmit();
@@ -161,8 +183,14 @@ $('stop').addEventListener('click', stop);
 $('code').addEventListener('toggle', showCode);
 $('language').addEventListener('change', showCode);
 $('copy').addEventListener('click', async () => {
-  await navigator.clipboard.writeText(code());
-  setText($('copy'), 'Copied');
+  try {
+    await navigator.clipboard.writeText(code());
+    setText($('copy'), 'Copied');
+  } catch {
+    // Over plain HTTP from another machine there is no clipboard.
+    getSelection().selectAllChildren($('code').querySelector('pre'));
+    setText($('copy'), 'Selected');
+  }
 });
 
 // Look back
@@ -194,15 +222,16 @@ async function list() {
 }
 
 async function replay(id) {
-  const known = remembered.get(id);
-  const events = known ?? eventsOf(await get(`v1/specrej/records/${encodeURIComponent(id)}`));
+  const path = `v1/specrej/records/${encodeURIComponent(id)}`;
+  const failed = (error) => [{ at: 0, name: 'error', data: { error } }];
+  const events = remembered.get(id) ?? (await get(path).then(eventsOf, failed));
   if (location.hash !== `#record=${id}`) return;
   player = new Player(events);
   player.speed = Number($('speed').value);
   $('past').removeAttribute('idle');
   $('past').label = `Replay of ${id.slice(0, 8)}`;
   $('player').hidden = false;
-  play(true);
+  play(!isStill.matches);
 }
 
 function play(isPlaying) {
@@ -286,5 +315,6 @@ $('token').addEventListener('close', () => {
 addEventListener('hashchange', route);
 
 arrange(form);
+renew();
 describe();
 route();

@@ -2,7 +2,12 @@
 
 import { h, set, setText } from './dom.js';
 
-const MAX_RANDOM_SEED = 2 ** 48;
+const ORCHESTRATOR_PORT = 50050; // by default
+
+// Draw the seed of requests whose field is empty.
+export function drawSeed(form) {
+  form.elements.seed.placeholder = Math.floor(Math.random() * 2 ** 31);
+}
 
 // Show the fields that the chosen algorithm and schedule have.
 export function arrange(form) {
@@ -36,15 +41,13 @@ export function offer(form, { generator, rewards }) {
   }
 }
 
-// The body of a call of /v1/specrej/stream. An empty seed is a random one.
+// The body of a call of /v1/specrej/stream: the same until a field changes or a seed is drawn.
 export function bodyOf(form) {
   const value = (name) => form.elements[name].value.trim();
   const number = (name) => Number(value(name));
-  const specrej = {
-    n: number('n'),
-    events: 'all',
-    cache: form.elements.cache.checked ? 'use' : 'bypass',
-  };
+  const { cache, compare, seed } = form.elements,
+    isStored = cache.checked && !compare.checked; // else a comparison could be of no work
+  const specrej = { n: number('n'), events: 'all', cache: isStored ? 'use' : 'bypass' };
   const algorithm = value('algorithm');
   if (algorithm === 'branching')
     specrej.branching = { width: number('width'), keep: number('keep') };
@@ -62,7 +65,7 @@ export function bodyOf(form) {
     messages: [{ role: 'user', content: value('prompt') }],
     max_tokens: number('max_tokens'),
     temperature: number('temperature'),
-    seed: value('seed') ? number('seed') : Math.floor(Math.random() * MAX_RANDOM_SEED),
+    seed: Number(value('seed') || seed.placeholder),
     specrej,
   };
 }
@@ -79,10 +82,10 @@ function scheduleOf(kind, value, number) {
   };
 }
 
-// The same request by Best-of-N.
-export function byBestOfN(body) {
+// The same request by Best-of-N, of as many candidates as it has got.
+export function byBestOfN(body, n) {
   const { branching, schedule, alpha, ...rest } = body.specrej;
-  return { ...body, specrej: { ...rest, algorithm: 'best-of-n' } };
+  return { ...body, specrej: { ...rest, n, algorithm: 'best-of-n' } };
 }
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
@@ -95,7 +98,7 @@ export function codeOf(language, body, url) {
     const options = Object.entries(headers).map(([name, value]) => `-H '${name}: ${value}'`);
     return `curl -sN ${url} \\\n  ${options.join(' \\\n  ')} \\\n  -d ${quoted(json)}`;
   }
-  if (language === 'grpcurl') return grpcurl(body);
+  if (language === 'grpcurl') return grpcurl(body, new URL(url));
   return `import json
 import urllib.request
 
@@ -107,18 +110,21 @@ with urllib.request.urlopen(call) as events:
         print(line.decode(), end="")`;
 }
 
-function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }) {
-  const { n, alpha, algorithm, branching, rewards, schedule } = specrej;
-  const selection = { n, alpha, branching };
-  if (algorithm) selection.algorithm = `ALGORITHM_${algorithm.toUpperCase().replaceAll('-', '_')}`;
-  selection.rewards = Object.entries(rewards ?? {}).map(([name, weight]) => ({ name, weight }));
+// The request that the gateway makes of the body.
+function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }, url) {
+  const { events, cache, schedule, rewards = {}, ...selection } = specrej;
+  const constant = (type, name) => `${type}_${name.toUpperCase().replaceAll('-', '_')}`;
+  if (selection.algorithm) selection.algorithm = constant('ALGORITHM', selection.algorithm);
+  selection.rewards = Object.entries(rewards).map(([name, weight]) => ({ name, weight }));
   if (schedule) {
     const { kind, tokens, ...rest } = schedule;
     selection.schedule = { [kind]: tokens ? { decision_tokens: tokens } : rest };
   }
   const sampling = { max_tokens, temperature, seed };
-  const request = { model, prompt: { messages }, sampling, selection };
-  const json = JSON.stringify({ request, progress: true }, null, 1);
-  return `grpcurl -plaintext -H 'authorization: Bearer TOKEN' -d ${quoted(json)} \\
-  127.0.0.1:50050 specrej.v1.OrchestratorService/GenerateStream`;
+  const cache_control = constant('CACHE_CONTROL', cache);
+  const request = { model, prompt: { messages }, sampling, selection, cache_control };
+  const call = { request, progress: true, text_deltas: true, texts: true };
+  const security = url.protocol === 'http:' ? '-plaintext ' : '';
+  return `grpcurl ${security}-H 'authorization: Bearer TOKEN' -d ${quoted(JSON.stringify(call, null, 1))} \\
+  ${url.hostname}:${ORCHESTRATOR_PORT} specrej.v1.OrchestratorService/GenerateStream`;
 }

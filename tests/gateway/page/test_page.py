@@ -421,23 +421,3 @@ async def test_axe_finds_nothing(fresh: Window, scheme: str) -> None:
         await fresh.page.press(ESCAPE)
     finally:
         await fresh.page.prefer("light")
-
-
-async def test_the_request_as_code_is_the_request_that_runs(fresh: Window, client: Client) -> None:
-    """Guards against code that asks for another request than Run does."""
-    await fresh.until("document.querySelector('#rewards input')")
-    await fresh.fill(prompt='It\'s "quoted".', **SEEDED)
-    await fresh.press("As code")
-    texts = {}
-    for language in ("curl", "Python", "grpcurl"):
-        await fresh.js(
-            """
-            const language = document.getElementById('language');
-            language.value = arguments[0];
-            language.dispatchEvent(new Event('change'));""",
-            language,
-        )
-        texts[language] = await fresh.text("#code pre")
-    assert "'\\''s" in texts["curl"] and "v1/specrej/stream" in texts["curl"]
-    compile(texts["Python"], "snippet", "exec")
-    assert '"alpha": 0.5' in texts["grpcurl"] and "GenerateStream" in texts["grpcurl"]
