@@ -4,7 +4,8 @@ import { get } from './api.js';
 import { count, h, setText } from './dom.js';
 
 const POLL_MS = 1000;
-const KEPT = 300; // samples, of which the latest ten make up the rate
+const KEPT = 300; // samples of the charts
+const RECENT = 5; // samples of a process, between which its rate is measured
 const GONE_MS = 30_000; // after which a process that is not seen does not count
 
 const HEALTH = {
@@ -16,7 +17,7 @@ const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` 
 
 export class Operate {
   #timer = 0;
-  #processes = new Map(); // the latest counters of each orchestrator
+  #processes = new Map(); // the latest counters and the rate of each orchestrator: calls alternate
   #samples = []; // {at, rate, owned}
 
   constructor(host) {
@@ -48,19 +49,22 @@ export class Operate {
   #show(now, at) {
     const { generator, backends } = now;
     const { slots } = generator;
-    const before = this.#processes.get(now.process_id);
-    this.#processes.set(now.process_id, { ...now, at });
+    const known = this.#processes.get(now.process_id)?.counts ?? [];
+    const counts = [...known.slice(1 - RECENT), { at, made: now.generated_tokens }];
+    const made = now.generated_tokens - counts[0].made;
+    const process = { ...now, at, counts, rate: made && (1000 * made) / (at - counts[0].at) };
+    this.#processes.set(now.process_id, process);
     const processes = [...this.#processes.values()].filter((each) => at - each.at < GONE_MS);
     const sum = (name) => processes.reduce((total, each) => total + each[name], 0);
-    const made = now.generated_tokens - (before?.generated_tokens ?? now.generated_tokens);
-    const rate = before ? (1000 * made) / (at - before.at) : 0;
-    this.#samples = [...this.#samples.slice(1 - KEPT), { at, rate, owned: slots.owned }];
-    const recent = this.#samples.slice(-10);
+    this.#samples = [
+      ...this.#samples.slice(1 - KEPT),
+      { at, rate: sum('rate'), owned: slots.owned },
+    ];
     const saved = sum('saved_tokens_estimate');
     const texts = {
       running: count(sum('running')),
       queued: count(sum('queued')),
-      rate: count(recent.reduce((total, each) => total + each.rate, 0) / recent.length),
+      rate: count(sum('rate')),
       saved: share(saved, sum('generated_tokens') + saved),
       cached: share(sum('num_cached'), sum('num_answers') + sum('num_cached')),
       answers: count(sum('num_answers')),
