@@ -123,7 +123,7 @@ export class Race extends HTMLElement {
     this.find('problem').hidden = !state.error;
     if (state.rounds !== this.#seen.state?.rounds) this.#rounds(state);
     if (state.slots !== this.#seen.state?.slots) this.#slots(state);
-    if (state.lanes !== this.#seen.state?.lanes) this.#tabulate(state);
+    this.#tabulate(state);
   }
 
   #slots({ slots, capacity }) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -123,13 +124,23 @@ async def test_forks_grow_out_of_their_parents(fresh: Window, client: Client) ->
     forks = [fork for done in (await record_of(fresh, client)).rounds for fork in done.trace.forks]
     fates = await fresh.fates()
     assert forks and {fork.id for fork in forks} <= fates.keys()
+    await fresh.frames(60)
     joined = await fresh.js(
         """
         const lanes = [...document.querySelectorAll('#live .lane')];
-        return lanes.filter((lane) => lane.querySelector('.fork').hasAttribute('d'))
-          .map((lane) => Number(lane.dataset.candidate));"""
+        return lanes.map((lane) => {
+          const path = lane.querySelector('.fork').getAttribute('d');
+          return [Number(lane.dataset.candidate), path];
+        }).filter(([, path]) => path);"""
     )
-    assert set(joined) == {fork.id for fork in forks}
+    assert {candidate for candidate, _ in joined} == {fork.id for fork in forks}
+    rows = {lane["id"]: lane["row"] for lane in (await fresh.state())["lanes"]}
+    height = await fresh.js("return document.querySelector('#live specrej-lanes').row")
+    parents = {fork.id: fork.parent_id for fork in forks}
+    for candidate, path in joined:
+        numbers = [float(number) for number in re.findall(r"-?[\d.]+", path)]
+        away = height * (rows[candidate] - rows[parents[candidate]])
+        assert numbers[-1] - numbers[1] == pytest.approx(away, abs=0.01), candidate
 
 
 async def test_a_candidate_shows_its_text_scores_and_fate(fresh: Window, client: Client) -> None:
@@ -252,6 +263,16 @@ async def test_an_answer_from_the_cache_shows_the_run_that_made_it(
     assert (await record_of(fresh, client)).source is AnswerSource.CACHE
 
 
+async def test_an_unknown_record_keeps_the_list(fresh: Window, client: Client) -> None:
+    """Guards against an address of a forgotten request that hides all others."""
+    await client.generate(PROMPT, n=4, max_tokens=16, seed=17)
+    await fresh.go(f"#record={'f' * 32}")
+    await fresh.until("document.querySelectorAll('#recent a').length")
+    await fresh.until("document.querySelector('#past .problem').checkVisibility()")
+    assert await fresh.state("past") | {"phase": "failed", "lanes": []} == await fresh.state("past")
+    assert all("404" in entry["message"] for entry in await fresh.page.log())
+
+
 async def test_operators_see_backends_load_and_totals(fresh: Window, client: Client) -> None:
     """Guards against a tab with figures of another service, or frozen ones."""
     await client.generate(PROMPT, n=4, max_tokens=16, seed=14)
@@ -273,11 +294,71 @@ async def test_operators_see_backends_load_and_totals(fresh: Window, client: Cli
     await fresh.until(f"document.querySelector('#operate .answers').textContent === '{expected}'")
 
 
+async def test_totals_are_those_of_all_orchestrators(fresh: Window) -> None:
+    """Guards against figures of the orchestrator that has answered last: calls alternate."""
+    await fresh.js(
+        """
+        return (async () => {
+        const counters = {
+          a: { generated_tokens: 200, running: 1, queued: 2, num_answers: 4, num_cached: 1,
+            num_refused: 4, num_degraded: 1, num_hurried: 0, saved_tokens_estimate: 0 },
+          b: { generated_tokens: 300, running: 2, queued: 3, num_answers: 5, num_cached: 2,
+            num_refused: 5, num_degraded: 0, num_hurried: 2, saved_tokens_estimate: 0 },
+        };
+        const known = await (await fetch('v1/specrej/describe')).json();
+        const repeat = window.setInterval;
+        let now = 0;
+        performance.now = () => now;
+        window.setInterval = (work) => repeat(work, 5);
+        window.alternate = true;
+        window.fetch = async () => {
+          now += 1000;
+          const process_id = window.alternate && now % 2000 ? 'b' : 'a';
+          const counted = { ...known, process_id, ...counters[process_id] };
+          counted.generated_tokens *= now / 1000;
+          return { ok: true, json: async () => counted };
+        };
+        })();"""
+    )
+    await fresh.press("Operate")
+
+    async def shows(**tiles: str) -> None:
+        for name, text in tiles.items():
+            await fresh.until(
+                f"document.querySelector('#operate .{name}').textContent === '{text}'"
+            )
+
+    await shows(rate="500", queued="5", running="3", answers="9", refused="9", cached="25 %")
+    await shows(weak="1 · 2")
+    assert "2 orchestrators" in await fresh.text("#operate .facts")
+    await fresh.js("window.alternate = false")
+    await shows(rate="200", queued="2", refused="4", cached="20 %")
+    assert "one orchestrator" in await fresh.text("#operate .facts")
+
+
 async def test_a_thousand_candidates_are_few_elements(fresh: Window, client: Client) -> None:
-    """Guards against an element per candidate, whose layout takes longer than a frame."""
+    """Guards against an element per candidate, whose layout takes longer than a frame.
+
+    The time is that of the page's own scripts per frame: that of a frame depends on what else the
+    machine does, and `make page-screenshots` prints it.
+    """
+    await fresh.js(
+        """
+        window.spent = { ms: 0, frames: 0 };
+        const timed = (schedule, isFrame) => (work, ...rest) => schedule((...given) => {
+          const began = performance.now();
+          work(...given);
+          window.spent.ms += performance.now() - began;
+          window.spent.frames += isFrame;
+        }, ...rest);
+        window.requestAnimationFrame = timed(window.requestAnimationFrame, 1);
+        window.setTimeout = timed(window.setTimeout, 0);"""
+    )
     await fresh.run(n=1024, max_tokens=40, alpha=0.5, seed=16)
     assert await fresh.ended() == "finished"
     await fresh.frames(5)
+    spent = await fresh.js("return window.spent")
+    assert spent["frames"] > 20 and spent["ms"] / spent["frames"] < 50
     assert await fresh.js("return document.querySelectorAll('#live *').length") < 250
     assert await fresh.js(
         "return document.querySelector('#live specrej-density').checkVisibility()"
@@ -310,8 +391,13 @@ async def test_a_token_stays_in_the_session_and_goes_to_the_gateway(
             "return [sessionStorage.length, localStorage.length, document.cookie]"
         )
         assert kept == [1, 0, ""]
+        requests = await fresh.requests()
+        called = [request for request in requests if "/v1/" in request["url"]]
+        tokens = [request["headers"].get("authorization") for request in called]
+        assert tokens[0] is None and {*tokens[1:]} == {"Bearer a-token"}
+        allowed = (f"http://127.0.0.1:{own.port}/", "about:blank")
+        assert [each["url"] for each in requests if not each["url"].startswith(allowed)] == []
     assert all("401" in entry["message"] for entry in await fresh.page.log())
-    await fresh.page.log("performance")
     await fresh.load()
 
 
@@ -346,15 +432,73 @@ async def test_the_keyboard_alone_runs_a_request(fresh: Window) -> None:
 
 
 async def test_reduced_motion_moves_nothing(fresh: Window) -> None:
-    """Guards against animations, which make some people ill."""
+    """Guards against animations, which make some people ill: of styles, and of widths in steps."""
+    await fresh.until("document.querySelector('specrej-lanes')")
+    await fresh.js(
+        """
+        const lanes = document.querySelector('#live specrej-lanes');
+        window.drawn = { frames: 0, other: [] };
+        lanes.draw = (state, ...rest) => {
+          Object.getPrototypeOf(lanes).draw.call(lanes, state, ...rest);
+          if (state.phase !== 'running') return;
+          for (const bar of lanes.querySelectorAll('rect.growing')) {
+            const end = Number(bar.getAttribute('x')) + Number(bar.getAttribute('width'));
+            const { candidate } = bar.parentElement.dataset;
+            const lane = state.lanes.find((each) => each.id === Number(candidate));
+            if (lane.fate && lane.fate !== 'kept') continue;
+            window.drawn.frames++;
+            const off = end - lanes.x(Math.max(lane.tokens, state.position));
+            if (Math.abs(off) > 0.1) window.drawn.other.push(off);
+          }
+        };"""
+    )
+    for reduces in (False, True):
+        feature = "reduce" if reduces else "no-preference"
+        await fresh.page.prefer("light", prefers_reduced_motion=feature)
+        try:
+            await fresh.js("window.drawn = { frames: 0, other: [] }")
+            await fresh.run(**SEEDED)
+            await fresh.until("document.getElementById('live').state.rounds.length")
+            if reduces:
+                assert await fresh.js("return document.getAnimations().length") == 0
+            await fresh.ended()
+            drawn = await fresh.js("return window.drawn")
+            assert drawn["frames"] > 100 and (drawn["other"] == []) == reduces
+        finally:
+            await fresh.page.prefer("light")
+
+
+async def test_a_replay_waits_where_motion_is_reduced(fresh: Window, client: Client) -> None:
+    """Guards against a picture that moves on its own as soon as it is opened."""
+    generation = await client.generate(PROMPT, n=12, max_tokens=64, seed=18)
     await fresh.page.prefer("light", prefers_reduced_motion="reduce")
     try:
-        await fresh.run(**SEEDED)
-        await fresh.until("document.getElementById('live').state.rounds.length")
-        assert await fresh.js("return document.getAnimations().length") == 0
-        await fresh.ended()
+        await fresh.load(f"#record={generation.request_id}")
+        await fresh.until("document.getElementById('player').checkVisibility()")
+        await fresh.frames(20)
+        assert await fresh.text("#play") == "Play"
+        assert await fresh.js("return document.getElementById('seek').value") == "0"
+        await fresh.press("Play")
+        assert await fresh.ended("past") == "finished"
     finally:
         await fresh.page.prefer("light")
+
+
+COLORS = """
+    const probe = document.createElement('i');
+    probe.style.color = 'CanvasText';
+    document.body.append(probe);
+    const canvas = new OffscreenCanvas(1, 1).getContext('2d', { willReadFrequently: true });
+    const rgb = (color) => {
+      canvas.fillStyle = color;
+      canvas.fillRect(0, 0, 1, 1);
+      return [...canvas.getImageData(0, 0, 1, 1).data].join();
+    };
+    const system = rgb(getComputedStyle(probe).color);
+    probe.remove();
+    const colors = (selector, name) => [...new Set(all(selector, name).map(rgb))];
+    const all = (selector, name) => [...new Set([...document.querySelectorAll(selector)]
+      .map((each) => getComputedStyle(each)[name]))];"""
 
 
 async def test_forced_colors_keep_the_marks(fresh: Window) -> None:
@@ -363,21 +507,104 @@ async def test_forced_colors_keep_the_marks(fresh: Window) -> None:
     try:
         await fresh.run(**SEEDED)
         await fresh.ended()
-        system, *inks = await fresh.js(
-            """
-            const probe = document.createElement('i');
-            probe.style.color = 'CanvasText';
-            document.body.append(probe);
-            const marks = [...document.querySelectorAll('#live .lane .mark')];
-            const inks = marks.map((each) => getComputedStyle(each).stroke);
-            return [getComputedStyle(probe).color, ...inks];"""
+        system, inks = await fresh.js(
+            f"{COLORS} return [system, colors('#live .lane .mark', 'stroke')]"
         )
-        assert len(inks) == 24 and set(inks) == {system}
+        assert inks == [system] and len(await fresh.fates()) == 24
+        lines = await fresh.js(
+            f"{COLORS} return [all('nav [aria-current]', 'textDecorationLine'),"
+            " all('nav a:not([aria-current])', 'textDecorationLine')]"
+        )
+        assert lines == [["underline"], ["none"]]
     finally:
         await fresh.page.prefer("light")
 
 
-@pytest.mark.parametrize("width", [400, 900, 1600])
+async def test_forced_colors_keep_the_density_view(fresh: Window) -> None:
+    """Guards against traces and cuts in the color of the bands below them."""
+    await fresh.page.prefer("dark", forced_colors="active")
+    try:
+        await fresh.run(n=200, max_tokens=64, seed=19)
+        await fresh.ended()
+        await fresh.js("document.querySelector('#live [role=slider]').focus()")
+        await fresh.page.press(DOWN, DOWN)
+        await fresh.frames(60)
+        system, bars, lost, traces, widths = await fresh.js(
+            f"""{COLORS}
+            return [system, colors('#live .bar', 'fill'), colors('#live .lost', 'fill'),
+              colors('#live .trace', 'stroke'), all('#live .trace:not([d=""])', 'strokeWidth')];"""
+        )
+        assert lost == traces == [system] and bars and system not in bars
+        assert len(widths) == 2, "the answer and the chosen candidate are not alike"
+    finally:
+        await fresh.page.prefer("light")
+
+
+TWIN = """
+    const rows = [...document.querySelectorAll(`#${arguments[0]} .twin tbody tr`)];
+    return rows.map((row) => [...row.cells].map((cell) => cell.textContent));"""
+
+
+async def test_the_table_twin_has_the_candidates(fresh: Window, client: Client) -> None:
+    """Guards against a table of another request or moment than the picture's."""
+    await fresh.js("document.querySelectorAll('.twin').forEach((each) => { each.open = true; })")
+    await fresh.run(**SEEDED, algorithm="branching", width=12, keep=3)
+    await fresh.ended()
+    record = await record_of(fresh, client)
+    last = {c.id: c for done in record.rounds for c in done.trace.candidates}
+    forks = {fork.id: fork.parent_id for done in record.rounds for fork in done.trace.forks}
+    assert await fresh.js(TWIN, "live") == [
+        [
+            str(number),
+            {"winner": "the answer"}.get(fate, fate),
+            str(last[number].num_tokens),
+            f"{last[number].score:.3f}",
+            str(forks.get(number, "\u2013")),
+        ]
+        for number, fate in sorted(fates_of(record).items())
+    ]
+    await fresh.go(f"#record={record.request_id}")
+    await fresh.until("document.getElementById('past').state.n")
+    reached = set()
+    for share in range(0, 1000, 50):
+        await fresh.js(
+            """
+            const seek = document.getElementById('seek');
+            seek.value = arguments[0];
+            seek.dispatchEvent(new Event('input'));""",
+            share,
+        )
+        await fresh.frames(2)
+        state = await fresh.state("past")
+        rows = await fresh.js(TWIN, "past")
+        assert len(rows) == len(state["lanes"])
+        growing = {row[2] for row in rows if row[1] == "growing"}
+        assert growing <= {str(state["position"])}
+        reached |= growing
+    assert len(reached) > len(record.rounds)
+
+
+async def test_one_sentence_per_round_is_said(fresh: Window, client: Client) -> None:
+    """Guards against a status that screen readers read at every event, or never."""
+    assert await fresh.js("return document.querySelector('#live .said').role") == "status"
+    await fresh.js(
+        """
+        window.said = [];
+        const said = document.querySelector('#live .said');
+        const note = () => window.said.push(said.textContent);
+        new MutationObserver(note).observe(said, { childList: true, subtree: true });"""
+    )
+    await fresh.run(**SEEDED)
+    await fresh.ended()
+    record = await record_of(fresh, client)
+    said = await fresh.js("return window.said")
+    assert len(said) == len(set(said)) <= len(record.rounds) + 2
+    assert any(text.startswith("Round ") for text in said) and "is the answer" in said[-1]
+    for text in said[:-1]:
+        assert re.match(r"24 candidates have started|Each candidate gets|Round \d+ at token", text)
+
+
+@pytest.mark.parametrize("width", [400, 860, 900, 1600])
 async def test_nothing_is_wider_than_the_window(fresh: Window, width: int) -> None:
     """Guards against a page that scrolls sideways."""
     await fresh.load(width=width)
@@ -392,6 +619,14 @@ async def test_nothing_is_wider_than_the_window(fresh: Window, width: int) -> No
         sizes = "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
         scrolled, seen = await fresh.js(sizes)
         assert scrolled <= seen == width, fragment
+        cut = await fresh.js(
+            """
+            const inside = '.panel, .panel *:not(.scroll, .scroll *)';
+            const parts = [...document.querySelectorAll(inside)];
+            const isCut = (each) => each.clientWidth && each.scrollWidth > each.clientWidth + 1;
+            return parts.filter(isCut).map((each) => each.outerHTML.slice(0, 60));"""
+        )
+        assert cut == [], fragment
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -111,13 +111,17 @@ class Window:
     async def check_quiet(self) -> None:
         """Nothing is in the console, and no request left the origin."""
         assert await self.page.log() == []
-        urls = [
-            message["params"]["request"]["url"]
+        urls = [request["url"] for request in await self.requests()]
+        assert [url for url in urls if not url.startswith((self.url, "about:blank"))] == []
+
+    async def requests(self) -> list[Any]:
+        """The requests since the last call: address and headers."""
+        return [
+            message["params"]["request"]
             for entry in await self.page.log("performance")
             if (message := json.loads(entry["message"])["message"])["method"]
             == "Network.requestWillBeSent"
         ]
-        assert [url for url in urls if not url.startswith((self.url, "about:blank"))] == []
 
     async def fill_speed(self, speed: str) -> None:
         """Choose the speed of the player."""
