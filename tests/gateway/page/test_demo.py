@@ -1,16 +1,21 @@
-"""`specrej demo --hold`: its page replays the request that it made."""
+"""`specrej demo --hold` and `specrej up`: the addresses of the page that they print."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+from deploy.local.stack import Ports
 from tests.gateway.conftest import TOYS
 
 
@@ -20,30 +25,74 @@ def loaded(url: str) -> Any:
         return response.read()
 
 
-async def test_the_demo_prints_the_address_of_its_replay() -> None:
-    """Guards against an address of nothing, and a demo that never ends."""
+@asynccontextmanager
+async def running(*command: str, end: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The command on toys; on Ctrl-C it prints `end` and stops."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "deploy.local", "demo", "--hold"),
+        *(sys.executable, "-m", "deploy.local", *command),
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, **TOYS, "COLUMNS": "200"},
     )
-    assert process.stdout
     try:
         async with asyncio.timeout(90):
-            text = ""
-            while not (found := re.search(r"(http://\S+)/#record=([0-9a-f]{32})", text)):
-                line = await process.stdout.readline()
-                assert line, text
-                text += line.decode()
-            base, request_id = found.groups()
-            assert b"specrej-race" in await asyncio.to_thread(loaded, f"{base}/")
-            url = f"{base}/v1/specrej/records/{request_id}"
-            record = json.loads(await asyncio.to_thread(loaded, url))
-            assert (record["outcome"], record["n"]) == ("OK", 32) and record["rounds"]
+            yield process
             process.send_signal(signal.SIGINT)
             rest = (await process.communicate())[0].decode()
     finally:
         if process.returncode is None:
             process.kill()
     assert process.returncode == 0
-    assert "everything is stopped" in rest
+    assert end in rest
+
+
+async def printed(process: asyncio.subprocess.Process, pattern: str) -> tuple[str, ...]:
+    """The groups of the first line that matches."""
+    assert process.stdout
+    text = ""
+    while not (match := re.search(pattern, text)):
+        line = await process.stdout.readline()
+        assert line, text
+        text += line.decode()
+    return match.groups()
+
+
+async def test_the_demo_prints_the_address_of_its_replay() -> None:
+    """Guards against an address of nothing, and a demo that never ends."""
+    async with running("demo", "--hold", end="everything is stopped") as process:
+        base, request_id = await printed(process, r"(http://\S+)/#record=([0-9a-f]{32})")
+        assert b"specrej-race" in await asyncio.to_thread(loaded, f"{base}/")
+        url = f"{base}/v1/specrej/records/{request_id}"
+        record = json.loads(await asyncio.to_thread(loaded, url))
+        assert (record["outcome"], record["n"]) == ("OK", 32) and record["rounds"]
+
+
+async def test_up_prints_the_address_of_the_page() -> None:
+    """Guards against a page without an address: `make up` runs `specrej up`."""
+    ports = Ports.free()
+    options = {
+        "--port": ports.orchestrator,
+        "--generator-port": ports.generator,
+        "--reward-port": ports.reward,
+        "--redis-port": ports.redis,
+        "--gateway-port": ports.gateway,
+        "--metrics-port": four_free_ports(),
+    }
+    named = (str(word) for option in options.items() for word in option)
+    async with running("up", *named, end="stopping") as process:
+        (url,) = await printed(process, r"page +(http://\S+) ")
+        assert url == f"http://127.0.0.1:{ports.gateway}/"
+        assert b"specrej-race" in await asyncio.to_thread(loaded, url)
+
+
+def four_free_ports() -> int:
+    """The first of four consecutive ports that nothing listens on right now."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for port in range(first + 1, first + 4):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return int(first)
