@@ -294,6 +294,7 @@ async function describe() {
     const description = await get('v1/specrej/describe');
     setText($('service'), `${description.generator.model} on ${description.generator.device}`);
     offer(form, description);
+    showCode();
   } catch (error) {
     setText($('service'), error.message);
     if (error.needsToken) askToken();

@@ -124,7 +124,8 @@ function grpcurl({ model, messages, max_tokens, temperature, seed, specrej }, ur
   const cache_control = constant('CACHE_CONTROL', cache);
   const request = { model, prompt: { messages }, sampling, selection, cache_control };
   const call = { request, progress: true, text_deltas: true, texts: true };
+  const data = quoted(JSON.stringify(call, null, 1));
   const security = url.protocol === 'http:' ? '-plaintext ' : '';
-  return `grpcurl ${security}-H 'authorization: Bearer TOKEN' -d ${quoted(JSON.stringify(call, null, 1))} \\
+  return `grpcurl ${security}-H 'authorization: Bearer TOKEN' -d ${data} \\
   ${url.hostname}:${ORCHESTRATOR_PORT} specrej.v1.OrchestratorService/GenerateStream`;
 }

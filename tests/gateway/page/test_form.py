@@ -127,6 +127,13 @@ async def test_code_is_the_request_that_runs(
     assert await form.text("#code pre") == texts["curl"]
 
 
+async def test_code_has_the_model_once_it_is_known(fresh: Window) -> None:
+    """Guards against code that was open before the description came, without model and rewards."""
+    await fresh.until("document.querySelector('#rewards input')")
+    body = body_of_curl(await fresh.text("#code pre"))
+    assert body["model"] and body["specrej"]["rewards"]
+
+
 async def test_an_empty_seed_is_drawn_for_each_run(form: Window) -> None:
     """Guards against the same candidates at every Run, and code with the seed of no request."""
     await form.fill(seed="")
