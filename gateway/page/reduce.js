@@ -9,7 +9,7 @@ export const initial = () => ({
   id: '',
   n: 0,
   promptTokens: 0,
-  lanes: [], // {id, row, parent, from, tokens, fate, scores: [{round, token, score}], text, isHalted}
+  lanes: [], // {id, row, parent, from, tokens, fate, scores: [{round, token, score}], text}
   numRows: 0,
   rounds: [], // traces, as the service sends them
   position: 0, // tokens of every live lane
@@ -70,7 +70,7 @@ function certain(state, { candidate_id: winner, text }) {
   return { ...state, isCertain: true, winner, answer: state.answer + text };
 }
 
-// Its live lanes end where they are, without a fate of the service.
+// Its live lanes end where they are, with `isHalted` and no fate of the service.
 function halted(state, phase, error) {
   const end = (old) => (isLive(old) ? { ...old, tokens: state.position, isHalted: true } : old);
   return { ...state, phase, error, numLive: 0, lanes: state.lanes.map(end) };

@@ -589,18 +589,19 @@ async def test_one_sentence_per_round_is_said(fresh: Window, client: Client) -> 
     assert await fresh.js("return document.querySelector('#live .said').role") == "status"
     await fresh.js(
         """
-        window.said = [];
-        const said = document.querySelector('#live .said');
-        const note = () => window.said.push(said.textContent);
-        new MutationObserver(note).observe(said, { childList: true, subtree: true });"""
+        window.sentences = [];
+        const status = document.querySelector('#live [role=status]');
+        const note = () => window.sentences.push(status.textContent);
+        new MutationObserver(note).observe(status, { childList: true, subtree: true });"""
     )
     await fresh.run(**SEEDED)
     await fresh.ended()
     record = await record_of(fresh, client)
-    said = await fresh.js("return window.said")
-    assert len(said) == len(set(said)) <= len(record.rounds) + 2
-    assert any(text.startswith("Round ") for text in said) and "is the answer" in said[-1]
-    for text in said[:-1]:
+    sentences = await fresh.js("return window.sentences")
+    assert len(sentences) == len(set(sentences)) <= len(record.rounds) + 2
+    assert any(text.startswith("Round ") for text in sentences)
+    assert "is the answer" in sentences[-1]
+    for text in sentences[:-1]:
         assert re.match(r"24 candidates have started|Each candidate gets|Round \d+ at token", text)
 
 
