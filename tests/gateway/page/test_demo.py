@@ -1,21 +1,18 @@
-"""`specrej demo --hold` and `specrej up`: the addresses of the page that they print."""
+"""`specrej demo --hold`: the address of the page that replays its request."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from deploy.local.stack import Ports
 from tests.gateway.conftest import TOYS
 
 
@@ -65,34 +62,3 @@ async def test_the_demo_prints_the_address_of_its_replay() -> None:
         url = f"{base}/v1/specrej/records/{request_id}"
         record = json.loads(await asyncio.to_thread(loaded, url))
         assert (record["outcome"], record["n"]) == ("OK", 32) and record["rounds"]
-
-
-async def test_up_prints_the_address_of_the_page() -> None:
-    """Guards against a page without an address: `make up` runs `specrej up`."""
-    ports = Ports.free()
-    options = {
-        "--port": ports.orchestrator,
-        "--generator-port": ports.generator,
-        "--reward-port": ports.reward,
-        "--redis-port": ports.redis,
-        "--gateway-port": ports.gateway,
-        "--metrics-port": four_free_ports(),
-    }
-    named = (str(word) for option in options.items() for word in option)
-    async with running("up", *named, end="stopping") as process:
-        (url,) = await printed(process, r"page +(http://\S+) ")
-        assert url == f"http://127.0.0.1:{ports.gateway}/"
-        assert b"specrej-race" in await asyncio.to_thread(loaded, url)
-
-
-def four_free_ports() -> int:
-    """The first of four consecutive ports that nothing listens on right now."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + 4):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            return int(first)
