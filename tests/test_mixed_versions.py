@@ -1,18 +1,11 @@
-"""`make mixed-versions` by one of its cases, and the revision that it takes."""
+"""The revision that `make mixed-versions` takes."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
-from tests.mixed_versions import failures, last_release, unpack
-
-
-async def test_an_orchestrator_of_the_last_commit_works_with_this_tree(tmp_path: Path) -> None:
-    """Guards against a schema that parts of two versions read differently. The orchestrator calls
-    both backends and is called by client and gateway."""
-    unpack("HEAD", tmp_path)
-    assert await failures(tmp_path, ["orchestrator"]) == []
+from tests.mixed_versions import last_release
 
 
 def test_the_base_is_the_last_release(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ TOYS = {
 }
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def stack() -> AsyncIterator[Stack]:
     async with Stack(environment=TOYS) as running:
         yield running

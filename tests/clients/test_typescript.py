@@ -28,7 +28,7 @@ installed = pytest.mark.skipif(
 )
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def built() -> None:
     """The compiled client, tests and examples."""
     shutil.rmtree(CLIENT / "dist", ignore_errors=True)

@@ -11,7 +11,7 @@ from deploy.local.stack import Stack
 from tests.telemetry.observed import Observed, observed
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def service() -> AsyncIterator[Observed]:
     environment = {
         "SPECREJ_GENERATOR_KV_SLOTS": "40000",
@@ -22,6 +22,6 @@ async def service() -> AsyncIterator[Observed]:
         yield running
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def stack(service: Observed) -> Stack:
     return service.stack

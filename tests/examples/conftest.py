@@ -27,13 +27,13 @@ SETTINGS = {
 }
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def stack() -> AsyncIterator[Stack]:
     async with Stack(environment=SETTINGS) as running:
         yield running
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def client(stack: Stack) -> AsyncIterator[Client]:
     async with Client(stack.orchestrator_address, timeout_s=60) as client:
         yield client

@@ -1,27 +1,24 @@
-"""The one command of each example, with services of its own."""
+"""The one command of each example; that of `coding`, which has settings, with its own services."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
-from deploy.local.stack import Ports
+from deploy.local.stack import Ports, Stack
 from examples.__main__ import COMMANDS
 from tests.examples.conftest import EXAMPLES
 
-# Rewards of the names that the examples use, beside the function of `coding`.
-TOYS = {
-    "SPECREJ_GENERATOR_MODEL": "toy:",
-    "SPECREJ_REWARD_REWARDS": json.dumps([{"name": "relevance", "kind": "toy"}]),
-}
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 ARGUMENTS = {
     "batch": ("--n", "2"),
     "coding": ("--n", "2"),
@@ -38,14 +35,32 @@ OUTPUT = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-async def test_the_command(name: str, tmp_path: Path) -> None:
-    """Guards against a command that finds no file, service or reward, and never ends."""
-    (tmp_path / "examples").symlink_to(EXAMPLES)  # so that the output is not the checkout's
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"coding"}))
+async def test_the_command(name: str, stack: Stack, tmp_path: Path) -> None:
+    """Guards against a command that finds no file or reward, and never ends."""
+    (tmp_path / "build" / "examples").mkdir(parents=True)
+    command = (*COMMANDS[name], *ARGUMENTS[name])
+    text = await _run(name, command, tmp_path, SPECREJ_ADDRESS=stack.orchestrator_address)
+    assert OUTPUT[name] in text, text
+
+
+async def test_the_command_with_services(tmp_path: Path) -> None:
+    """Guards against services without the settings of the example. No code of a toy passes."""
+    command = ("-m", "examples", "coding", *ARGUMENTS["coding"])
+    toys = {"SPECREJ_GENERATOR_MODEL": "toy:"}
+    text = await _run("coding", command, tmp_path, code=1, **toys)
+    assert OUTPUT["coding"] in text and "everything is stopped" in text, text
+
+
+async def _run(
+    name: str, command: Sequence[str], folder: Path, *, code: int = 0, **environment: str
+) -> str:
+    """What the command prints in a folder of its own, so that its output is not the checkout's."""
+    (folder / "examples").symlink_to(EXAMPLES)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "examples", name, *ARGUMENTS[name]),
-        cwd=tmp_path,
-        env={**os.environ, **TOYS, "PYTHONPATH": str(EXAMPLES.parent)},
+        *(sys.executable, *command),
+        cwd=folder,
+        env={**os.environ, **environment, "PYTHONPATH": str(EXAMPLES.parent)},
         stdin=DEVNULL,
         stdout=PIPE,
         stderr=PIPE,
@@ -61,9 +76,8 @@ async def test_the_command(name: str, tmp_path: Path) -> None:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
     text = (out + err).decode()
-    # A toy writes no code that passes.
-    assert process.returncode == (1 if name == "coding" else 0), text
-    assert OUTPUT[name] in text and "everything is stopped" in text, text
+    assert process.returncode == code, text
+    return text
 
 
 async def _answer(port: int) -> None:

@@ -15,7 +15,7 @@ from tests.faults.world import World, world
 FAST = [case for case in CASES if case.fast]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def running() -> AsyncIterator[World]:
     """One world for all cases: leftovers of a case fail it."""
     async with world() as one:

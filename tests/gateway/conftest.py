@@ -16,13 +16,13 @@ TOYS = {
 }
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def stack() -> AsyncIterator[Stack]:
     async with Stack(environment=TOYS, gateway=True) as running:
         yield running
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
     """Without retries, which would hide errors."""
     url = f"{stack.gateway_url}/v1"

@@ -34,7 +34,7 @@ LONG = {"n": 8, "max_tokens": 400}
 Texts = list[tuple[str, ...]]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def running() -> AsyncIterator[Cluster]:
     """One cluster for all tests."""
     if reason := missing():
@@ -44,7 +44,7 @@ async def running() -> AsyncIterator[Cluster]:
             yield one
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def expected(running: Cluster) -> Texts:
     """The answers of a good network."""
     return _texts(await _answers(running))

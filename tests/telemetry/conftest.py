@@ -9,7 +9,7 @@ import pytest_asyncio
 from tests.telemetry.observed import Observed, observed
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def service() -> AsyncIterator[Observed]:
     async with observed() as running:
         yield running

@@ -90,7 +90,7 @@ class Users:
         return Outcome()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def mixed(service: Observed) -> tuple[Users, dict[str, Scrape]]:
     """300 mixed requests, and what was counted of them."""
     before = await settled(service)

@@ -27,7 +27,7 @@ def need(path: str | Path | None, name: str) -> Path:
     pytest.skip(f"{name} is not installed")
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def window(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Window]:
     """The page in a browser."""
     need(CHROMIUM, "chromium")
@@ -46,7 +46,7 @@ async def fresh(window: Window) -> AsyncIterator[Window]:
     await window.check_quiet()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def client(stack: Stack) -> AsyncIterator[Client]:
     """The orchestrator, past the page."""
     async with Client(stack.orchestrator_address) as client:
