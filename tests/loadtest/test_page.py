@@ -22,6 +22,10 @@ from tests.serving import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+ALGORITHMS = ("best-of-n", "speculative-rejection")
+STOPPED = "document.body.innerText.includes('STOPPED')"
+POINTS = "document.querySelectorAll('#latency-vs-n circle')"
+
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def server(toys: Stack) -> AsyncIterator[tuple[str, Process]]:
@@ -81,6 +85,36 @@ async def table(page: Page, tab: str) -> list[dict[str, str]]:
     return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
 
 
+async def watch_pictures(page: Page) -> None:
+    """Collect the pictures that the tab shows while the test runs, as `window.drawn`.
+
+    In the page, because a busy machine may not look often enough.
+    """
+    await page.evaluate(
+        f"""
+        window.drawn = new Set();
+        const look = () => {{
+          if ({POINTS}.length && !{STOPPED})
+            drawn.add(document.querySelector('#latency-vs-n svg').innerHTML);
+        }};
+        const changes = {{ childList: true, subtree: true }};
+        new MutationObserver(look).observe(document.body, changes);"""
+    )
+
+
+async def check_tables(page: Page) -> None:
+    """Answers alone count in the totals; rounds and missed requests have tables of their own."""
+    *rows, total = await table(page, "Statistics")
+    assert {row["Type"] for row in rows} == {"answer"}
+    names = {f"{algorithm} acme n={n}" for algorithm in ALGORITHMS for n in (1, 4)}
+    assert {row["Name"] for row in rows} == names
+    assert int(total["# Requests"]) == sum(int(row["# Requests"]) for row in rows) > 0
+    rounds = await table(page, "Rounds")
+    assert {row["Type"] for row in rounds} == {"admitted", "first round", "between rounds"}
+    # Only the open loop misses requests.
+    assert "missed" in {row["Type"] for row in await table(page, "Late arrivals")}
+
+
 async def test_forms_of_other_sites_are_refused(server: tuple[str, Process]) -> None:
     """Guards against a page of another site that sends the token and a file to its own host."""
     request = Request(f"{server[0]}/swarm", b"user_count=1", {"Origin": "http://other.example"})
@@ -115,36 +149,15 @@ async def test_short_test_in_the_page(
             maxInFlight="1",
             tenants="acme=1",
         )
-        stopped = "document.body.innerText.includes('STOPPED')"
-        points = "document.querySelectorAll('#latency-vs-n circle')"
-        # In the page, because a busy machine may not look often enough.
-        await page.evaluate(
-            f"""
-            window.drawn = new Set();
-            const look = () => {{
-              if ({points}.length && !{stopped})
-                drawn.add(document.querySelector('#latency-vs-n svg').innerHTML);
-            }};
-            const changes = {{ childList: true, subtree: true }};
-            new MutationObserver(look).observe(document.body, changes);"""
-        )
+        await watch_pictures(page)
         await table(page, "Latency vs N")
-        await shown(page, stopped)
+        await shown(page, STOPPED)
         assert await page.evaluate("return window.drawn.size") > 1
-        calls = await table(page, "Statistics")
-        *rows, total = calls
-        assert {row["Type"] for row in rows} == {"answer"}
-        names = {f"{algorithm} acme n={n}" for algorithm in ALGORITHMS for n in (1, 4)}
-        assert {row["Name"] for row in rows} == names
-        assert int(total["# Requests"]) == sum(int(row["# Requests"]) for row in rows) > 0
-        rounds = await table(page, "Rounds")
-        assert {row["Type"] for row in rounds} == {"admitted", "first round", "between rounds"}
-        # Only the open loop misses requests.
-        assert "missed" in {row["Type"] for row in await table(page, "Late arrivals")}
+        await check_tables(page)
         await table(page, "Latency vs N")
-        await shown(page, f"{points}.length == 8")
+        await shown(page, f"{POINTS}.length == 8")
         drawn = await page.evaluate(
-            f"return [...{points}].map((e) => [e.dataset.n, e.dataset.field])"
+            f"return [...{POINTS}].map((e) => [e.dataset.n, e.dataset.field])"
         )
         expected = [[n, field] for n in "14" for field in ("median", "p95")] * len(ALGORITHMS)
         assert sorted(drawn) == sorted(expected)
@@ -157,6 +170,3 @@ async def test_short_test_in_the_page(
     async with asyncio.timeout(60):
         _, text = await process.communicate()
     assert (process.returncode, text.decode().splitlines()[-1]) == (0, "stopping")
-
-
-ALGORITHMS = ("best-of-n", "speculative-rejection")
