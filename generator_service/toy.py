@@ -62,13 +62,8 @@ class ToySession:
         self._num_tokens = 0
         self._matchers = command.grammar and command.grammar.matchers()
         sampling = command.sampling
-        self._adjusts = sampling.logit_bias or any(
-            (
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                sampling.repetition_penalty != 1.0,
-            )
-        )
+        penalties = sampling.presence_penalty, sampling.frequency_penalty
+        self._adjusts = any((sampling.logit_bias, *penalties, sampling.repetition_penalty != 1.0))
 
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""

@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +26,7 @@ from deploy.local.stack import Stack
 from specrej import Client
 from specrej.contracts import CacheControl
 
-CASES = (*Stack.modules, "client")
+MODULES = {**Stack.modules, "client": "specrej"}
 _ROOT = Path(__file__).parent.parent
 _PROMPT = "What stays the same?"
 _N = 8
@@ -60,9 +59,9 @@ def main() -> None:
     parser.add_argument("--base", help="a revision with this schema's packages; the last release")
     base = parser.parse_args().base or last_release(_ROOT)
     with TemporaryDirectory() as folder:
-        unpack(base, Path(folder))
-        failed = asyncio.run(failures(Path(folder)))
-    print(json.dumps({"base": base, "cases": CASES, "failed": failed}))
+        _unpack(base, Path(folder))
+        failed = asyncio.run(_failures(Path(folder)))
+    print(json.dumps({"base": base, "cases": [*MODULES], "failed": failed}))
     sys.exit(bool(failed))
 
 
@@ -73,18 +72,18 @@ def last_release(repository: Path) -> str:
     return result.stdout.strip() or "HEAD"
 
 
-def unpack(revision: str, folder: Path) -> None:
+def _unpack(revision: str, folder: Path) -> None:
     """Write the files of a revision."""
     archive = ["git", "archive", "--format=tar", revision]
     packed = subprocess.run(archive, cwd=_ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
 
 
-async def failures(tree: Path, cases: Sequence[str] = CASES) -> list[str]:
+async def _failures(tree: Path) -> list[str]:
     """The parts of the tree that do not work with today's others."""
     failed = []
-    for kind in cases:
-        await _check_origin({**Stack.modules, "client": "specrej"}[kind], tree)
+    for kind, module in MODULES.items():
+        await _check_origin(module, tree)
         try:
             async with _MixedStack(kind, tree) as stack:
                 answer = await (_command_line(stack, tree) if kind == "client" else _request(stack))
