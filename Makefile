@@ -58,7 +58,7 @@ example: $(READY) models ## start all services, run a program of examples/, stop
 	@$(BIN)/python -m examples $(NAME) $(ARGS)
 
 test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 conformance: $(VLLM) models ## test every generator against the same promises, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
