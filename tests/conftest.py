@@ -24,6 +24,7 @@ settings.register_profile("specrej", deadline=None)
 settings.load_profile("specrej")
 
 _SERVICES = (
+    "conformance",
     "e2e",
     "faults",
     "loadtest",

@@ -98,23 +98,33 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             await _hurried(client)
             await waiting
             await _lost(client, spare, stack.log_dir)
-            os.kill(stack.processes["redis"], signal.SIGKILL)
-            await client.generate("without a cache", n=2, max_tokens=8)
-            os.kill(stack.processes["reward"], signal.SIGSTOP)
-            try:
-                await _failed(client, urls[0])
-            finally:
-                os.kill(stack.processes["reward"], signal.SIGCONT)
-            options: Options = {"n": 2, "max_tokens": 4000, "ignore_eos": True}
-            under_way = asyncio.ensure_future(client.generate("under way", **options))
-            exported = {metric.name for metric in METRICS}
-            await until(lambda: {name for _, name in collector.metrics} >= exported)
-            name = prometheus_name(names.TENANT_TOKENS)
-            await until(partial(_is_shown, urls, name))
-            busy = await scrape(urls)
-            assert name in busy.values
-            under_way.cancel()
-            return busy, collector
+            await _without_backends(stack, client, urls[0])
+            return await _under_way(client, urls, collector), collector
+
+
+async def _without_backends(stack: Stack, client: Client, url: str) -> None:
+    """Requests after Redis has ended, and while the reward service is stopped."""
+    os.kill(stack.processes["redis"], signal.SIGKILL)
+    await client.generate("without a cache", n=2, max_tokens=8)
+    os.kill(stack.processes["reward"], signal.SIGSTOP)
+    try:
+        await _failed(client, url)
+    finally:
+        os.kill(stack.processes["reward"], signal.SIGCONT)
+
+
+async def _under_way(client: Client, urls: Sequence[str], collector: Collector) -> Scrape:
+    """The metrics during a request, once all are exported and those of tenants are shown."""
+    options: Options = {"n": 2, "max_tokens": 4000, "ignore_eos": True}
+    under_way = asyncio.ensure_future(client.generate("under way", **options))
+    exported = {metric.name for metric in METRICS}
+    await until(lambda: {name for _, name in collector.metrics} >= exported)
+    name = prometheus_name(names.TENANT_TOKENS)
+    await until(partial(_is_shown, urls, name))
+    busy = await scrape(urls)
+    assert name in busy.values
+    under_way.cancel()
+    return busy
 
 
 async def _no_http(port: int) -> None:

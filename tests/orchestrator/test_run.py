@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import itertools
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,14 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from generator_service.steps import Step
 from generator_service.toy import ToyGenerator, ToySession
-from orchestrator.loop import Verdict, growth, run_state
-from orchestrator.loop.deadline import DeadlineController
-from orchestrator.loop.progress import ProgressReporter, WithinRounds
+from orchestrator.loop import Verdict, run_state
+from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED, RunState
 from orchestrator.loop.schedule import first_round_tokens
@@ -29,7 +25,6 @@ from specrej.contracts import (
     Algorithm,
     Branching,
     Candidate,
-    Degradation,
     Fate,
     Finished,
     FinishReason,
@@ -39,7 +34,6 @@ from specrej.contracts import (
     GeometricSchedule,
     MemorySchedule,
     Normalization,
-    Progress,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -47,39 +41,19 @@ from specrej.contracts import (
     Scores,
     Selection,
     SessionSpec,
-    SlotGauge,
-    TextDelta,
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import InternalError, RewardInvalid, SlotsExceeded, Unavailable
+from specrej.errors import InternalError, RewardInvalid, SlotsExceeded
 from tests.orchestrator.runs import (
     PROMPT,
-    SCHEDULES,
+    REQUESTS,
     FixedScorer,
     LetterScorer,
     answer,
+    check_counts,
     events_of,
     request,
-)
-
-STOP = FinishReason.STOP
-REWARDS = st.builds(
-    WeightedReward,
-    st.sampled_from("aeo"),
-    st.sampled_from([-1.0, 0.5, 2.0]),
-    st.sampled_from([Normalization(), Normalization("batch")]),
-    st.none() | st.floats(0, 0.2),
-)
-REQUESTS = st.builds(
-    request,
-    n=st.integers(1, 40),
-    max_tokens=st.integers(1, 60),
-    alpha=st.sampled_from([0.0, 0.1, 0.5, 0.75, 0.99]),
-    schedule=SCHEDULES,
-    rewards=st.lists(REWARDS, max_size=3, unique_by=lambda reward: reward.name).map(tuple),
-    prefer_complete=st.booleans(),
-    branching=st.none() | st.builds(Branching, st.integers(4, 20), st.integers(1, 3)),
 )
 
 
@@ -109,7 +83,7 @@ async def test_every_request_ends_with_an_answer_and_all_slots_free(
     events = await events_of(any_request, generator, scorers or FixedScorer())
     assert isinstance(events[0], Admitted)
     assert isinstance(events[-1], Finished)
-    _check_counts(events[-1].generation, selection.n)
+    check_counts(events[-1].generation, selection.n)
     _check_ranking(events[-1].generation, selection)
     if all(reward.veto_below is None for reward in selection.rewards):
         _check_promise(events[-1].generation, selection.min_answers)
@@ -118,26 +92,6 @@ async def test_every_request_ends_with_an_answer_and_all_slots_free(
     for event in events[1:-1]:
         assert isinstance(event, RoundCompleted)
         assert event.trace.num_live == len(event.survivors)
-
-
-def _check_counts(generation: Generation, n: int) -> None:
-    """Every candidate is finished or rejected once, and every token is counted once."""
-    rounds = generation.rounds
-    num_finished = sum(trace.num_finished for trace in rounds)
-    num_forks = sum(len(trace.forks) for trace in rounds)
-    assert num_finished + sum(trace.num_rejected for trace in rounds) == n + num_forks
-    assert len(generation.candidates) == min(64, num_finished)
-    assert generation.usage.generated_tokens == sum(trace.generated_tokens for trace in rounds)
-    if not num_forks:
-        usage = generation.usage
-        assert usage.best_of_n_tokens_estimate >= usage.generated_tokens - usage.discarded_tokens
-    for trace in rounds:
-        if trace.ended_by is RoundEnd.SLOTS_FULL and trace.num_started > 1:
-            assert trace.num_rejected + trace.num_finished >= 1
-            assert not trace.forks
-        # One vetoed candidate may continue if no other is left.
-        num_kept = trace.num_live - len(trace.forks)
-        assert trace.num_rejected >= trace.num_vetoed - (num_kept <= 1)
 
 
 def _check_promise(generation: Generation, least: int) -> None:
@@ -264,241 +218,6 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
     for candidate in generation.candidates:
         assert len(candidate.token_ids) == candidate.num_tokens == 64
         assert sum(candidate.logprobs) / 64 == pytest.approx(candidate.mean_logprob)
-
-
-class SlowScorer(LetterScorer):
-    """Returns after some turns of the event loop, in which a session may grow."""
-
-    def __init__(self, letter: str, turns: int, fails: bool = False) -> None:
-        super().__init__(letter)
-        self.turns, self.fails = turns, fails
-
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        for _ in range(self.turns):
-            await asyncio.sleep(0)
-        if self.fails:
-            raise Unavailable("the reward is gone")
-        return await super().score(candidates)
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores are never awaited before candidates grow on."""
-    monkeypatch.setattr(growth, "_SOON_S", 0.0)
-
-
-@pytest.mark.usefixtures("at_once")
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(REQUESTS, st.integers(2, 80), st.integers(0, 40))
-async def test_an_answer_is_the_same_if_scores_overlap(
-    any_request: GenerationRequest, end_every: int, turns: int
-) -> None:
-    """Survivors have the tokens that they would have drawn later; discarded tokens are counted."""
-    scorers = [SlowScorer(reward.name, turns) for reward in any_request.selection.rewards]
-    toys = [ToyGenerator(end_every=end_every) for _ in range(2)]
-    waiting, overlapping = [
-        await events_of(any_request, toy, scorers or SlowScorer("a", turns), overlaps=overlaps)
-        for toy, overlaps in zip(toys, (False, True), strict=True)
-    ]
-    first, second = waiting[-1], overlapping[-1]
-    assert isinstance(first, Finished) and isinstance(second, Finished)
-    assert first.generation.candidates == second.generation.candidates
-    positions = [[trace.decision_token for trace in e.generation.rounds] for e in (first, second)]
-    assert positions[0] == positions[1]
-    _check_counts(second.generation, any_request.selection.n)
-    usage = second.generation.usage
-    made = first.generation.usage.generated_tokens
-    assert usage.generated_tokens - usage.discarded_tokens == made
-    assert usage.discarded_tokens == sum(t.discarded_tokens for t in second.generation.rounds)
-    assert toys[1].ledger.owned == 0
-
-
-@pytest.mark.usefixtures("at_once")
-async def test_candidates_grow_while_scores_are_under_way() -> None:
-    """Guards against a generator that waits for every score, and against growth past the next
-    decision token, which would move it."""
-    long = request(16, 64, schedule=GeometricSchedule(8))
-    toy = ToyGenerator(end_every=10**9)
-    generation = await answer(long, toy, SlowScorer("a", 1000), overlaps=True)
-    discarded = [trace.discarded_tokens for trace in generation.rounds]
-    assert discarded == [8 * 7, 4 * 15, 2 * 31, 0]
-    alone = await answer(long, toy, SlowScorer("a", 0), overlaps=True)
-    assert alone.candidates == generation.candidates
-    async with toy.open(SessionSpec(PROMPT, 1, Sampling(), 1)) as other:
-        await other.extend(1)
-        shared = await answer(long, toy, SlowScorer("a", 1000), overlaps=True)
-    assert shared.candidates == generation.candidates
-    assert shared.usage.discarded_tokens == 0
-
-
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("may_degrade", [True, False])
-async def test_scores_that_fail_end_the_growth_ahead(may_degrade: bool) -> None:
-    """Guards against tasks and slots that stay behind."""
-    toy = ToyGenerator(end_every=10**9)
-    long = replace(request(8, 64), allow_degraded=may_degrade)
-    failing = SlowScorer("a", 50, fails=True)
-    if may_degrade:
-        generation = await answer(long, toy, failing, overlaps=True)
-        assert Degradation.REWARD in generation.degradations
-    else:
-        with pytest.raises(Unavailable):
-            await answer(long, toy, failing, overlaps=True)
-    assert toy.ledger.owned == 0
-
-
-@pytest.mark.usefixtures("at_once")
-async def test_scores_that_fail_in_a_cancelled_request_are_no_error_of_the_loop() -> None:
-    """Guards against "Task exception was never retrieved", with a traceback, in the log."""
-    growing, failed, errors = asyncio.Event(), asyncio.Event(), list[dict[str, Any]]()
-
-    class Endless:
-        async def extend(self, until_tokens: int) -> None:
-            growing.set()
-            await asyncio.Event().wait()
-
-    async def failing() -> None:
-        await growing.wait()
-        failed.set()
-        raise Unavailable("the reward is gone")
-
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    deadline = DeadlineController(lambda position: position + 1, 8)
-    deadline.note_stride(1, 1, 0, 0.1)
-    ahead = growth.Growth(Endless(), deadline, lambda: 0.0)  # type: ignore[arg-type]
-    waiting = asyncio.ensure_future(ahead.while_waiting(failing(), 1, 8, 1))
-    await failed.wait()
-    waiting.cancel()
-    await asyncio.wait({waiting})
-    assert waiting.cancelled()
-    del waiting  # with its frames: the loop reports when the task of the scores is freed
-    gc.collect()
-    assert not errors
-
-
-@pytest.mark.usefixtures("at_once")
-async def test_a_generator_that_fails_ahead_fails_the_next_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Guards against finished candidates whose scores are lost with the stride ahead."""
-    extend = ToySession.extend
-
-    async def failing(session: ToySession, until_tokens: int) -> Round:
-        if until_tokens > 8:
-            raise Unavailable("the generator is gone")
-        return await extend(session, until_tokens)
-
-    monkeypatch.setattr(ToySession, "extend", failing)
-    scorer = SlowScorer("a", 50)
-    early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
-    generation = await answer(early, ToyGenerator(end_every=10), scorer, overlaps=True)
-    assert generation.degradations == (Degradation.GENERATOR,)
-    assert {c.id for c in generation.candidates} <= set(scorer.seen)
-
-
-@pytest.mark.usefixtures("at_once")
-async def test_tokens_grown_before_a_failure_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of survivors that no round takes."""
-    extend, num_made = ToySession.extend, 0
-
-    def count(step: Step) -> None:
-        nonlocal num_made
-        num_made += step.generated
-
-    async def failing(session: ToySession, until_tokens: int) -> Round:
-        if until_tokens > 12:
-            raise Unavailable("the generator is gone")
-        return await extend(session, until_tokens)
-
-    monkeypatch.setattr(ToySession, "extend", failing)
-    early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
-    toy = ToyGenerator(end_every=10, on_step=count)
-    usage = (await answer(early, toy, SlowScorer("a", 50), overlaps=True)).usage
-    assert usage.generated_tokens == num_made
-    assert usage.discarded_tokens > 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(REQUESTS, st.integers(2, 80))
-async def test_progress_changes_nothing_and_text_is_the_answers(
-    any_request: GenerationRequest, end_every: int
-) -> None:
-    """Guards against text of a candidate that does not win, or that the answer does not have."""
-    scorers = [LetterScorer(reward.name) for reward in any_request.selection.rewards]
-    plain = await answer(any_request, ToyGenerator(end_every=end_every), scorers or FixedScorer())
-    within: list[Progress | TextDelta] = []
-    generation = await answer(
-        any_request,
-        ToyGenerator(end_every=end_every),
-        scorers or FixedScorer(),
-        within=WithinRounds(within.append),
-    )
-    assert generation.candidates == plain.candidates
-    assert generation.usage == plain.usage
-    deltas = [event for event in within if isinstance(event, TextDelta)]
-    progress = [event for event in within if isinstance(event, Progress)]
-    positions = [event.num_tokens for event in progress]
-    assert positions == sorted(positions)
-    for event in progress:
-        ended = next(t for t in generation.rounds if event.num_tokens <= t.decision_token)
-        fewest = ended.num_started - ended.num_finished
-        assert fewest <= event.num_live <= ended.num_started
-        assert event.num_live * event.num_tokens < event.session_slots <= event.capacity_slots
-    if deltas:
-        assert {delta.id for delta in deltas} == {generation.best.id}
-        assert "".join(delta.text for delta in deltas) == generation.best.text
-
-
-async def test_the_last_stretch_streams_token_by_token() -> None:
-    """From the moment one candidate is left and none has ended; before that nothing is certain."""
-    within: list[Progress | TextDelta] = []
-    long = request(8, 64, schedule=GeometricSchedule(4))
-    endless = ToyGenerator(end_every=10**9)
-    generation = await answer(long, endless, FixedScorer(), within=WithinRounds(within.append))
-    last_cut = next(t.decision_token for t in generation.rounds if t.num_live == 1)
-    deltas = [event.text for event in within if isinstance(event, TextDelta)]
-    assert len(deltas) == 64 - last_cut
-    assert len(deltas[0].split()) == last_cut + 1
-    assert {len(delta.split()) for delta in deltas[1:]} == {1}
-
-
-@pytest.mark.parametrize(("n", "num_strides"), [(8, 16), (64, 16), (640, 2)])
-async def test_the_progress_of_many_candidates_comes_in_longer_strides(
-    n: int, num_strides: int
-) -> None:
-    """Guards the generator, which decodes all texts after each stride: for a thousand candidates it
-    would do little else."""
-    within: list[Progress | TextDelta] = []
-    receiver = WithinRounds(within.append)
-    one_round = request(n, 64, algorithm=Algorithm.BEST_OF_N)
-    await answer(one_round, ToyGenerator(end_every=10**9), FixedScorer(), within=receiver)
-    assert len(within) == num_strides
-
-
-@pytest.mark.usefixtures("at_once")
-async def test_an_answer_that_ends_while_it_is_scored_is_sent_whole() -> None:
-    """Guards against a last part of the text that only the answer has."""
-    for seed in range(8):
-        within: list[Progress | TextDelta] = []
-        alone = replace(request(1), sampling=Sampling(max_tokens=60, seed=seed))
-        receiver = WithinRounds(within.append)
-        toy, scorer = ToyGenerator(end_every=20), SlowScorer("a", 100)
-        generation = await answer(alone, toy, scorer, overlaps=True, within=receiver)
-        text = "".join(event.text for event in within if isinstance(event, TextDelta))
-        assert text == generation.best.text
-
-
-async def test_the_beginning_of_a_stop_text_is_held_back() -> None:
-    """Guards against sent text that a stop text then takes back."""
-    sent: list[Progress | TextDelta] = []
-    reporter = ProgressReporter(WithinRounds(sent.append), ["END", "\n\n"])
-    for text, finish in (("a", None), ("a b EN", None), ("a b ENd", None), ("a b ENd.", STOP)):
-        candidate = Candidate(0, text, 1, 0.0, finish)
-        grown = Round((candidate,), RoundEnd.DECISION_TOKEN, 1, SlotGauge(1, 1, 1))
-        reporter.report(grown, is_certain=True)
-    assert [event.text for event in sent if isinstance(event, TextDelta)] == ["a b ", "E", "Nd."]
 
 
 async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from specrej.client import Client
+from specrej.contracts import RequestRecord
 from tests.browser import Page
 from tests.serving import until
 
+SEEDED: Mapping[str, object] = {"n": 24, "alpha": 0.5, "max_tokens": 96, "seed": 11}
 PROMPT = "Give three tips for staying focused while studying."
+ENTER, ESCAPE, DOWN, UP, END = "\ue007", "\ue00c", "\ue015", "\ue013", "\ue010"
 
 
 class Window:
@@ -132,3 +137,13 @@ class Window:
             field.dispatchEvent(new Event('change'));""",
             speed,
         )
+
+
+async def record_of(window: Window, client: Client, race: str = "live") -> RequestRecord:
+    return await client.record((await window.state(race))["id"])
+
+
+def fates_of(record: RequestRecord) -> dict[int, str]:
+    """The last fate of each candidate; the answer is the winner."""
+    fates = {c.id: c.fate.value for done in record.rounds for c in done.trace.candidates}
+    return fates | {record.answer_id: "winner"}

@@ -1,0 +1,169 @@
+"""Growth while scores are under way: it changes no answer, and its failures are accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from generator_service.steps import Step
+from generator_service.toy import ToyGenerator, ToySession
+from orchestrator.loop import growth
+from orchestrator.loop.deadline import DeadlineController
+from specrej.contracts import (
+    Degradation,
+    Finished,
+    GenerationRequest,
+    GeometricSchedule,
+    Round,
+    Sampling,
+    SessionSpec,
+)
+from specrej.errors import Unavailable
+from tests.orchestrator.runs import (
+    PROMPT,
+    REQUESTS,
+    SlowScorer,
+    answer,
+    check_counts,
+    events_of,
+    request,
+)
+
+
+@pytest.mark.usefixtures("at_once")
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(REQUESTS, st.integers(2, 80), st.integers(0, 40))
+async def test_an_answer_is_the_same_if_scores_overlap(
+    any_request: GenerationRequest, end_every: int, turns: int
+) -> None:
+    """Survivors have the tokens that they would have drawn later; discarded tokens are counted."""
+    scorers = [SlowScorer(reward.name, turns) for reward in any_request.selection.rewards]
+    toys = [ToyGenerator(end_every=end_every) for _ in range(2)]
+    waiting, overlapping = [
+        await events_of(any_request, toy, scorers or SlowScorer("a", turns), overlaps=overlaps)
+        for toy, overlaps in zip(toys, (False, True), strict=True)
+    ]
+    first, second = waiting[-1], overlapping[-1]
+    assert isinstance(first, Finished) and isinstance(second, Finished)
+    assert first.generation.candidates == second.generation.candidates
+    positions = [[trace.decision_token for trace in e.generation.rounds] for e in (first, second)]
+    assert positions[0] == positions[1]
+    check_counts(second.generation, any_request.selection.n)
+    usage = second.generation.usage
+    made = first.generation.usage.generated_tokens
+    assert usage.generated_tokens - usage.discarded_tokens == made
+    assert usage.discarded_tokens == sum(t.discarded_tokens for t in second.generation.rounds)
+    assert toys[1].ledger.owned == 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_candidates_grow_while_scores_are_under_way() -> None:
+    """Guards against a generator that waits for every score, and against growth past the next
+    decision token, which would move it."""
+    long = request(16, 64, schedule=GeometricSchedule(8))
+    toy = ToyGenerator(end_every=10**9)
+    generation = await answer(long, toy, SlowScorer("a", 1000), overlaps=True)
+    discarded = [trace.discarded_tokens for trace in generation.rounds]
+    assert discarded == [8 * 7, 4 * 15, 2 * 31, 0]
+    alone = await answer(long, toy, SlowScorer("a", 0), overlaps=True)
+    assert alone.candidates == generation.candidates
+    async with toy.open(SessionSpec(PROMPT, 1, Sampling(), 1)) as other:
+        await other.extend(1)
+        shared = await answer(long, toy, SlowScorer("a", 1000), overlaps=True)
+    assert shared.candidates == generation.candidates
+    assert shared.usage.discarded_tokens == 0
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("may_degrade", [True, False])
+async def test_scores_that_fail_end_the_growth_ahead(may_degrade: bool) -> None:
+    """Guards against tasks and slots that stay behind."""
+    toy = ToyGenerator(end_every=10**9)
+    long = replace(request(8, 64), allow_degraded=may_degrade)
+    failing = SlowScorer("a", 50, fails=True)
+    if may_degrade:
+        generation = await answer(long, toy, failing, overlaps=True)
+        assert Degradation.REWARD in generation.degradations
+    else:
+        with pytest.raises(Unavailable):
+            await answer(long, toy, failing, overlaps=True)
+    assert toy.ledger.owned == 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_scores_that_fail_in_a_cancelled_request_are_no_error_of_the_loop() -> None:
+    """Guards against "Task exception was never retrieved", with a traceback, in the log."""
+    growing, failed, errors = asyncio.Event(), asyncio.Event(), list[dict[str, Any]]()
+
+    class Endless:
+        async def extend(self, until_tokens: int) -> None:
+            growing.set()
+            await asyncio.Event().wait()
+
+    async def failing() -> None:
+        await growing.wait()
+        failed.set()
+        raise Unavailable("the reward is gone")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    deadline = DeadlineController(lambda position: position + 1, 8)
+    deadline.note_stride(1, 1, 0, 0.1)
+    ahead = growth.Growth(Endless(), deadline, lambda: 0.0)  # type: ignore[arg-type]
+    waiting = asyncio.ensure_future(ahead.while_waiting(failing(), 1, 8, 1))
+    await failed.wait()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    del waiting  # with its frames: the loop reports when the task of the scores is freed
+    gc.collect()
+    assert not errors
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_generator_that_fails_ahead_fails_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against finished candidates whose scores are lost with the stride ahead."""
+    extend = ToySession.extend
+
+    async def failing(session: ToySession, until_tokens: int) -> Round:
+        if until_tokens > 8:
+            raise Unavailable("the generator is gone")
+        return await extend(session, until_tokens)
+
+    monkeypatch.setattr(ToySession, "extend", failing)
+    scorer = SlowScorer("a", 50)
+    early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
+    generation = await answer(early, ToyGenerator(end_every=10), scorer, overlaps=True)
+    assert generation.degradations == (Degradation.GENERATOR,)
+    assert {c.id for c in generation.candidates} <= set(scorer.seen)
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_tokens_grown_before_a_failure_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of survivors that no round takes."""
+    extend, num_made = ToySession.extend, 0
+
+    def count(step: Step) -> None:
+        nonlocal num_made
+        num_made += step.generated
+
+    async def failing(session: ToySession, until_tokens: int) -> Round:
+        if until_tokens > 12:
+            raise Unavailable("the generator is gone")
+        return await extend(session, until_tokens)
+
+    monkeypatch.setattr(ToySession, "extend", failing)
+    early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
+    toy = ToyGenerator(end_every=10, on_step=count)
+    usage = (await answer(early, toy, SlowScorer("a", 50), overlaps=True)).usage
+    assert usage.generated_tokens == num_made
+    assert usage.discarded_tokens > 0
