@@ -60,7 +60,7 @@ example: $(READY) models ## start all services, run a program of examples/, stop
 test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
 	@$(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder $(ARGS)
 
-conformance: $(VLLM) models ## test every generator against the same promises, with vLLM
+conformance: $(VLLM) models ## test all generators by one suite, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
 		tests/generator_service/test_vllm_draw.py tests/reward_service/test_vllm_classifier.py $(ARGS)
 

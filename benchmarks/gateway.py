@@ -78,11 +78,11 @@ async def _medians_ms(http: AsyncOpenAI, client: Client, arguments: Any) -> dict
 
 async def _streams(http: AsyncOpenAI, n: int, new: int) -> dict[str, Any]:
     """Medians over the prompts."""
-    found = [await _stream(http, number, n, new) for number in range(len(PROMPTS))]
+    streams = [await _stream(http, number, n, new) for number in range(len(PROMPTS))]
     names = ("first_s", "seconds", "first_share", "streamed")
     return {"n": n} | {
         name: round(statistics.median(values), 3)
-        for name, values in zip(names, zip(*found, strict=True), strict=True)
+        for name, values in zip(names, zip(*streams, strict=True), strict=True)
     }
 
 

@@ -110,8 +110,8 @@ def changes_of(changelog: str, number: str) -> str:
         ValueError: it has neither.
     """
     sections = {
-        found[1]: found[2].strip()
-        for found in re.finditer(r"^## \[(.+?)\].*\n((?:(?!## ).*\n?)*)", changelog, re.MULTILINE)
+        section[1]: section[2].strip()
+        for section in re.finditer(r"^## \[(.+?)\].*\n((?:(?!## ).*\n?)*)", changelog, re.MULTILINE)
     }
     for name in (number, "Unreleased"):
         if text := sections.get(name):
@@ -265,9 +265,9 @@ def _build_images(base: str) -> object:
 
 
 def _works(engine: str) -> bool:
-    if not (found := shutil.which(engine)):
+    if not (program := shutil.which(engine)):
         return False
-    return subprocess.run([found, "info"], capture_output=True, check=False).returncode == 0
+    return subprocess.run([program, "info"], capture_output=True, check=False).returncode == 0
 
 
 def _run(*command: str, cwd: Path = ROOT, environment: dict[str, str] | None = None) -> str:

@@ -216,7 +216,7 @@ class _Request:
         )
 
     def _round(self) -> ReplayedRound:
-        """Extend, score, reject; see `orchestrator.loop.run._round`."""
+        """Extend, score, reject; see `_Run.round` in `orchestrator.loop.run`."""
         started, start = self._live, self._position
         ended_by, self._position = self._end_of_round()
         lengths = np.minimum(self._num_tokens[started], self._position)

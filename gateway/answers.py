@@ -106,10 +106,10 @@ class Answer:
             yield self._chunk(request_id, []) | self._about(generation)
 
     def _chosen(self, generation: Generation) -> Sequence[RankedCandidate]:
-        found = len(generation.candidates)
-        if found < self._num_choices:
+        completed = len(generation.candidates)
+        if completed < self._num_choices:
             text = (
-                f"{self._num_choices} choices were requested and {found} candidates completed:"
+                f"{self._num_choices} choices were requested and {completed} candidates completed:"
                 " rewards have vetoed the others, or the answer is degraded"
             )
             raise InvalidRequest([Violation("n", text)])

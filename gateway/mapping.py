@@ -1,5 +1,5 @@
-"""What becomes of OpenAI's requests: a table of fields, types of those that are mapped, and the
-call of specrej's client that a request is.
+"""OpenAI's requests as calls of specrej's client: a table of fields, types of those that are
+mapped, and the conversion.
 
 A new ability of the core is one changed row of `TABLE`, and its type in a request class. Options
 that OpenAI's API has no field for are in `specrej`, which is built from the client's `Options`.

@@ -60,9 +60,9 @@ async def _load(
         instruments.observe(toy.load)
         return toy, lambda: 0.0
     if settings.engine == "remote":
-        from generator_service.remote import RemoteGenerator
+        from generator_service.endpoint import EndpointGenerator
 
-        remote = RemoteGenerator(settings, instruments.count_step)
+        remote = EndpointGenerator(settings, instruments.count_step)
         resources.push_async_callback(remote.close)
         instruments.observe(remote.load)
         return remote, lambda: 0.0
@@ -78,7 +78,11 @@ async def _load(
 
 
 def _check_files(settings: GeneratorSettings) -> None:
-    """Fetch the model, if it is to be; raises OSError or ValueError where there is none."""
+    """Check the model's files, after fetching a model of the hub.
+
+    Raises:
+        OSError, ValueError: there is none.
+    """
     try:
         directory = settings.model_directory
     except FileNotFoundError as error:

@@ -1,6 +1,6 @@
 """The queue of sessions that wait for KV slots, first come, first served; standard library only.
 
-All generators use it: the own engine, vLLM and the toy. They differ in how many slots a candidate's
+The own engine, vLLM and the toy use it. They differ in how many slots a candidate's
 tokens take, which is `Demand.slots_of`, and in how they store prompts.
 """
 

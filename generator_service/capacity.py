@@ -119,8 +119,8 @@ class Capacity:
         return few
 
     def fitted(self, first_tokens: int) -> Self:
-        """With as many candidates, a power of two, as begin behind a usual prompt and take little
-        workspace; and no more context than the slots hold for one candidate.
+        """With as many candidates, a power of two, as begin together after a prompt of usual length
+        and take little workspace; with no more context than the slots hold for one candidate.
 
         Raises:
             ValueError: not even one candidate fits.

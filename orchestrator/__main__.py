@@ -107,7 +107,7 @@ def _orchestrator(
             target_regret=settings.shadow_regret,
             deadline_s=settings.deadline_s,
         ),
-        records=RequestRecords(settings.journal_requests),
+        records=RequestRecords(settings.kept_records),
         backends=partial(_backend_states, generators, rewards),
         log_texts=settings.log_texts,
     )

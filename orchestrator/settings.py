@@ -181,7 +181,7 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
         120,
         description="seconds without a round after which equal requests no longer wait for a run",
     )
-    journal_requests: Annotated[int, Field(ge=0, le=100_000)] = Field(
+    kept_records: Annotated[int, Field(ge=0, le=100_000)] = Field(
         256,
         description="latest requests whose rounds and rewards are kept for specrej trace, without"
         " texts; 0: none",

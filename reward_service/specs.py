@@ -100,16 +100,16 @@ class ComputedSpec(Spec):
             FileNotFoundError: a file or directory that it names does not exist.
             OSError, ValueError, RuntimeError: it is no such reward, or cannot be reached.
         """
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         for option in _PATHS:
             path: Path | None = getattr(self, option, None)
             if path and not path.exists() and hub.is_name(str(path)):
                 with_code = getattr(self, "trust_remote_code", False)
-                found[option] = hub.find(str(path), with_code=with_code).directory
+                paths[option] = hub.find(str(path), with_code=with_code).directory
             elif path and not path.exists():
                 what = "model directory" if option == "directory" else option
                 raise FileNotFoundError(f"reward {self.name}: no {what} {path}")
-        reward: Reward = self.loaded_by()(self.model_copy(update=found), resources)
+        reward: Reward = self.loaded_by()(self.model_copy(update=paths), resources)
         return reward
 
 

@@ -147,7 +147,7 @@ def bounded(
     wrap: Callable[[Handler], Handler],
     tenant: str,
 ) -> RpcHandler:
-    """The handler within `wrap` and `bounds`; `check` has each message and its descriptor first."""
+    """The handler within `wrap` and `bounds`; `check` reads the bytes of unparsed messages."""
     behavior, decode = getattr(handler, behavior_name(handler)), _decoder(handler, check)
 
     async def read(_: Any, context: Context) -> Any:

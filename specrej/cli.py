@@ -234,7 +234,7 @@ def _describe(given: argparse.Namespace) -> None:
 
 def _add_trace(commands: Any) -> None:
     text = """Show the phases of a REQUEST, its rounds and its candidates' rewards. The orchestrator
-        keeps records of its latest requests, running ones included; see journal_requests in
+        keeps records of its latest requests, running ones included; see kept_records in
         python -m orchestrator --help."""
     parser = _add(commands, "trace", _trace, text)
     parser.add_argument("request", metavar="REQUEST", help="its id, as generate prints it")

@@ -40,7 +40,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class HubError(OSError):
-    """A model cannot be had by its name; the text has the reason."""
+    """A model cannot be found or fetched by its name; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,15 +127,15 @@ def _is_scored(prompts: Sequence[Trajectories], reward: str, plan: Plan) -> bool
     )
 
 
-def groups(num_candidates: int, n: int, limit: int = _MAX_GROUPS) -> list[IntArray]:
-    """At most `limit` disjoint groups of `n` candidates.
+def groups(num_candidates: int, n: int) -> list[IntArray]:
+    """At most `_MAX_GROUPS` disjoint groups of `n` candidates.
 
     Raises:
         ValueError: there are fewer than `n` candidates.
     """
     if n > num_candidates:
         raise ValueError(f"{n} candidates of {num_candidates} that were generated")
-    starts = range(0, num_candidates - n + 1, n)[:limit]
+    starts = range(0, num_candidates - n + 1, n)[:_MAX_GROUPS]
     return [np.arange(start, start + n) for start in starts]
 
 

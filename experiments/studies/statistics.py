@@ -41,14 +41,14 @@ class Estimate:
     high: float = math.nan
 
 
-def bootstrap(num_prompts: int, statistic: Statistic, draws: int = 1000) -> Estimate:
+def bootstrap(num_prompts: int, statistic: Statistic) -> Estimate:
     """An estimate of `statistic`, which maps indices in [..., prompts] to values in [...].
 
     Draws are equal for equal numbers of prompts, so that figures can be compared. Values may be
     infinite; draws with NaN are left out.
     """
     value = float(statistic(np.arange(num_prompts)))
-    return interval(value, np.asarray(statistic(resamples(num_prompts, draws))), num_prompts)
+    return interval(value, np.asarray(statistic(resamples(num_prompts))), num_prompts)
 
 
 def interval(value: float, resampled: FloatArray, num_prompts: int) -> Estimate:
@@ -128,9 +128,9 @@ def bounded_mean(values: FloatArray, largest: float) -> Estimate:
 
 
 @lru_cache(maxsize=4)
-def _weights(size: int, draws: int = 4000) -> FloatArray:
-    """[draws, size] random weights with a sum of 1, all equally likely; equal in every call."""
-    gaps: FloatArray = np.random.default_rng(0).standard_exponential((draws, size))
+def _weights(size: int) -> FloatArray:
+    """[4000, size] random weights with a sum of 1, all equally likely; equal in every call."""
+    gaps: FloatArray = np.random.default_rng(0).standard_exponential((4000, size))
     weights: FloatArray = gaps / gaps.sum(axis=1, keepdims=True)
     return weights
 

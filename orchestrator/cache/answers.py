@@ -114,8 +114,9 @@ def pack(entry: CacheEntry, key: str, secret: Secret, max_bytes: int) -> bytes:
     if least > max_bytes:
         raise ValueError(f"at least {least} bytes, {max_bytes} allowed")
     text = _ENTRY.dump_json(entry)
-    if b"NaN" in text or b"Infinity" in text:  # in a text, or a number that is not finite
-        _ENTRY.validate_json(text)  # which pydantic writes, but never reads
+    # pydantic writes numbers that are not finite, but does not read them.
+    if b"NaN" in text or b"Infinity" in text:
+        _ENTRY.validate_json(text)
     return seal(text, key, secret, max_bytes)
 
 

@@ -1,7 +1,7 @@
 """Records of ended requests in Redis, so that every orchestrator of it finds them.
 
 Bounded per tenant: the latest `MAX_LISTED` records, each of at most `MAX_BYTES`, for an hour.
-Values are sealed as answers are. Every failure of Redis is a record that is not found.
+Values are sealed as answers are. If Redis fails, a record is not found.
 """
 
 from __future__ import annotations

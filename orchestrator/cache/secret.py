@@ -17,7 +17,7 @@ _MAC_BYTES = 32
 class Secret:
     """Keyed hashes: HMAC-SHA256 with the secret in a file, which is read again when it changes.
 
-    Without a file the key is empty: hashes then detect accidents, and hide and prove nothing.
+    Without a file the key is empty: hashes then detect damage only, and are no protection.
     """
 
     def __init__(self, file: Path | None = None) -> None:

@@ -96,7 +96,7 @@ class Admission:
         self._limits = limits
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
-        self._num_kept = _FEW  # tenants and entries after the last collection, twice that, and few
+        self._collect_above = _FEW  # tenants and entries
         # The tenants with a line, the least start first; also old entries, which are skipped.
         self._heap: list[tuple[float, int, _Tenant]] = []
         self._entries = itertools.count(1)
@@ -336,14 +336,14 @@ class Admission:
 
         Runs when both have doubled, so its cost per request is constant.
         """
-        if len(self._tenants) + len(self._heap) <= self._num_kept:
+        if len(self._tenants) + len(self._heap) <= self._collect_above:
             return
         for name, tenant in [*self._tenants.items()]:
             if not tenant.held and tenant.finish <= self._virtual:
                 del self._tenants[name]
         self._heap = [(t.start, t.entry, t) for t in self._with_lines()]
         heapq.heapify(self._heap)
-        self._num_kept = 2 * (len(self._tenants) + len(self._heap)) + _FEW
+        self._collect_above = 2 * (len(self._tenants) + len(self._heap)) + _FEW
 
 
 def _bounded(wait_s: float) -> float:

@@ -288,8 +288,8 @@ class Orchestrator:
             return _Lead(stores=False)
         if control is CacheControl.REFRESH:
             return _Lead(stores=True)
-        # Of other conditions is, for example, a request that allows degradation: it may get an
-        # answer where another one gets an error.
+        # Requests share a run only if the same outcome suits them: one that allows degradation may
+        # get an answer where another one gets an error.
         is_better_wanted = control is CacheControl.USE_BETTER
         conditions = (plan.request.allow_degraded, is_better_wanted, is_refresh)
         joining = self._flights.join(f"{key}:{conditions}")

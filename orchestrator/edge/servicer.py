@@ -50,7 +50,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def GenerateStream(  # type: ignore[override] # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> None:
-        # At most an event per round and token, and two: the run never waits for its reader.
+        # Not bounded, so the run never waits for a reader: two events, and one per round and token.
         events: asyncio.Queue[Event | None] = asyncio.Queue()
 
         def emit(event: Event) -> None:
@@ -123,9 +123,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             share=caller.share,
             violations=violations,
             time_left_s=time_left_s(),
-            within=within
-            if within and any((within.progress, within.text_deltas, within.texts))
-            else None,
+            within=within,
         )
 
 

@@ -130,8 +130,8 @@ class DeadlineController:
     def alpha(self, position: int, num_ranked: int, alpha: float) -> float:
         """The least alpha, from the request's on, with which the plan finishes in time.
 
-        The request's alpha if not even as many as must would finish: with more candidates it is
-        likelier that one ends early.
+        The request's alpha if `min_answers` candidates alone would be late: with more candidates it
+        is likelier that one ends early.
         """
         if not self._can_help(position, num_ranked):
             return alpha
@@ -179,7 +179,7 @@ class DeadlineController:
             until = min(self.next_token(position), end)
             seconds += (until - position) * step_s + rows * self._score_s
             position = until
-            if may_shrink:  # a round without rejection is followed by its like, perhaps thousands
+            if may_shrink:  # after a round without rejection there may be thousands without
                 kept = self._num_kept(rows, alpha)
                 rows, may_shrink = kept, kept < rows
                 step_s = self.step_s(rows)

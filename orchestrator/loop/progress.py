@@ -14,7 +14,7 @@ from specrej.contracts import Candidate, CandidateText, Progress, Round, RoundTr
 
 # Tokens of a stride: what a caller sees at once.
 _STRIDE_TOKENS = 4
-# The generator decodes and sends all texts after each stride: so many candidates, a token longer.
+# The generator sends all texts after each stride: a token more per this number of candidates.
 _ROWS_PER_TOKEN = 16
 # Characters of the texts of one round.
 _MAX_CHARACTERS = 262_144

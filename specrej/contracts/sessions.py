@@ -203,10 +203,10 @@ class SessionSpec:
     its session, so several sessions can generate what one would have. Sessions with equal salts
     may share the KV of equal leading prompt tokens, others never do.
 
-    `started` candidates, if any, are all of the session's. Their tokens, as many each, are read and
-    not drawn or reported; so a session goes on elsewhere with the same texts, whatever the rounding
-    of another batch. `adapter`: one of the generator's, or the model alone. While at most
-    `min_answers` candidates are live, no round of theirs ends because slots are full.
+    `started` candidates, if any, are all of the session's. Their tokens, of equal number, are
+    read, not drawn or reported; so a session goes on elsewhere with the same texts, although
+    another batch rounds otherwise. `adapter`: one of the generator's, or the model alone. While at
+    most `min_answers` candidates are live, no round of theirs ends because slots are full.
     """
 
     prompt: Prompt

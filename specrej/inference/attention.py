@@ -128,7 +128,6 @@ def attend_rows(
     segments: Sequence[Segment],
     scaled: Scaling,
     decoder: Decoder | None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of R rows; qkv [heads, R, d], [kv_heads, R, d], [kv_heads, R, d] to [R, heads, d].
 
@@ -136,7 +135,7 @@ def attend_rows(
     else in torch operations.
     """
     query, key, value = qkv
-    output = query.new_empty(query.shape[1], query.shape[0], query.shape[2]) if out is None else out
+    output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
     if decoder:
         decoder.attend(layer, qkv, output, scaled)
         return output

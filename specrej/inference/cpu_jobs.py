@@ -49,7 +49,7 @@ def layout(names: str, reals: str = "") -> np.dtype[np.void]:
 
 
 def words(kind: np.dtype[np.void], size: int | None = None, /, **values: Any) -> Words:
-    """A record with these values, as int64; others, and what `size` is more than its, are 0."""
+    """A record with these values as int64, padded to `size`; other fields are 0."""
     assert kind.names is not None
     assert values.keys() <= set(kind.names)
     record = np.array([tuple(values.get(name, 0) for name in kind.names)], kind)
@@ -71,7 +71,7 @@ def aligned(floats: Any) -> Any:
 
 @numba.njit(**OPTIONS)
 def hold(floats: Any) -> None:
-    """Use an array: numba frees it after its last use, of which an address is none."""
+    """Use an array, so that numba does not free it earlier: a use of its address does not count."""
     floats[0] = 0
 
 

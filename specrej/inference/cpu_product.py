@@ -78,7 +78,7 @@ def _multiply(
 
 @numba.njit(**OPTIONS)
 def bytes_of(form: int, inputs: int) -> int:
-    """What so many inputs of a panel take; of groups, whole ones."""
+    """Bytes of a panel with this number of inputs, a multiple of GROUP for integer forms."""
     if form == FLOAT32:
         return 4 * PANEL * inputs
     if form == BFLOAT16:

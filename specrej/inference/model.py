@@ -41,7 +41,7 @@ class SegmentedModel:
                 or its attention is not transformers' common one.
         """
         if not all(getattr(module, "is_causal", True) for module in model.modules()):
-            raise ValueError("must be decoder-only, its tokens see those after them")
+            raise ValueError("must be decoder-only: its attention is not causal")
         self._model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ()) - {

@@ -34,7 +34,7 @@ class SlotLedger:
     @property
     def owned(self) -> int:
         """Slots that hold tokens of any session."""
-        # Other threads read gauges while the engine keeps the books. dict.copy() is one step to
+        # Other threads read gauges while the engine changes them. dict.copy() is one step to
         # them; iterating, even by tuple(), is not: its allocation can run the garbage collector.
         return self.held + sum(holding.owned for holding in self._holdings.copy().values())
 
@@ -82,7 +82,7 @@ class SlotLedger:
         return holding.share - holding.owned
 
     def widen(self, session_id: int, want: int, num_waiting: int) -> None:
-        """Raise a share towards `want` from unshared slots, unless someone waits for them."""
+        """Raise a share towards `want` from unshared slots, unless sessions wait for them."""
         holding = self._holdings[session_id]
         if not num_waiting:
             holding.share += max(0, min(want - holding.share, self.unshared))

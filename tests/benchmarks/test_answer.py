@@ -90,14 +90,14 @@ def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
 
 
 async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
-    asked: list[tuple[str, int, str]] = []
+    calls: list[tuple[str, int, str]] = []
 
     async def works(item: Item, n: int, max_tokens: int) -> tuple[str, int]:
-        asked.append(("works", n, item.id))
+        calls.append(("works", n, item.id))
         return "text", n * max_tokens
 
     async def fails(item: Item, n: int, max_tokens: int) -> tuple[str, int]:
-        asked.append(("fails", n, item.id))
+        calls.append(("fails", n, item.id))
         if n == 4:
             raise WorkerError("no answer within 1 s")
         return "text", 1
@@ -111,9 +111,9 @@ async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
         await bench.answer(replace(ITEM, id=name, number=number), max_tokens=8)
     assert bench.unavailable == {("fails", 4): "no answer within 1 s"}
     first = [("fails", 2), ("fails", 4), ("works", 2), ("works", 4), ("works", 2), ("works", 4)]
-    assert asked[:6] == [(*case, "first") for case in first]
+    assert calls[:6] == [(*case, "first") for case in first]
     # The second prompt: without the failed case, and without the system that answers one in two.
-    assert asked[6:] == [("fails", 2, "second"), ("works", 2, "second"), ("works", 4, "second")]
+    assert calls[6:] == [("fails", 2, "second"), ("works", 2, "second"), ("works", 4, "second")]
     assert [a.tokens for a in bench.answers if (a.system, a.n) == ("works", 4)] == [32, 32]
 
 

@@ -219,7 +219,7 @@ def test_page_states_plainly_where_rejection_does_not_pay(undrawn: None, tmp_pat
     page = report.write([("noise", noise())], tmp_path, alphas=ALPHAS)
     text = " ".join(_read(page.read_text("utf-8")).split())
     assert f"No first decision token shows that rejection by {WALK} pays here" in text
-    assert "Prefix scores tell little" in text
+    assert "Prefix scores predict little" in text
     assert "Recommended for these: Best-of-N; no setting is ahead of it at equal tokens" in text
     rows = list(csv.DictReader((tmp_path / "recommended.csv").read_text("utf-8").splitlines()))
     of_walk = [row for row in rows if row["reward"] == WALK]

@@ -72,11 +72,11 @@ async def test_a_stream_has_the_choices_of_a_whole_answer(
     client: AsyncOpenAI, fields: dict[str, Any]
 ) -> None:
     """Guards against choices that are mixed up or cut, and log-probabilities that are lost."""
-    asked: Any = {"model": MODEL, "messages": ASK, "seed": 5, "max_tokens": 24, **fields}
-    asked["extra_body"] = extra(n=8)
-    whole = await client.chat.completions.create(**asked)
+    arguments: Any = {"model": MODEL, "messages": ASK, "seed": 5, "max_tokens": 24, **fields}
+    arguments["extra_body"] = extra(n=8)
+    whole = await client.chat.completions.create(**arguments)
     texts, logprobs, ends = defaultdict[int, str](str), defaultdict[int, list[Any]](list), {}
-    async for chunk in await client.chat.completions.create(**asked, stream=True):
+    async for chunk in await client.chat.completions.create(**arguments, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             if choice.logprobs and choice.logprobs.content:
@@ -92,11 +92,11 @@ async def test_a_stream_has_the_choices_of_a_whole_answer(
 
 
 async def test_a_stream_of_raw_text_has_the_choices_of_a_whole_answer(client: AsyncOpenAI) -> None:
-    asked: Any = {"model": MODEL, "prompt": "Once", "n": 2, "best_of": 4, "logprobs": 2}
-    asked |= {"seed": 1, "max_tokens": 8}
-    whole = await client.completions.create(**asked)
+    arguments: Any = {"model": MODEL, "prompt": "Once", "n": 2, "best_of": 4, "logprobs": 2}
+    arguments |= {"seed": 1, "max_tokens": 8}
+    whole = await client.completions.create(**arguments)
     texts, logprobs = defaultdict[int, str](str), {}
-    async for chunk in await client.completions.create(**asked, stream=True):
+    async for chunk in await client.completions.create(**arguments, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             if choice.logprobs:

@@ -89,7 +89,7 @@ INVALID_OF_GENERATOR = [
 ZERO = {
     *("port", "metrics_port", "health_port", "threads", "kv_slots", "prefix_cache", "merge_ms"),
     *("cache_stale_s", "max_queued", "max_queued_tokens", "max_waiting", "tenant_tokens"),
-    *("journal_requests", "shadow_share", "tenant_cache_bytes", "context_tokens"),
+    *("kept_records", "shadow_share", "tenant_cache_bytes", "context_tokens"),
     *("auto_candidates", "spare_running"),
 }
 

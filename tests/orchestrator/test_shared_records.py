@@ -156,7 +156,7 @@ async def test_the_shared_record_of_a_malformed_id_is_not_looked_up(redis_url: s
 
 
 def test_records_that_are_switched_off_are_not_shared() -> None:
-    """Guards against records in Redis although journal_requests is 0."""
+    """Guards against records in Redis although kept_records is 0."""
     ended: list[str] = []
     for max_requests in (0, 1):
         records = RequestRecords(max_requests)

@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,23 +53,25 @@ _MAX_RETRY_AFTER_S = 86_400.0
 _MAX_ANSWER_BYTES = 64 << 20
 _UNKNOWN_CONTEXT, _UNKNOWN_VOCABULARY = 131_072, 1_000_000
 _AUTO_CANDIDATES = 8
-# Sent if they are not the defaults, with which endpoints need not accept them.
-_FIELDS = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_MORE_FIELDS = ("ignore_eos", "min_tokens", "bad_words", "stop_token_ids")
 _REFUSED = {
     "logprobs": "the endpoint has no token ids",
     "top_logprobs": "the endpoint has no token ids",
     "structured_output": "endpoints differ in the formats that they take",
 }
+_CONVERTED = ("max_tokens", "temperature", "top_p", "seed", "stop", "logit_bias")
+# Only fields that differ from their defaults are sent: not every endpoint accepts these names.
+_SENT_BY_NAME = tuple(
+    field.name for field in fields(Sampling) if field.name not in (*_CONVERTED, *_REFUSED)
+)
 
 
-class RemoteSession:
+class EndpointSession:
     """A `Session` whose candidates are requests to the endpoint."""
 
     reduced = False
     prompt_tokens = 0  # the endpoint reports them with its answers
 
-    def __init__(self, generator: RemoteGenerator, spec: SessionSpec) -> None:
+    def __init__(self, generator: EndpointGenerator, spec: SessionSpec) -> None:
         ids = [candidate.id for candidate in spec.started]
         count = spec.n or generator.auto_candidates
         self.ids = ids or list(range(spec.first_candidate_id, spec.first_candidate_id + count))
@@ -107,7 +110,7 @@ class RemoteSession:
         return SlotGauge(slots.capacity, slots.owned, self.reserved)
 
 
-class RemoteGenerator:
+class EndpointGenerator:
     """Answers by the endpoint of the settings.
 
     Slots are tokens that running candidates may still get; none of them is KV.
@@ -120,7 +123,7 @@ class RemoteGenerator:
         self._url = settings.remote_url.rstrip("/")
         self._context = settings.context_tokens or _UNKNOWN_CONTEXT
         self.auto_candidates = min(_AUTO_CANDIDATES, settings.max_candidates)
-        self._sessions: set[RemoteSession] = set()
+        self._sessions: set[EndpointSession] = set()
         self._places = asyncio.Semaphore(settings.remote_requests)
         path = settings.remote_key_file
         self._key = ReloadingFile((path,), partial(_read_key, path)) if path else None
@@ -130,13 +133,13 @@ class RemoteGenerator:
         self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
 
     @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[RemoteSession]:
+    async def open(self, spec: SessionSpec) -> AsyncIterator[EndpointSession]:
         violations = [*_check(spec)]
         if violations:
             raise InvalidRequest(violations)
         if len(self._sessions) > self._settings.max_waiting:
             raise Overloaded(f"{len(self._sessions)} sessions are open")
-        session = RemoteSession(self, spec)
+        session = EndpointSession(self, spec)
         self._sessions.add(session)
         try:
             yield session
@@ -225,7 +228,7 @@ class RemoteGenerator:
                 FinishReason.STOP if choice["finish_reason"] == "stop" else FinishReason.LENGTH,
             )
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            text = f"the endpoint's answer is none: {type(error).__name__} {error}"
+            text = f"the endpoint's answer cannot be read: {type(error).__name__} {error}"
             raise InternalError(text) from error
         if self._settings.remote_logprobs and made and not logprobs:
             raise InternalError("the endpoint reports no logprobs: set remote_logprobs to false")
@@ -260,7 +263,7 @@ def _request(
         "top_p": sampling.top_p,
         "seed": (sampling.seed + candidate_id) % (1 << 31),
     }
-    for name in (*_FIELDS, *_MORE_FIELDS):
+    for name in _SENT_BY_NAME:
         if (value := getattr(sampling, name)) != getattr(default, name):
             body[name] = value
     if sampling.stop:
