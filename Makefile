@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures page-screenshots experiments docs clean
+.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -218,11 +218,9 @@ loadtest-ui: $(READY) models ## Locust's page with our users, shapes and options
 latency-vs-n: $(READY) models ## both algorithms at N = 1 .. 256, half an hour; report in build/latency-vs-n
 	@$(BIN)/python -m loadtest.latency_vs_n $(ARGS)
 
-pictures: $(READY) models ## draw docs/memory.svg from a run
-	@$(BIN)/python -m benchmarks.pictures $(ARGS)
-
-page-screenshots: $(READY) models ## take docs/pictures of the gateway's page and time its frames (chromium)
-	@$(BIN)/python -m tests.gateway.page.pictures $(ARGS)
+pictures: $(READY) models ## make the README's pictures from runs: docs/memory.svg, and the page with its frame times (chromium)
+	@$(BIN)/python -m benchmarks.pictures
+	@$(BIN)/python -m tests.gateway.page.pictures
 
 experiments: $(READY) models ## the paper's studies on the embedded models, hours; report in build/experiments
 	@$(BIN)/python -m experiments run $(ARGS)

@@ -334,7 +334,7 @@ async def test_a_thousand_candidates_are_few_elements(fresh: Window, client: Cli
     """Guards against an element per candidate, whose layout takes longer than a frame.
 
     The time is that of the page's own scripts per frame: that of a frame depends on what else the
-    machine does, and `make page-screenshots` prints it.
+    machine does, and `make pictures` prints it.
     """
     await fresh.js(
         """
