@@ -106,14 +106,18 @@ _CACHE = _create_cache()
 
 
 @contextmanager
-def _one_process_compiles() -> Iterator[None]:
-    """Of processes that start together, one compiles and the others load its code."""
+def _locked(name: str, *, waits: bool) -> Iterator[bool]:
+    """Whether this process may compile the kernel `name`; no other one does so meanwhile."""
     if not _CACHE:
-        yield
+        yield True
         return
-    with (_CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        yield
+    with (_CACHE / f"{name}.lock").open("w") as lock:  # locked until the file is closed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def _open_mp() -> Any:
@@ -140,25 +144,56 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Kernel:
-    """Compiled code that takes the address of its job."""
+    """Compiled code that takes the address of its job. All kernels are compiled at the first use
+    of one: then processes that start together can divide the work."""
 
     def __init__(self, function: Callable[[Any], None]) -> None:
-        signature = types.void(types.int64)
-        try:
-            with _one_process_compiles():
-                self._compiled = numba.cfunc(signature, cache=True, **OPTIONS)(function)
-        except (RuntimeError, OSError):  # no folder is writable, or not by this user
-            self._compiled = numba.cfunc(signature, **OPTIONS)(function)
-        self.address: int = self._compiled.address
-        self._function = _FUNCTION(self.address)
+        self._source = function
+        self._compiled: Any = None
+        self._function: Any = None
+        _kernels.append(self)
+
+    @property
+    def address(self) -> int:
+        """Where the code begins."""
+        if self._compiled is None:
+            _compile_all()
+        address: int = self._compiled.address
+        return address
 
     def run(self, job: Words, work: int) -> None:
         """Run a job whose counter is 0, on all threads if `work` (multiplications) is worth it."""
-        threads = torch.get_num_threads()
+        address, threads = self.address, torch.get_num_threads()
         if not ON_ALL_THREADS or threads == 1 or work < _WORTH_SHARING:
             self._function(job.ctypes.data)
         else:
-            _OPEN_MP.GOMP_parallel(self.address, job.ctypes.data, threads, 0)
+            _OPEN_MP.GOMP_parallel(address, job.ctypes.data, threads, 0)
+
+    def compile(self, *, waits: bool) -> None:
+        """Compile, or load what another process has compiled; nothing while one compiles, unless
+        it `waits` for that."""
+        if self._compiled is not None:
+            return
+        signature = types.void(types.int64)
+        try:
+            with _locked(self._source.__name__, waits=waits) as is_free:
+                if not is_free:
+                    return
+                compiled = numba.cfunc(signature, cache=True, **OPTIONS)(self._source)
+        except (RuntimeError, OSError):  # no folder is writable, or not by this user
+            compiled = numba.cfunc(signature, **OPTIONS)(self._source)
+        self._function = _FUNCTION(compiled.address)
+        self._compiled = compiled
+
+
+_kernels: list[Kernel] = []
+
+
+def _compile_all() -> None:
+    """First what no other process compiles; then the rest is there to be loaded."""
+    for waits in (False, True):
+        for kernel in _kernels:
+            kernel.compile(waits=waits)
 
 
 _PROGRAM = layout("shares steps num_steps barrier")

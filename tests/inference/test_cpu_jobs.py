@@ -10,6 +10,7 @@ import pytest
 
 from specrej.inference import cpu_jobs
 from specrej.inference.cpu_jobs import Kernel, cache_folder
+from tests.serving import until
 
 
 def test_code_is_kept_apart_for_each_text_that_goes_into_it(tmp_path: Path) -> None:
@@ -22,26 +23,36 @@ def test_code_is_kept_apart_for_each_text_that_goes_into_it(tmp_path: Path) -> N
     assert cache_folder(tmp_path, tmp_path) != before
 
 
-def test_a_process_waits_for_another_that_compiles() -> None:
+async def test_processes_divide_the_kernels_and_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Guards against services that start together and all compile the same kernels."""
+    monkeypatch.setattr(cpu_jobs, "_kernels", [])
+    first, second = Kernel(_nothing), Kernel(_nothing_else)
     assert cpu_jobs._CACHE
-    made = threading.Thread(target=Kernel, args=(_nothing,))
-    with (cpu_jobs._CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made.start()
-        made.join(0.2)
-        assert made.is_alive()
-    made.join(60)
-    assert not made.is_alive()
+    using = threading.Thread(target=lambda: first.address)
+    with (cpu_jobs._CACHE / "_nothing.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a process that compiles it
+        using.start()
+        await until(lambda: second._compiled is not None)
+        using.join(0.2)
+        assert using.is_alive() and not first._compiled
+    using.join(60)
+    assert not using.is_alive() and first._compiled
 
 
 def test_a_cache_of_another_user_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Guards against a service that cannot start because it cannot lock the folder."""
+    monkeypatch.setattr(cpu_jobs, "_kernels", [])
     monkeypatch.setattr(cpu_jobs, "_CACHE", tmp_path / "missing")
     assert Kernel(_nothing).address
 
 
 def _nothing(address: int) -> None:
+    pass
+
+
+def _nothing_else(address: int) -> None:
     pass
