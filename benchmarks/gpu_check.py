@@ -117,7 +117,8 @@ def _conformance() -> dict[str, Any]:
     """The suite's result, and the names of the tests that failed."""
     log("conformance: some minutes")
     command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default"]
-    suite = [*command, "tests/conformance/test_generators.py", "-k", "vllm"]
+    files = [f"tests/conformance/test_{part}.py" for part in ("generators", "sampling")]
+    suite = [*command, *files, "-k", "vllm"]
     output = subprocess.run(suite, capture_output=True, text=True, check=False).stdout
     failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
     return {"summary": output.strip().splitlines()[-1].strip("= "), "failed": failed}
