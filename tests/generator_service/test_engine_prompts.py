@@ -22,7 +22,6 @@ from tests.generator_service.stepping import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# Shared prompts
 
 SYSTEM = [3 + 11 * i % 89 for i in range(70)]
 
