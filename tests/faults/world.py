@@ -47,7 +47,7 @@ RECOVERY_S = 10.0  # bound of the invariant
 until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
 CALL_S = 20.0  # a call that takes longer hangs
 LEASE_S = 3.0
-UNREAD_S = 3.0
+UNREAD_S = 6.0
 MAX_RUNNING = 4
 MAX_QUEUED = 128
 CACHE_SECRET = "cache-secret"  # a file
