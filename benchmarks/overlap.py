@@ -29,7 +29,7 @@ from specrej.contracts import (
 )
 
 
-class Elsewhere:
+class DelayedReward:
     """A reward that returns the likelihood after some seconds."""
 
     def __init__(self, seconds: float) -> None:
@@ -94,7 +94,7 @@ async def _answer(
     request = GenerationRequest(Prompt.from_user(prompt), sampling, Selection(n=n))
     scores_s, overlaps = how
     salt = str(time.monotonic_ns())
-    running = run(request, models.generator, Elsewhere(scores_s), salt, overlaps=overlaps)
+    running = run(request, models.generator, DelayedReward(scores_s), salt, overlaps=overlaps)
     async with aclosing(running) as events:
         last = [event async for event in events][-1]
     assert isinstance(last, Finished)

@@ -1,4 +1,4 @@
-"""The picture in the README: `make pictures`.
+"""The picture of slots in README and docs/concepts.md, a part of `make pictures`.
 
 docs/memory.svg shows one request in a quarter of the slots that all its candidates would need:
 rounds end when the slots are full, the cut frees half of them, and the survivors grow on (the first

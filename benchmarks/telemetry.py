@@ -32,7 +32,7 @@ _SIGNALS = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 
 
 @dataclass(slots=True)
-class Side:
+class MeasuredStack:
     """A stack and the measurements of its blocks."""
 
     stack: Stack
@@ -82,7 +82,7 @@ def main() -> None:
     )
 
 
-async def _measure(arguments: argparse.Namespace, endpoint: str) -> dict[str, Side]:
+async def _measure(arguments: argparse.Namespace, endpoint: str) -> dict[str, MeasuredStack]:
     environments = {
         "off": {f"SPECREJ_{name.upper()}_METRICS_PORT": "0" for name in _SERVICES},
         "on": {
@@ -105,16 +105,18 @@ async def _measure(arguments: argparse.Namespace, endpoint: str) -> dict[str, Si
 @asynccontextmanager
 async def _side(
     arguments: argparse.Namespace, environment: Mapping[str, str]
-) -> AsyncIterator[Side]:
+) -> AsyncIterator[MeasuredStack]:
     models = TOYS if arguments.toys else {"SPECREJ_GENERATOR_KV_SLOTS": "40000"}
     async with (
         Stack(environment={**models, **environment}) as stack,
         Client(stack.orchestrator_address, timeout_s=600) as client,
     ):
-        yield Side(stack, client)
+        yield MeasuredStack(stack, client)
 
 
-async def _block(arguments: argparse.Namespace, side: Side, number: int, *, counts: bool) -> None:
+async def _block(
+    arguments: argparse.Namespace, side: MeasuredStack, number: int, *, counts: bool
+) -> None:
     """Send concurrent requests; add the measurements if the block counts."""
     cpu_s, started = side.cpu_s(), time.perf_counter()
     answers = await asyncio.gather(
@@ -133,7 +135,7 @@ async def _block(arguments: argparse.Namespace, side: Side, number: int, *, coun
         side.cpu_ms_per_token.append(cpu_s * 1e3 / tokens)
 
 
-def _ratios(on: Side, off: Side) -> dict[str, Any]:
+def _ratios(on: MeasuredStack, off: MeasuredStack) -> dict[str, Any]:
     """Ratios of neighbouring blocks; the interval is that of their mean."""
     ratios = _quotients(on.tokens_per_s, off.tokens_per_s)
     mean = statistics.fmean(ratios)

@@ -62,7 +62,7 @@ class Sizes:
 
 
 def generator_flops(sizes: Sizes, prompt_tokens: int, run: Replayed) -> int:
-    """Of a request: the prompt once, for any N, then every generated token.
+    """FLOPs of a request: the prompt once, for any N, then every generated token.
 
     The first token of each candidate is drawn from the prompt's last; a candidate's last token is
     never read.
@@ -73,14 +73,14 @@ def generator_flops(sizes: Sizes, prompt_tokens: int, run: Replayed) -> int:
 
 
 def decode_flops(sizes: Sizes, prompt_tokens: int, run: Replayed) -> int:
-    """Of the generated tokens, without reading the prompt."""
+    """FLOPs of the generated tokens, without reading the prompt."""
     tokens = run.generated_tokens
     matrices = 2 * (sizes.layer_weights + sizes.hidden * sizes.vocabulary) * tokens
     return matrices + sizes.per_attended * (prompt_tokens * tokens + run.attended_tokens)
 
 
 def encoder_flops(sizes: Sizes, run: Replayed) -> int:
-    """Of a reward that reads every prefix from its beginning, with attention in both directions.
+    """FLOPs of a reward that reads every prefix anew, with attention in both directions.
 
     Counted in the generator's tokens; the reward's own tokenizer yields about as many.
     """

@@ -82,7 +82,7 @@ class Gateway:
         return await self._complete(request, CompletionRequest)
 
     async def stream(self, request: HTTPRequest) -> Response:
-        """Answer a conversation with every event of the core."""
+        """Answer a conversation with every event of the orchestrator."""
         return await self._complete(request, ChatRequest, is_raw=True)
 
     async def _complete(

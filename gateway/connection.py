@@ -21,9 +21,9 @@ _UNREAD_BYTES = 32768
 
 
 class Connection(H11Protocol):
-    """A connection without pipelining: a request in front of an unfinished answer ends it.
+    """A connection without pipelining: a request before the last answer is complete ends it.
 
-    Its one timer ends it while headers are awaited, and while a reply is not read.
+    One timer bounds the wait for headers and the time for which a reply stays unread.
     """
 
     def __init__(self, config: Config, state: ServerState, settings: GatewaySettings) -> None:

@@ -43,7 +43,7 @@ _BUG = (500, "server_error", "internal_error")
 
 
 def for_caller(error: Exception, where: str) -> errors.SpecrejError:
-    """The error without a text of grpc; for a bug, which is logged, one with an id of the log."""
+    """The error without grpc's text; a bug is logged, and becomes an InternalError with its id."""
     if isinstance(error, errors.SpecrejError):
         return without_foreign_text(error, error.__cause__, "the orchestrator")
     error_id = uuid.uuid4().hex
@@ -75,7 +75,7 @@ def response_of(error: errors.SpecrejError, name_of: Callable[[str], str] = str)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
-    # The client of the core has tried these again; another layer would repeat a large N.
+    # The orchestrator's client has retried these; another layer would repeat a large N.
     if status in (500, 504) or isinstance(error, errors.Unavailable):
         headers["x-should-retry"] = "false"
     if status in (408, 413):  # the rest of the body is not read

@@ -1,7 +1,7 @@
 """OpenAI's requests as calls of specrej's client: a table of fields, types of those that are
 mapped, and the conversion.
 
-A new ability of the core is one changed row of `TABLE`, and its type in a request class. Options
+A new option of the orchestrator is one row of `TABLE`, and its type in a request class. Options
 that OpenAI's API has no field for are in `specrej`, which is built from the client's `Options`.
 """
 
@@ -42,7 +42,7 @@ from specrej.errors import InvalidRequest, Violation, raise_if_any
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """The field sets what the core names `path`; errors about that name the field."""
+    """The field sets the orchestrator's `path`; errors about that path name the field."""
 
     path: str
 
@@ -146,7 +146,7 @@ class StreamOptions(BaseModel):
 
 
 def path_of(option: str) -> str:
-    """The path of a client's option in the core's errors: "sampling.top_p"."""
+    """The path of a client's option in the orchestrator's errors: "sampling.top_p"."""
     for contract, part in ((Sampling, "sampling."), (Selection, "selection.")):
         if any(item.name == option for item in fields(contract)):
             return part + option
@@ -309,7 +309,7 @@ class Call:
         return self.options.get("return_candidates", 1)
 
     def name_of(self, path: str) -> str:
-        """The caller's field for a path in the core's errors."""
+        """The caller's field for a path in the orchestrator's errors."""
         for known in sorted(self.sources, key=len, reverse=True):
             if path == known or path.startswith((f"{known}.", f"{known}[")):
                 return self.sources[known] + path[len(known) :]
@@ -408,7 +408,7 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
 
 
 def _fill_in(options: dict[str, Any]) -> None:
-    """Defaults that differ from the core's; docs/gateway.md has the reasons."""
+    """Set defaults that differ from the orchestrator's; docs/gateway.md has the reasons."""
     if options.get("temperature") == 0:
         options.setdefault("n", 1)
     elif "seed" not in options:

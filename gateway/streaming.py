@@ -1,4 +1,4 @@
-"""Server-sent events: the chunks of OpenAI's API, or the core's own events."""
+"""Server-sent events: the chunks of OpenAI's API, or the orchestrator's own events."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def openai_stream(events: Events, answer: Answer, request: Request, call: Call) 
 
 
 def raw_stream(events: Events, call: Call) -> EventStream:
-    """Every event of the core under its name; a failure is the event `error`."""
+    """Every event of the orchestrator under its name; a failure is the event `error`."""
 
     async def parts() -> Parts:
         async for event in events.all():

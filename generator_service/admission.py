@@ -56,8 +56,8 @@ class Demand:
         return self.slots_of(max(1, min(self.first_round_tokens, self.max_tokens)))
 
     def floor(self, n: int) -> int:
-        """The least useful share: a first round for `n` candidates, or whole answers for as many of
-        them as `min_answers`."""
+        """The least useful share: a first round for `n` candidates, or whole answers for
+        `min_answers` of them, whichever takes more slots."""
         return max(n * self.first_round_slots, self.whole(min(n, self.min_answers)))
 
     def beginning(self, slots: int) -> int:

@@ -35,7 +35,7 @@ def batched_tokens(max_candidates: int) -> int:
 
 
 def reader(config: Mapping[str, Any]) -> Read:
-    """Of the text part of a config.json, with the defaults of its model type.
+    """A reader of the text part of a config.json, with the defaults of its model type.
 
     Raises:
         ValueError: a field is missing.

@@ -25,7 +25,7 @@ _DRAW = layout(
     "temperature",
 )
 
-# Weights that are summed up together, and in which the token is then looked for.
+# Weights per block: a draw finds its block by the blocks' sums, then its token in the block.
 _BLOCK = 256
 
 # Logits may be minus infinity, which OPTIONS assume away.

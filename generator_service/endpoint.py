@@ -177,8 +177,8 @@ class EndpointGenerator:
 
         Raises:
             InvalidRequest: the endpoint refuses the request; with its reason.
-            Overloaded, Unavailable: it is, after repeated attempts, or with a delay that is longer
-                than the time left or, without a deadline, than `_MAX_DELAY_S`.
+            Overloaded, Unavailable: it is so at the last attempt, or its delay exceeds the time
+                left (without a deadline, `_MAX_DELAY_S`).
             InternalError: it refuses the key, or answers with something else.
         """
         path, body = _request(spec, candidate_id, self._settings)

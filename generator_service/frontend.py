@@ -67,7 +67,7 @@ class Frontend:
     card: ModelCard
     _clock: WorkClock = field(default_factory=WorkClock)
     _grammars: Grammars = field(init=False)
-    # One thread, so that outputs that take long delay no prompts. Its work has a bound of its own.
+    # One thread, so that slow outputs delay no prompts. `Grammars` bounds each compilation.
     _compiler: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:

@@ -37,8 +37,8 @@ Mask = NDArray[np.uint32]
 _PATH = "sampling.structured_output"
 _BITS = 32  # of a mask's words
 
-# Processor time for the masks of a session: at the start, and more for each token of a candidate.
-# JSON takes some 20 microseconds.
+# Processor time for the masks of a session: at the start, and more for each token of a candidate,
+# many times what JSON takes (docs/structured.md).
 _FIRST_S, _TOKEN_S = 1.0, 0.002
 
 # A schema's own "x-guidance" replaces options that are not set here; lenient ones ignore keywords

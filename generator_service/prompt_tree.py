@@ -196,7 +196,7 @@ class PromptTree(Generic[S]):
     def _remove(self, node: RadixNode[S]) -> None:
         del self._idle[node]
         del node.siblings[node.key]
-        self._ledger.forget(len(node.tokens))
+        self._ledger.evict(len(node.tokens))
 
 
 def _key(salt: str, tokens: tuple[int, ...]) -> _Key:

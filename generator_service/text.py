@@ -27,8 +27,8 @@ _INCOMPLETE = "\ufffd"
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 _SPACE = "\u2581"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-# Tokens that `StopTexts` decodes at a time: from so many on it drops those before the last border,
-# and from so many on their incomplete characters count as complete, as no character has as many.
+# Tokens that `StopTexts` decodes at a time. From the first number on it drops those before the last
+# border; from the second on incomplete characters count as complete: no character is so long.
 _FEW_TOKENS, _MOST_TOKENS = 6, 24
 
 
@@ -160,7 +160,7 @@ class StopTexts:
         complete = text.rstrip(_INCOMPLETE)
         new, self._num_seen = complete[self._num_seen :], max(self._num_seen, len(complete))
         if len(complete) == len(text) or len(self._tokens) >= _MOST_TOKENS:
-            self._forget()
+            self._drop_complete()
         if not new:
             return False
         seen = len(self._seen)
@@ -168,7 +168,7 @@ class StopTexts:
         self._seen = text[max(0, len(text) - self._overlap) :]
         return bool(_starts(text, seen, self._stop))
 
-    def _forget(self) -> None:
+    def _drop_complete(self) -> None:
         """Drop tokens before the last border, at times: it costs a decoding."""
         if len(self._tokens) >= _FEW_TOKENS:
             del self._tokens[: self._border]

@@ -157,7 +157,7 @@ class ToySession:
         return [word for word in _ALL if bits[word + spelled]], bool(bits[_END])
 
     def _adjustment(self, candidate: GrowingCandidate, word: int) -> float:
-        """Bias and penalties in ranks, of which the first is drawn; 1.5 of repetition is a rank."""
+        """By how many ranks bias and penalties move a word; a repetition_penalty of 1.5 is one."""
         sampling, count = self._sampling, candidate.token_ids.count(word)
         bias = sum(bias.bias for bias in sampling.logit_bias if bias.token_id == word)
         penalty = sampling.presence_penalty + 2 * (sampling.repetition_penalty - 1.0)
@@ -238,7 +238,7 @@ class ToyGenerator:
         finally:
             self.ledger.close(session.id)
             self.ledger.retire(session.prompt_tokens)
-            self.ledger.forget(session.prompt_tokens)
+            self.ledger.evict(session.prompt_tokens)
 
     async def _compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
         if output is None:

@@ -274,7 +274,7 @@ class VLLMGenerator:
             self.ledger.close(session.id)
             self.ledger.retire(session.blocks.shared)
             # vLLM may still cache the prompt's blocks; the ledger counts them as free.
-            self.ledger.forget(session.blocks.shared)
+            self.ledger.evict(session.blocks.shared)
         self.queue.admit_waiting()
 
     def _admit(self, session: VLLMSession, n: int) -> None:

@@ -155,8 +155,8 @@ class _Span:
 class CausalTask:
     """A batch of texts under way; see `CausalScorer.task`.
 
-    spans: each is made when the one before it is taken; known: the values of the texts of the spans
-    made so far, behind them the prompt's.
+    _spans: made lazily, each when the one before it is taken; _known: for each text whose spans
+    were made, its values, then the prompt's.
     """
 
     _session: KeptSession
@@ -228,7 +228,7 @@ class CausalScorer(SegmentedModel):
         session.is_busy = True
         wanted = {sequence.key for sequence in sequences}
         parents = session.parents(sequences) if session.keeps_texts else {}
-        # Those that nothing continues first: their room may be needed for copies.
+        # First drop texts that are neither in the batch nor copied: copies may need their room.
         self._drop(session, session.texts.keys() - wanted - {*parents.values()})
         for sequence in sequences:
             if sequence.key in parents:

@@ -24,7 +24,7 @@ _NO_SEQUENCES = (Mapping, Set, str, bytes)
 
 
 class FunctionReward(WholeBatchReward):
-    """Raises ValueError: there is no such function."""
+    """Scores by a Python function. Raises ValueError: there is no such function."""
 
     def __init__(self, spec: FunctionSpec, resources: Resources) -> None:
         path = spec.function

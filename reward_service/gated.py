@@ -59,7 +59,7 @@ class _GateAndLast(LastToken):
 
 
 def load_gated(spec: GatedSpec, resources: Resources) -> CausalReward:
-    """Raises ValueError: the directory holds no such model; the text has the reason."""
+    """The reward of a gated model. Raises ValueError: the directory holds no such model."""
     regression = load_head(spec.directory, "regression_layer.weight")[""]
     model: Any = load_backbone(spec, resources)
     weights = load_head(spec.directory, "gating.")

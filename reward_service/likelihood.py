@@ -49,7 +49,7 @@ class _Logprobs(LastToken):
 
 
 def load_likelihood(spec: LikelihoodSpec, resources: Resources) -> Reward:
-    """Raises ValueError: a directory holds no such model; the text has the reason."""
+    """A likelihood as a reward. Raises ValueError: a directory holds no such model."""
     own = _load_one(spec, resources)
     if spec.reference is None:
         return own

@@ -29,7 +29,7 @@ _Pairs = Sequence[tuple[int, int]]
 
 
 class PairwiseReward:
-    """Raises ValueError: the directory holds no such model; the text has the reason."""
+    """Scores by comparisons in pairs. Raises ValueError: the directory holds no such model."""
 
     description = "How often a model prefers the response to others of its batch."
 

@@ -60,7 +60,7 @@ class _Steps:
 
 
 def load_process(spec: ProcessSpec, resources: Resources) -> CausalReward:
-    """Raises ValueError: the directory holds no such model; the text has the reason."""
+    """The reward of a response's steps. Raises ValueError: the directory holds no such model."""
     model = load_backbone(spec, resources, with_lm_head=bool(spec.good))
     conversation = load_conversation(spec, model.config)
     tokenizer = conversation.tokenizer

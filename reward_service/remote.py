@@ -97,7 +97,7 @@ class RemoteWorker(RewardWorker):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Raises Overloaded, Unavailable."""
+        """Count a call under way. Raises Overloaded, Unavailable."""
         if self._closed:
             raise stopped()
         if self._num_calls >= self._queue_limit:

@@ -75,7 +75,7 @@ class RewardSettings(ServiceSettings):
         description="milliseconds a batch waits for those of other open sessions, to be computed"
         " with them",
     )
-    # Between two batches the generator extends for whole rounds, before the first all of Best-of-N:
+    # Between two batches a whole round is generated, with Best-of-N whole answers: so the lease is
     # longer than the orchestrator's default deadline. Keepalive detects a dead peer sooner.
     lease_s: Seconds = Field(
         900, description="seconds a session's peer may be silent before it loses the session"

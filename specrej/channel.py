@@ -24,8 +24,8 @@ from specrej.credentials import (
 )
 from specrej.limits import MAX_MESSAGE_BYTES
 
-# Retries happen only here, nearest the caller. Session streams are never retried, since their state
-# is lost with them. A name of several orchestrators is balanced over all of them.
+# gRPC retries only in the caller's channel; `specrej.client.Retries` replaces this policy. Session
+# streams are never retried: their state is lost. A name of several orchestrators is balanced.
 SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [

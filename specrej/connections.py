@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 _OPEN_FILES = Path("/dev/fd")
 _IPV4_IN_IPV6 = "::ffff:"
-# Between two looks through all open files, which take some milliseconds.
+# Seconds between two scans of all open files, which take some milliseconds.
 _PAUSE_S = 0.1
 
 

@@ -6,9 +6,10 @@
     ├── Unauthenticated    UNAUTHENTICATED     missing or unknown token
     ├── PermissionDenied   PERMISSION_DENIED   the token lacks the role
     ├── NotFound           NOT_FOUND           unknown model, reward or request
-    ├── Overloaded         RESOURCE_EXHAUSTED  queue or slots full; carries a delay
-    ├── Unavailable        UNAVAILABLE         loading, draining, backend down; carries a delay
-    ├── SessionExpired     FAILED_PRECONDITION the session's lease ran out
+    ├── RetryableError                         carries a delay
+    │   ├── Overloaded     RESOURCE_EXHAUSTED  queue or slots full
+    │   └── Unavailable    UNAVAILABLE         loading, draining, backend down
+    ├── SessionExpired     FAILED_PRECONDITION the session is closed, or its lease ran out
     ├── OutOfOrder         FAILED_PRECONDITION a command that the session's state forbids
     ├── DeadlineExceeded   DEADLINE_EXCEEDED
     ├── Cancelled          CANCELLED
@@ -148,7 +149,7 @@ class Unavailable(RetryableError):
 
 
 class SessionExpired(SpecrejError):
-    """The session's lease ran out and its slots are free."""
+    """The session is closed, or its lease ran out; its slots are free."""
 
     reason = "SESSION_EXPIRED"
 

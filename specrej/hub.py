@@ -166,7 +166,7 @@ def _usable(name: str, directory: Path, file: str) -> ModelFiles:
 
 
 def _check_digests(directory: Path) -> None:
-    """The hub's cache names large files by their SHA-256; raises HubError where one is another."""
+    """Raises HubError if a large file's SHA-256 is not its name in the hub's cache; removes it."""
     damaged = []
     for path in directory.rglob("*"):
         blob = path.resolve()
@@ -272,8 +272,8 @@ def convert(gguf: Path, target: Path) -> None:
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """transformers parses a file for the config, the weights and the tokenizer, and makes the table
-    of tensor names for every module: two thirds of the time of a conversion.
+    """Cache parsed GGUF files and tensor name tables: transformers parses a file three times, and
+    makes the table for every module, two thirds of the time of a conversion.
     """
     import gguf
 

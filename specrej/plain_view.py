@@ -98,7 +98,7 @@ def summary_line(generation: Generation) -> str:
 
 
 def saved_text(generation: Generation) -> str:
-    """The share of Best-of-N's tokens that were not made, such as " (-61 %)"; may be empty."""
+    """The share of Best-of-N's tokens that were not made, such as " (-61%)"; may be empty."""
     usage = generation.usage
     if usage.best_of_n_tokens_estimate <= usage.generated_tokens:
         return ""

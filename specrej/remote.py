@@ -133,7 +133,7 @@ class _CommandStream(Generic[Request, Response]):
             # and drops the status. A stream without an answer can be started again to receive it.
             if not self._may_restart:
                 self._span.end(grpc.StatusCode.UNAVAILABLE.name)
-                raise Unavailable("a backend broke off") from failure
+                raise Unavailable("a backend ended the stream") from failure
             self._may_restart = False
             self._call = self._start()
             await self._send(request)

@@ -128,7 +128,7 @@ _MORE_CALLS = 512
 # Calls that wait for the event loop.
 _MAX_PENDING = 8192
 
-_BEAT_S = 0.25  # between two looks at the heartbeats, and two measurements of the event loop
+_BEAT_S = 0.25  # between two checks of the heartbeats, and two measurements of the event loop
 
 # The time for messages in flight to arrive at a stopping server, and for its answers to leave.
 _SETTLING_S = 0.5
@@ -265,9 +265,9 @@ class Server:
             self._health.set(LIVENESS, alive)
             if alive != was_alive:
                 if alive:
-                    log.info("steps end again: serving")
+                    log.info("the compute threads make progress again: serving")
                 else:
-                    log.error("no step has ended for %g s: not serving", self._settings.stuck_s)
+                    log.error("no progress for %g s: not serving", self._settings.stuck_s)
                 self.set_serving(alive and self._is_warm)
             if math.inf in ages:
                 raise RuntimeError("a compute thread has ended")

@@ -22,7 +22,7 @@ from experiments.figures.plotting import (
 from experiments.studies.analysis import Analysis
 from experiments.studies.anatomy import Anatomy
 from experiments.studies.best_of_n import BestOfN
-from experiments.studies.frontier import Frontier, Side
+from experiments.studies.frontier import Frontier, ObjectiveFrontier
 from experiments.studies.improvement import FAST, FULL, Improvement
 from experiments.studies.matched import EXPECTED, Match, Matched
 from experiments.studies.perplexity import Perplexity
@@ -133,7 +133,7 @@ def frontier(result: Frontier, name: str) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _frontier(reward: str, side: Side, name: str) -> Picture:
+def _frontier(reward: str, side: ObjectiveFrontier, name: str) -> Picture:
     def chart(axes: Axes) -> None:
         lines = ((side.best_of_n, ORANGE, FULL), (side.undominated, BLUE, FAST))
         for points, color, label in lines:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from experiments.studies.analysis import Analysis
-from experiments.studies.frontier import Side
+from experiments.studies.frontier import ObjectiveFrontier
 from experiments.studies.matched import BOUND, EXPECTED
 from experiments.studies.tables import Table, to_markdown
 
@@ -60,7 +60,7 @@ def summary(analyses: Sequence[Analysis]) -> tuple[Table, Table]:
 @dataclass(frozen=True, slots=True)
 class _Recommended:
     analysis: Analysis
-    side: Side
+    side: ObjectiveFrontier
     pays_from: int | None
 
 

@@ -61,7 +61,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ObjectiveFrontier:
     """The frontier under one objective.
 
     best_of_n: by rising N. recommended: a setting, or Best-of-N; reason: why it is.
@@ -101,7 +101,7 @@ class Frontier:
 
     reward: str
     max_tokens: int
-    sides: tuple[Side, Side]
+    sides: tuple[ObjectiveFrontier, ObjectiveFrontier]
     first_tokens: tuple[FirstToken, ...]
 
     @property
@@ -159,7 +159,7 @@ def study(
 ) -> Frontier:
     """Of all settings that were measured; the default also with other first decision tokens."""
     prompts, reward = [replayer.trajectories for replayer in replayers], replayers[0].reward
-    judges = [_Judge(prompts, reward, prefer_complete=preferred) for preferred in (True, False)]
+    judges = [_Objective(prompts, reward, prefer_complete=preferred) for preferred in (True, False)]
     default = default_of(measured)
     first_tokens = []
     for token in correlation.decision_tokens:
@@ -173,7 +173,7 @@ def study(
     return Frontier(reward, max_tokens, sides, tuple(first_tokens))
 
 
-class _Judge:
+class _Objective:
     """One objective over all prompts."""
 
     def __init__(
@@ -185,7 +185,7 @@ class _Judge:
         self._single = np.array([prompt.num_tokens.mean() for prompt in prompts])
         self._ns = doublings(min(prompt.n for prompt in prompts))
 
-    def side(self, measured: Sequence[Measured], default: Measured) -> Side:
+    def side(self, measured: Sequence[Measured], default: Measured) -> ObjectiveFrontier:
         """The frontier of this objective."""
         choices = []
         for n in self._ns[-2:-6:-1]:
@@ -194,7 +194,7 @@ class _Judge:
                 _, ahead, tokens, rewards, complete = chosen[1].T
                 row = (mean(rewards), bounded_mean(complete, 1.0), mean(ahead))
                 choices.append(Choice(f"Best-of-{n}", chosen[0], float(tokens.mean()), *row))
-        return Side(
+        return ObjectiveFrontier(
             COMPLETE if self._prefers_complete else ALONE,
             tuple(self._point(run) for run in measured),
             tuple(self._best_of_n_point(n) for n in self._ns),

@@ -37,7 +37,7 @@ D_co = TypeVar("D_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class PollSettings:
-    """Seconds between polls and between lookups of names, and seconds until one is lost."""
+    """Seconds between polls, between lookups of names, and of silence until a backend is lost."""
 
     poll_s: float = 1.0
     resolve_s: float = 5.0

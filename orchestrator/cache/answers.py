@@ -30,9 +30,9 @@ MAX_TRIES = 4  # listed answers that one lookup reads
 # Of an answer beside its value: its key, its places in two indexes, Redis's own structures.
 ENTRY_OVERHEAD_BYTES = 1024
 
-# Adds an answer to its tenant's index, and deletes the oldest answers above the budget. A score is
-# the number of bytes stored before the answer, that of the empty member all bytes so far. An answer
-# that was replaced, or has expired, counts until the answers before it are gone.
+# Adds an answer to its tenant's index, and deletes the oldest answers above the budget. An answer's
+# score is the number of bytes stored before it; the empty member's is the number of all bytes so
+# far. A replaced or expired answer counts until all older answers are deleted.
 _CHARGE = """
 local start = tonumber(redis.call('ZSCORE', KEYS[1], '') or 0)
 local total = start + ARGV[2]
@@ -63,7 +63,7 @@ class CacheEntry:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     index: str  # key of the index that lists it; empty: none
-    returned: int  # candidates that the request wanted returned; there may be fewer
+    returned: int  # the request's `return_candidates`; there may be fewer
     stored_at: float  # seconds since the epoch, on the clock of the process that stored it
     generation: Generation
 

@@ -63,8 +63,8 @@ def cache_keys(
     """The keys of a request with its defaults filled in. They contain no text of prompt or tenant.
 
     The order of rewards and of biases does not matter. No tenant can construct another's key: the
-    tenant's part is a keyed hash, and the other parts are escaped. Without `secret` the hash of a
-    request cannot be computed, so that a reader of Redis cannot confirm a guessed prompt.
+    tenant's part is a keyed hash, and the other parts are escaped. A reader of Redis that lacks the
+    secret cannot compute the hash of a request, and so cannot confirm a guessed prompt.
     """
     owner = hashed_tenant(tenant, secret)
     # Nothing else in a key has a character that must be escaped.

@@ -164,7 +164,7 @@ class SharedSingleFlight:
     """The flights of all processes that use one Redis.
 
     Use:
-        async with shared.join(key) as lease:
+        async with shared.join(key, flight) as lease:
             if lease.answer is not None:
                 return lease.answer
             generation = await run(...)
@@ -180,7 +180,7 @@ class SharedSingleFlight:
     async def join(self, key: str, flight: Flight[Generation]) -> AsyncIterator[Lease]:
         """Wait for another process's answer to `key`; without one, lead or run alone.
 
-        `flight`: this process's; the lease is renewed until it is lost.
+        `flight`: this process's; the lease is renewed until that flight loses the lead.
 
         If the leader is cancelled, runs out of time or dies, one of those that wait leads. If it
         fails otherwise, or its answer could not be stored, each of them runs alone.

@@ -1,13 +1,13 @@
-"""A bounded number of requests run, a bounded number wait, the rest are refused at once.
+"""Admits a bounded number of requests, queues a bounded number, and refuses the rest at once.
 
-Fair between tenants by candidate-tokens, the candidates times the tokens that each may grow to, by
-start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a request starts where the one before of
-its tenant ends in virtual time, not before the current one, and the least start goes next. Virtual
-time is in candidate-tokens per weight. It is the start of the request that ran last, and passes at
-least as if the tenants that run or wait were served all at once: otherwise new tenants that never
-stop arriving would delay a waiting one for ever.
+Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) shares candidate-tokens (candidates times
+the tokens that each may grow to) between tenants. A request's start is the end of its tenant's
+request before, or the current virtual time if that is later. The request with the least start runs
+next. Virtual time, in candidate-tokens per weight, is the start of the request that ran last. It
+advances at least as fast as if all tenants that run or wait were served at once: otherwise new
+tenants that never stop arriving would delay a waiting one for ever.
 
-A tenant that runs nothing finds a spare permit while others hold all the ordinary ones: otherwise
+While others hold all ordinary permits, a tenant that runs nothing can take a spare one: otherwise
 it would wait for one of their requests to end, however small its share.
 """
 
@@ -29,7 +29,7 @@ _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
 _UNKNOWN_SERVICE_S = 1.0
 _RECENT = 0.1  # weight of the latest request in the service time per token
-_FEW = 64  # tenants whose state is kept, needed or not
+_MIN_KEPT = 64  # tenants whose state is kept, needed or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Admission:
         self._limits = limits
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
-        self._collect_above = _FEW  # tenants and entries
+        self._collect_above = _MIN_KEPT  # tenants and entries
         # The tenants with a line, the least start first; also old entries, which are skipped.
         self._heap: list[tuple[float, int, _Tenant]] = []
         self._entries = itertools.count(1)
@@ -343,7 +343,7 @@ class Admission:
                 del self._tenants[name]
         self._heap = [(t.start, t.entry, t) for t in self._with_lines()]
         heapq.heapify(self._heap)
-        self._collect_above = 2 * (len(self._tenants) + len(self._heap)) + _FEW
+        self._collect_above = 2 * (len(self._tenants) + len(self._heap)) + _MIN_KEPT
 
 
 def _bounded(wait_s: float) -> float:

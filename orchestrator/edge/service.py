@@ -1,4 +1,4 @@
-"""The orchestrator: plan, look in the cache, join a flight, wait for admission, run, store.
+"""The orchestrator: plan, read the cache, join a flight, wait for admission, run, store.
 
 It holds no model and does not depend on the wire: the servicer converts messages.
 """

@@ -108,7 +108,7 @@ class DeadlineController:
         return latest + slope * (rows - self._latest_rows)
 
     def stride_tokens(self, position: int, until: int, rows: int) -> int:
-        """Tokens to grow before the next look at the clock."""
+        """Tokens to grow before the clock is read again."""
         wanted = until - position
         if self.time_left_s is None:
             return wanted
@@ -130,8 +130,8 @@ class DeadlineController:
     def alpha(self, position: int, num_ranked: int, alpha: float) -> float:
         """The least alpha, from the request's on, with which the plan finishes in time.
 
-        The request's alpha if `min_answers` candidates alone would be late: with more candidates it
-        is likelier that one ends early.
+        If even `min_answers` candidates would be late, the request's alpha: rejecting more cannot
+        help, and with more candidates one is likelier to end early.
         """
         if not self._can_help(position, num_ranked):
             return alpha

@@ -57,13 +57,13 @@ def cut(
 ) -> Cut:
     """Reject the lowest fraction alpha of the ranked candidates, finished and live together.
 
-    At least `least` candidates are kept, or all. At least `release` *live* candidates are rejected,
-    but `least` live ones stay; if there are no more, one is rejected, unless it is the only one. A
-    round that ends because the slots are full and frees none of them could never end.
+    At least `least` candidates are kept, or all. With `release`, at least so many *live* candidates
+    are rejected, but not below `least` live ones; of `least` or fewer, one, unless it is the only
+    one. Otherwise a round that full slots end could free no slot, and the run would never end.
 
     Vetoed candidates rank lowest and are rejected whatever alpha is. If all are vetoed, the best
-    live one is kept, so that there is an answer; none is kept with `has_answer`, which means that a
-    complete candidate without a veto exists, though it was ranked out.
+    live one is kept, so that there is an answer. With `has_answer` none is kept: a complete
+    candidate without a veto exists already, though it was ranked out.
     """
     ranking = rank(scores, vetoed)
     best = ranking[: num_kept(len(ranking), alpha, least)]

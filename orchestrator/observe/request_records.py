@@ -188,7 +188,7 @@ class RequestRecords:
 def _reason(error: BaseException, *, is_late: bool) -> str:
     if isinstance(error, SpecrejError):
         return error.reason
-    # The server cancels a late call just as a client that hangs up does.
+    # A late call is cancelled by the server, just as by a client that disconnects.
     is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
     if isinstance(error, TimeoutError) or (is_cancelled and is_late):
         return DeadlineExceeded.reason

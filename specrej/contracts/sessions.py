@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SlotGauge:
-    """Slots at one moment: all, holding tokens of any session, holding this session's tokens.
+    """Slots at one moment: `capacity` in all, `owned` by all sessions, `session` by this one.
 
     `cached` slots hold prompt prefixes that no session uses now; they are given up when needed.
     """
@@ -81,8 +81,8 @@ class Round:
     `num_tokens` is the token position reached by the live candidates. After the loss of a
     generator, `repeated_tokens` tokens were computed a second time and the candidates `lost` no
     longer exist. `made_by` holds the fingerprints of the generators, if known. With `logprobs`,
-    `token_texts` has every token that the candidates name. `prompt_tokens` is that of the session
-    where the first round is the first to count it; else 0.
+    `token_texts` has every token that the candidates name. `prompt_tokens` is set only in the first
+    round of a session that was opened without this number; else 0.
     """
 
     candidates: tuple[Candidate, ...]

@@ -26,7 +26,7 @@ class PrefillSegment:
     are of segments before it in the same pass.
 
     They belong to the last of `pieces`, from its token `offset` on. `stored`: their keys and values
-    are there already, and only what comes out of the last layer is wanted.
+    are there already, and only the output of the last layer is used.
     """
 
     pieces: tuple[PromptKV, ...]

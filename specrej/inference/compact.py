@@ -15,7 +15,7 @@ from specrej.inference.cpu_product import BFLOAT16, FLOAT32, GROUP, INT4, INT8
 _SCALES_OF_RANGE = (15, 31)
 _SCALES_OF_LARGEST = (127, 8, 16)
 
-# Panels that are looked at together: it takes several times their memory.
+# Panels that are tried at once: this takes several times their memory.
 _AT_ONCE = 8
 
 
@@ -25,14 +25,14 @@ def compact(panels: Tensor) -> tuple[int, Tensor]:
     panels: float32 [panels, inputs, PANEL].
     """
     for form, turn in _FORMS.items():
-        turned: list[Tensor] = []
+        converted: list[Tensor] = []
         for part in torch.split(panels, _AT_ONCE):
             compacted = turn(part)
             if compacted is None:
                 break
-            turned.append(compacted)
+            converted.append(compacted)
         else:
-            return form, torch.cat(turned)
+            return form, torch.cat(converted)
     return FLOAT32, panels
 
 

@@ -66,7 +66,7 @@ class ControlTokens:
         cuts = set()
         for match in self._all.finditer(text):
             begin, end = match.span(1)
-            # Of a token with a mark inside, a template wrote a part, or removed what was between.
+            # A mark inside: the token joins a caller's text with the template's or another one.
             if inside := places.intersection(range(begin + 1, end)):
                 cuts.add(min(inside))
             elif {(begin, _BEGIN), (end, _END)} <= pairs:

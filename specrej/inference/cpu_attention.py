@@ -8,7 +8,7 @@ share the head. The queries are columns, row by row, up to `PANEL` of them. Then
    (the parts of their prompt, each key read once for all columns), then of each row's own tokens
    (each key read once for the columns of its row).
 2. A softmax down each column; its sum is divided by at the end.
-3. Mixed [columns, dim] = weights, turned, . values, of the same parts and tokens.
+3. Mixed [columns, dim] = weights, transposed, . values, of the same parts and tokens.
 
 Before all shares, the new keys and values of all rows are stored: a segment may see those of
 another one of the pass, as a text sees its prompt, whose share another thread may not have begun.
@@ -85,7 +85,7 @@ def _score(
 def _mix(
     weights: int, columns: int, values: int, stride: int, tokens: int, dim: int, mixed: int
 ) -> None:
-    """mixed[columns, dim] += weights[tokens, columns], turned, . values[tokens, dim]."""
+    """mixed[columns, dim] += weights[tokens, columns], transposed, . values[tokens, dim]."""
     whole = dim // (_MIX_VECTORS * LANES) * _MIX_VECTORS * LANES
     for column in range(0, columns, _MIX_ROWS):
         count, left = min(_MIX_ROWS, columns - column), (weights + 4 * column, 4, _LINE)
@@ -132,7 +132,7 @@ def _store(job: Any, segment: Any, share: int) -> None:
 
 
 @numba.njit(**OPTIONS)
-def _turn(job: Any, first: int, head: int, columns: int, queries: Any) -> None:
+def _transpose(job: Any, first: int, head: int, columns: int, queries: Any) -> None:
     """queries[dim, COLUMNS] = scaled queries of the rows from `first` on; 0 beyond the last."""
     group, scale = job.heads // job.kv_heads, np.float32(job.scale)
     at = job.query + first * job.query_row + head * group * job.query_head
@@ -186,7 +186,7 @@ def _attend(job: Any, segment: Any, parts: Any, share: int, scratch: int) -> Non
     columns = rows * group
     queries, totals = scratch, scratch + dim * _LINE
     mixed, scores = totals + _LINE, totals + _LINE + 4 * PANEL * dim
-    _turn(job, segment.row + first, head, columns, matrix(queries, dim, COLUMNS))
+    _transpose(job, segment.row + first, head, columns, matrix(queries, dim, COLUMNS))
     tokens = segment.before + (first + rows if segment.is_prompt else 0)
     own, store = segment.own, first * segment.store_row + head * segment.store_head
     own_keys, own_values = segment.own_keys + store, segment.own_values + store

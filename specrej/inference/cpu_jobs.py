@@ -199,7 +199,7 @@ def _compile_all() -> None:
 _PROGRAM = layout("shares steps num_steps barrier")
 
 
-def _in_turn(address: Any) -> None:
+def _run_jobs(address: Any) -> None:
     """Jobs one after the other; no thread begins one before all have ended the last."""
     job = numba.carray(pointer(address), 1, _PROGRAM)[0]
     steps = numba.carray(pointer(job.steps), (job.num_steps, 2), np.int64)
@@ -209,7 +209,7 @@ def _in_turn(address: Any) -> None:
             call(job.barrier, 0)
 
 
-_in_turn_kernel = Kernel(_in_turn)
+_run_jobs_kernel = Kernel(_run_jobs)
 
 
 class Program:
@@ -225,4 +225,4 @@ class Program:
 
     def run(self, work: int) -> None:
         """Run the jobs, whose counters are 0, on all threads if `work` is worth it."""
-        _in_turn_kernel.run(self._job, work)
+        _run_jobs_kernel.run(self._job, work)

@@ -22,7 +22,7 @@ from specrej.inference.cpu_attention import attention
 from specrej.inference.cpu_jobs import Program, Words, words
 from specrej.inference.cpu_kernels import NORM, ROTATE, rms_norm, rotate
 from specrej.inference.cpu_layout import ATTENTION, CPUAttention
-from specrej.inference.cpu_product import FEW, PRODUCT, product
+from specrej.inference.cpu_product import MAX_COMPACT_ROWS, PRODUCT, product
 from specrej.inference.kv import KVShape, PromptKV
 from specrej.inference.linear import joined
 from specrej.inference.norm import RMSNorm
@@ -102,7 +102,8 @@ class CPULayers(nn.Module):
         self._program = Program(_KERNELS * len(layers), _JOB_WORDS)
         self._words = self._program.words.reshape(len(layers), _END, _JOB_WORDS)
         self._constants = [
-            np.stack([layer.words(rows) for layer in layers]) for rows in (FEW, FEW + 1)
+            np.stack([layer.words(rows) for layer in layers])
+            for rows in (MAX_COMPACT_ROWS, MAX_COMPACT_ROWS + 1)
         ]
         self._alike: dict[Scaling, list[int]] = {}
         for place, (_, scaled) in enumerate(self._places):
@@ -148,7 +149,7 @@ class CPULayers(nn.Module):
             heads=sizes.heads + sizes.kv_heads,
             dim=sizes.dim,
         )
-        np.add(self._constants[count > FEW], jobs, out=self._words)
+        np.add(self._constants[count > MAX_COMPACT_ROWS], jobs, out=self._words)
         for scaled, places_alike in self._alike.items():
             numbers = [self._places[place][0] for place in places_alike]
             table = decoder.jobs(numbers, (q, k, v), mixed, scaled).view(np.int64)
@@ -191,14 +192,14 @@ def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
     positions = torch.arange(_TRIAL_ROWS)[None]
     seen: list[Scaling] = []
     with torch.inference_mode():
-        turns = rotary(rows, positions)
-        if turns[0].shape[-1] != shape.head_dim:  # only a part of each head is rotated
+        cos_sin = rotary(rows, positions)
+        if cos_sin[0].shape[-1] != shape.head_dim:  # only a part of each head is rotated
             return None
-        expected = layer(rows, **_trial(turns, shape), seen=seen)
+        expected = layer(rows, **_trial(cos_sin, shape), seen=seen)
         if not seen:  # its attention is not ours
             return None
         candidate = CPULayer(layer, (norms[0], norms[1]), shape, seen[0])
-        options = _trial(turns, shape)
+        options = _trial(cos_sin, shape)
         options["decoder"] = CPUAttention(shape, candidate.sizes.heads, options["segments"])
         actual = CPULayers([candidate])(rows.clone(), **options)
     # transformers' layers return tensors or tuples that begin with one, depending on the version.
@@ -207,10 +208,10 @@ def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
     return candidate if close else None
 
 
-def _trial(turns: tuple[Tensor, Tensor], shape: KVShape) -> dict[str, Any]:
+def _trial(cos_sin: tuple[Tensor, Tensor], shape: KVShape) -> dict[str, Any]:
     prompt = PromptKV(shape, _TRIAL_ROWS)
     return {
-        "position_embeddings": turns,
+        "position_embeddings": cos_sin,
         "segments": [PrefillSegment((prompt,), 0, 0, _TRIAL_ROWS)],
         "attention_mask": None,
     }

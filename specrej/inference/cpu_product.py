@@ -48,7 +48,7 @@ PRODUCT = layout("shares rows input inputs weight form bias output outputs adds 
 HALF = PANEL // 2
 
 # Rows up to which weights in fewer bytes save more time than restoring them takes: one tile's.
-FEW = TILE_ROWS
+MAX_COMPACT_ROWS = TILE_ROWS
 
 # Rows whose inputs stay in a core's cache beside a panel of weights.
 _ROWS_AT_ONCE = 128

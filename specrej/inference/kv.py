@@ -211,7 +211,7 @@ class SuffixKV:
     def _copied(self, flat: Tensor, tokens_room: int, slots: int = 0) -> Tensor:
         slots = max(slots, self.live * tokens_room)
         fresh = self._shape.empty(slots, self._shape.kv_heads).view(-1)
-        if self.live:  # else there is room for no token, not even in shape
+        if self.live:  # else nothing is to be copied, and the shapes may differ
             view = self._view(fresh, tokens_room)
             view[: self.live, :, : self.length] = self._stored(flat)
         return fresh

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specrej.inference.compact import compact
 from specrej.inference.cpu_jobs import words
-from specrej.inference.cpu_product import FEW, FLOAT32, HALF, PRODUCT, product
+from specrej.inference.cpu_product import FLOAT32, HALF, MAX_COMPACT_ROWS, PRODUCT, product
 from specrej.inference.cpu_tiles import PANEL
 
 
@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
         return {
             "rows": rows,
             **self._constants,
-            **(self._for_few if rows <= FEW else self._for_many),
+            **(self._for_few if rows <= MAX_COMPACT_ROWS else self._for_many),
         }
 
 

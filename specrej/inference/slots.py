@@ -33,9 +33,9 @@ class SlotLedger:
 
     @property
     def owned(self) -> int:
-        """Slots that hold tokens of any session."""
-        # Other threads read gauges while the engine changes them. dict.copy() is one step to
-        # them; iterating, even by tuple(), is not: its allocation can run the garbage collector.
+        """Slots in use: those that sessions own, and held prompts."""
+        # Other threads read gauges while the engine changes them. dict.copy() is atomic;
+        # iterating, even by tuple(), is not: its allocation can run the garbage collector.
         return self.held + sum(holding.owned for holding in self._holdings.copy().values())
 
     @property
@@ -59,13 +59,13 @@ class SlotLedger:
         """Whether a session that needs at least `floor` slots may start now."""
         return floor <= self.unshared
 
-    def admit(self, session_id: int, floor: int, want: int, num_waiting: int) -> None:
-        """Give a session a share from `floor` to `want`: fair if others wait, else `want`.
+    def admit(self, session_id: int, floor: int, useful: int, num_waiting: int) -> None:
+        """Give a session a share from `floor` to `useful`: fair if others wait, else `useful`.
 
         `can_admit(floor)` must hold.
         """
         fair = self._fair(self.num_sessions + 1 + num_waiting) if num_waiting else self.capacity
-        share = min(self.unshared, max(floor, min(want, fair)))
+        share = min(self.unshared, max(floor, min(useful, fair)))
         self._holdings[session_id] = Holding(owned=0, share=share)
 
     def take(self, session_id: int, count: int) -> None:
@@ -81,20 +81,20 @@ class SlotLedger:
         holding = self._holdings[session_id]
         return holding.share - holding.owned
 
-    def widen(self, session_id: int, want: int, num_waiting: int) -> None:
-        """Raise a share towards `want` from unshared slots, unless sessions wait for them."""
+    def widen(self, session_id: int, useful: int, num_waiting: int) -> None:
+        """Raise a share towards `useful` from unshared slots, unless sessions wait for them."""
         holding = self._holdings[session_id]
         if not num_waiting:
-            holding.share += max(0, min(want - holding.share, self.unshared))
+            holding.share += max(0, min(useful - holding.share, self.unshared))
 
-    def narrow(self, session_id: int, floor: int, want: int, num_waiting: int) -> None:
-        """Lower a share after a prune: to `want`, or to the fair one if others wait.
+    def narrow(self, session_id: int, floor: int, useful: int, num_waiting: int) -> None:
+        """Lower a share after a prune: to `useful`, or to the fair one if others wait.
 
         Never below `floor`.
         """
         holding = self._holdings[session_id]
         fair = self._fair(self.num_sessions + num_waiting) if num_waiting else self.capacity
-        target = max(holding.owned, floor, min(want, fair))
+        target = max(holding.owned, floor, min(useful, fair))
         holding.share = min(holding.share, target)
 
     def close(self, session_id: int) -> int:
@@ -116,7 +116,7 @@ class SlotLedger:
         self.held -= count
         self.cached += count
 
-    def forget(self, count: int) -> None:
+    def evict(self, count: int) -> None:
         """Cached slots are free."""
         self.cached -= count
 

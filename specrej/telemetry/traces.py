@@ -135,7 +135,7 @@ class ClientSpan:
     """
 
     def __init__(self, method: str, *, outlives: bool = False) -> None:
-        """`method`: "package.Service/Method"; `outlives`: the current span, but not the first."""
+        """`method`: "package.Service/Method"; `outlives`: a child of the context's first span."""
         first = _first.get() if outlives else None
         self._span = _tracer.start_span(
             method,

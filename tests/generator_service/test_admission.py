@@ -52,7 +52,7 @@ class Room:
     def leave(self, number: int) -> None:
         self.ledger.close(number)
         self.ledger.retire(5)
-        self.ledger.forget(5)
+        self.ledger.evict(5)
         self.admitted = [(other, n) for other, n in self.admitted if other != number]
         self.queue.admit_waiting()
 

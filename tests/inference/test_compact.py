@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from specrej.inference.compact import compact
-from specrej.inference.cpu_product import BFLOAT16, FEW, FLOAT32, GROUP, INT4, INT8
+from specrej.inference.cpu_product import BFLOAT16, FLOAT32, GROUP, INT4, INT8, MAX_COMPACT_ROWS
 from specrej.inference.cpu_tiles import PANEL
 from specrej.inference.linear import PackedLinear
 
@@ -40,9 +40,9 @@ def _form(weight: Tensor) -> int:
 def _same_for_few_rows(weight: Tensor, gates: bool = False) -> None:
     """Many rows are multiplied with the weights as they are, few with their compact form."""
     packed = PackedLinear(weight, torch.randn(len(weight)), gates)
-    data = torch.randn(FEW + 1, weight.shape[1])
+    data = torch.randn(MAX_COMPACT_ROWS + 1, weight.shape[1])
     expected = packed(data)
-    for rows in range(1, FEW + 1):
+    for rows in range(1, MAX_COMPACT_ROWS + 1):
         torch.testing.assert_close(packed(data[:rows]), expected[:rows], rtol=0, atol=0)
 
 

@@ -51,11 +51,11 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.share_of(session) <= before
 
     @precondition(lambda self: self.owned)
-    @rule(data=st.data(), waiting=st.integers(0, 1), want=st.integers(1, 400))
-    def widen(self, data: st.DataObject, waiting: int, want: int) -> None:
+    @rule(data=st.data(), waiting=st.integers(0, 1), useful=st.integers(1, 400))
+    def widen(self, data: st.DataObject, waiting: int, useful: int) -> None:
         session = data.draw(st.sampled_from(sorted(self.owned)))
         before = self.ledger.share_of(session)
-        self.ledger.widen(session, want, waiting)
+        self.ledger.widen(session, useful, waiting)
         assert self.ledger.share_of(session) >= before
         assert not waiting or self.ledger.share_of(session) == before
 
@@ -87,13 +87,13 @@ def test_the_check_can_fail() -> None:
 
 def test_a_lone_session_gets_all_it_wants_and_shares_when_others_wait() -> None:
     ledger = SlotLedger(100)
-    ledger.admit(1, floor=10, want=90, num_waiting=0)
+    ledger.admit(1, floor=10, useful=90, num_waiting=0)
     assert ledger.share_of(1) == 90
     ledger.take(1, 40)
     ledger.give_back(1, 30)
-    ledger.narrow(1, floor=10, want=90, num_waiting=1)
+    ledger.narrow(1, floor=10, useful=90, num_waiting=1)
     assert ledger.share_of(1) == 50
-    ledger.admit(2, floor=50, want=90, num_waiting=0)
+    ledger.admit(2, floor=50, useful=90, num_waiting=0)
     assert ledger.unshared == 0
 
 
