@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -18,6 +19,10 @@ from gateway.settings import GatewaySettings
 from specrej.telemetry import metrics, names
 
 _UNREAD_BYTES = 32768
+# Of JSON: texts, of which keys are some, and what stands before each other value.
+_MAX_VALUES = 50_000
+_SIGNS = (b",", b"[", b"{")
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class Connection(H11Protocol):
@@ -39,7 +44,9 @@ class Connection(H11Protocol):
         allowed, certificate = self._settings.allowed_names, transport.get_extra_info("peercert")
         if len(self.connections) > self._settings.max_connections:
             self._refuse(503, "too many connections", "overloaded")
-        elif allowed and not {name for _, name in certificate["subjectAltName"]} & {*allowed}:
+        elif allowed and not {*allowed}.intersection(
+            name for _, name in certificate.get("subjectAltName", ())
+        ):
             self._refuse(403, "the certificate has none of the allowed names", "permission_denied")
 
     def data_received(self, data: bytes) -> None:
@@ -166,6 +173,9 @@ class Bodies:
             raise Disconnected from None
         finally:
             self._num_bytes -= len(body)
+        if _has_too_many_values(body):
+            text = f"the body must have at most {_MAX_VALUES} values"
+            raise HTTPError(413, text, "request_too_large")
         return bytes(body)
 
     def _check(self, num_bytes: int) -> None:
@@ -174,3 +184,16 @@ class Bodies:
             raise HTTPError(413, text, "request_too_large")
         if self._num_bytes > _BODIES * self._max_bytes:
             raise HTTPError(503, "too many bodies are being read", "overloaded", retry_after_s=1)
+
+
+def _has_too_many_values(body: bytearray) -> bool:
+    """Counted before any is made: an object for two bytes, or an error, takes a thousand."""
+    if sum(body.count(sign) for sign in (*_SIGNS, b'"')) <= _MAX_VALUES:
+        return False
+    count = end = 0
+    for text in _TEXT.finditer(body):
+        count += 1 + sum(body.count(sign, end, text.start()) for sign in _SIGNS)
+        end = text.end()
+        if count > _MAX_VALUES:
+            return True
+    return count + sum(body.count(sign, end) for sign in _SIGNS) > _MAX_VALUES

@@ -294,6 +294,8 @@ class CompletionRequest(Request):
 
 R = TypeVar("R", bound=Request)
 
+_MAX_ERRORS = 1000  # for which an object each is made
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -326,6 +328,9 @@ def parsed(model: type[R], body: bytes) -> R:
     try:
         request = model.model_validate_json(body)
     except ValidationError as error:
+        if error.error_count() > _MAX_ERRORS:
+            text = f"has more than {_MAX_ERRORS} invalid fields"
+            raise InvalidRequest([Violation("body", text)]) from None
         problems = error.errors(include_url=False, include_input=False, include_context=False)
         texts = (item["msg"].removeprefix("Value error, ") for item in problems)
         raise_if_any(map(Violation, (_name(item["loc"]) for item in problems), texts))
@@ -385,8 +390,9 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
             if (value := getattr(part, name)) is not None:
                 options[name] = value
                 sources[path_of(name)] = prefix + name
-    if request.temperature == 0 and has_preset and sources.get("selection.n") != "specrej.n":
-        options.pop("n", None)  # greedy candidates would all be equal
+    of_preset = {name for name in options if sources[path_of(name)].startswith("model: ")}
+    for name in of_preset & _unfit(request, options):
+        del options[name]
     for name in type(request).model_fields:
         rule, value = TABLE[name], getattr(request, name)
         if isinstance(rule, Maps) and value is not None:
@@ -405,6 +411,13 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
         text = f"must be at least n, the number of choices ({call.num_choices})"
         raise InvalidRequest([Violation(call.name_of("selection.n"), text)])
     return call
+
+
+def _unfit(request: Request, options: Mapping[str, Any]) -> set[str]:
+    """Options that the request makes invalid if they are those of a preset."""
+    if request.temperature == 0:  # greedy candidates would all be equal
+        return {"n", "min_answers", "branching"}
+    return {"min_answers"} if options.get("min_answers", 0) < (request.n or 1) else set()
 
 
 def _fill_in(options: dict[str, Any]) -> None:

@@ -145,5 +145,6 @@ def raw_stream(events: Events, call: Call) -> EventStream:
 
 
 def _part(value: Any, name: str = "") -> bytes:
-    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    # In ASCII: some clients take U+2028 and U+0085 for ends of lines.
+    data = json.dumps(value, separators=(",", ":"))
     return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()

@@ -58,6 +58,7 @@ from specrej.status import from_rpc_error
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
 _ORCHESTRATOR = "specrej.v1.OrchestratorService"
+_LONGEST_S = 1e8  # three years: grpc counts nanoseconds in 64 bits
 _REWARD = "specrej.backend.v1.RewardService"
 
 _TRACED = importlib.util.find_spec("opentelemetry") is not None
@@ -124,7 +125,7 @@ class _Attempts:
     def __init__(self, retries: Retries | None, timeout_s: float) -> None:
         self._retries = retries
         self._num_failed = 0
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = time.monotonic() + min(timeout_s, _LONGEST_S)
 
     @property
     def left_s(self) -> float:
@@ -332,8 +333,12 @@ class Client(_Connection):
 
         Raises:
             NotFound: the server has no record of it for this tenant.
+            InvalidRequest: the id is no Unicode.
         """
-        request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
+        try:
+            request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
+        except ValueError as error:  # a text that is no Unicode
+            raise InvalidRequest([Violation("request_id", str(error))]) from None
         answer = await self._call("GetRecord", request, timeout_s, token, metadata)
         return wire.from_message(answer.record, RequestRecord)
 
@@ -378,9 +383,12 @@ class RewardClient(_Connection):
         Raises:
             SpecrejError: one of its kinds.
         """
-        request = reward_pb2.ScoreRequest(
-            reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
-        )
+        try:
+            request = reward_pb2.ScoreRequest(
+                reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
+            )
+        except ValueError as error:  # a text that is no Unicode
+            raise InvalidRequest([Violation("request", str(error))]) from None
         answer = await self._call("Score", request, timeout_s)
         return Scores(tuple(answer.scores), answer.computed_tokens)
 

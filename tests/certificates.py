@@ -27,10 +27,16 @@ class Authority:
         self._authority.cert_pem.write_to_path(str(self.path))
 
     def issue(
-        self, name: str = "server", *identities: str, expires: datetime | None = None
+        self,
+        name: str = "server",
+        *identities: str,
+        expires: datetime | None = None,
+        nameless: bool = False,
     ) -> Pair:
-        """A new certificate and key in place of those of that name; `identities` are more names."""
-        made = self._authority.issue_cert("localhost", "127.0.0.1", *identities, not_after=expires)
+        """A new certificate and key in place of those of that name; `identities` are more names.
+        `nameless`: with a subject and no alternative names."""
+        names = () if nameless else ("localhost", "127.0.0.1", *identities)
+        made = self._authority.issue_cert(*names, common_name=name, not_after=expires)
         pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         place(pair.key, made.private_key_pem.bytes())
         place(pair.cert, b"".join(blob.bytes() for blob in made.cert_chain_pems))

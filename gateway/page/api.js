@@ -46,8 +46,8 @@ export async function stream(body, signal, emit) {
     const parts = (rest + value).split('\n\n');
     rest = parts.pop();
     for (const part of parts) {
-      const name = part.match(/^event: (.*)$/m)?.[1];
-      const data = part.match(/^data: (.*)$/m)?.[1];
+      const name = part.match(/^event: ([^\n]*)/m)?.[1];
+      const data = part.match(/^data: ([^\n]*)/m)?.[1];
       if (name && data) emit(name, JSON.parse(data));
     }
   }

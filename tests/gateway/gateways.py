@@ -31,9 +31,9 @@ async def gateway_at(address: str, **settings: Any) -> AsyncIterator[Server]:
             await server.stop(0)
 
 
-def request(path: str, body: Mapping[str, Any], **headers: str) -> bytes:
+def request(path: str, body: Mapping[str, Any] | bytes, **headers: str) -> bytes:
     """A POST of JSON."""
-    data = json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
     named = {"host": "x", "content-type": "application/json", "content-length": str(len(data))}
     lines = [f"POST {path} HTTP/1.1", *(f"{k}: {v}" for k, v in {**named, **headers}.items())]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
@@ -86,7 +86,7 @@ class Connection:
         self.writer.transport.abort()
 
 
-async def post(port: int, path: str, body: Mapping[str, Any], **headers: str) -> Any:
+async def post(port: int, path: str, body: Mapping[str, Any] | bytes, **headers: str) -> Any:
     """Status, headers and JSON of the answer to one request."""
     connection = await Connection.open(port, request(path, body, **headers))
     try:

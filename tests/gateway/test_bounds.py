@@ -93,6 +93,31 @@ async def test_bodies_have_a_time_and_a_size(
     assert len(orchestrator.requests) == 1
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","messages":[' + b"{}," * 2_000_000 + b"{}]}",
+        b'{"model":"m","metadata":[' + b"[]," * 2_000_000 + b"[]]}",
+        b"{" + b'"":1,' * 1_000_000 + b'"":1}',
+        b'"' * 8_000_000,
+        b"[" * 8_000_000,
+    ],
+    ids=["items", "ignored", "keys", "quotes", "depth"],
+)
+async def test_many_values_are_refused_before_they_are_made(address: str, body: bytes) -> None:
+    """Guards against a body of some MB for which gigabytes of objects and errors are made."""
+    async with gateway_at(address) as server:
+        status, _, answer = await post(server.port, CHAT, body)
+        assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+
+async def test_signs_of_texts_are_no_values(address: str) -> None:
+    text = ', [{ \\" \\\\ ' * 30_000
+    messages = [{"role": "user", "content": text}]
+    async with gateway_at(address) as server:
+        assert (await post(server.port, CHAT, {**BODY, "messages": messages}))[0] == 200
+
+
 async def test_other_types_of_bodies_are_refused(
     address: str, orchestrator: FakeOrchestrator
 ) -> None:
@@ -207,12 +232,13 @@ async def test_mutual_tls_with_names(address: str, tmp_path: Path) -> None:
     async with gateway_at(address, **settings) as server:
         tls = context(authority, cert=good.cert, key=good.key)
         assert await get_models(server.port, tls) == 200
-        nameless = context(authority, cert=pair.cert, key=pair.key)
-        assert await get_models(server.port, nameless) == 403
+        for refused in (pair, authority.issue("nameless", nameless=True)):
+            unnamed = context(authority, cert=refused.cert, key=refused.key)
+            assert await get_models(server.port, unnamed) == 403
         foreign = other.issue("foreign", "front.example")
-        for refused in (context(authority), context(authority, cert=foreign.cert, key=foreign.key)):
+        for cut in (context(authority), context(authority, cert=foreign.cert, key=foreign.key)):
             with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
-                await get_models(server.port, refused)
+                await get_models(server.port, cut)
 
 
 # The process

@@ -309,6 +309,27 @@ def test_a_bad_preset_stops_the_process(
         GatewaySettings()
 
 
+def test_many_errors_are_one() -> None:
+    assert violations(logit_bias={f"x{number}": 1 for number in range(1001)}) == {
+        "body": "has more than 1000 invalid fields"
+    }
+
+
+def test_a_preset_allows_temperature_0_and_more_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against requests that a preset makes invalid, and choices that its cuts reject."""
+    preset = {"n": 32, "min_answers": 2, "branching": {"width": 8, "keep": 2}}
+    monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", json.dumps({"two": preset}))
+    presets = GatewaySettings().presets
+    assert call_of(chat(model="m:two", temperature=0), presets).options == c.Options(
+        model="m", temperature=0.0, n=1
+    )
+    for choices, least in ((None, 2), (1, 2), (4, 4)):
+        options = call_of(chat(model="m:two", n=choices), presets).options
+        assert (options["n"], options["min_answers"]) == (32, least)
+    own = call_of(chat(model="m:two", n=4, specrej={"min_answers": 3}), presets).options
+    assert own["min_answers"] == 3
+
+
 def test_presets_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = {"kind": "geometric", "first": 32}
     preset = {"n": 64, "alpha": 0.3, "schedule": schedule, "rewards": {"relevance": 1}}

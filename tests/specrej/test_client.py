@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -257,7 +258,8 @@ async def test_every_call_has_a_deadline(address: str, orchestrator: FakeOrchest
         await client.generate("why?")
         await client.generate("why?", timeout_s=20)
         _ = [event async for event in client.stream("why?")]
-    first, second, third = orchestrator.times_left
+        await client.generate("why?", timeout_s=math.inf)  # grpc overflows from 9e9 on
+    first, second, third, _ = orchestrator.times_left
     # A little slack: grpc rounds deadlines up on their way.
     assert 30 < first < 51 and second < 21 and 30 < third < 51
 
@@ -289,6 +291,18 @@ async def test_cancelling_the_caller_cancels_the_call(
         await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
         with pytest.raises(asyncio.CancelledError):
             await call
+
+
+async def test_texts_that_are_no_unicode_are_invalid(address: str, reward_address: str) -> None:
+    """Guards against an exception of protobuf, which callers do not expect."""
+    async with Client(address) as client, RewardClient(reward_address) as rewards:
+        for call in (
+            client.record("\ud800"),
+            rewards.score("\ud800", []),
+            rewards.score("", ["\ud800"]),
+        ):
+            with pytest.raises(errors.InvalidRequest):
+                await call
 
 
 async def test_scores_keep_their_order(reward_address: str, reward: FakeReward) -> None:

@@ -1,0 +1,15 @@
+"""The parts of a stream of events."""
+
+from __future__ import annotations
+
+import json
+
+from gateway.streaming import _part
+
+
+def test_a_part_has_the_same_lines_for_every_client() -> None:
+    """Guards against clients for which U+2028, U+2029 or U+0085 in a text ends the line."""
+    text = "one\u2028two\u2029three\u0085four\nfive"
+    name, data, *end = _part({"text": text}, "finished").decode().splitlines()
+    assert (name, end) == ("event: finished", [""])
+    assert json.loads(data.removeprefix("data: ")) == {"text": text}
