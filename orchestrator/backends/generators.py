@@ -63,7 +63,8 @@ class FleetGenerator:
         except InvalidRequest as refused:
             estimates = CapacityEstimates(spec.first_tokens)
             estimates.learn(refused)
-            if not (self._is_too_large(spec, refused) and self._can_split(estimates)):
+            is_too_large = spec.n and self._is_too_large(spec, refused)
+            if not (is_too_large and self._can_split(estimates)):
                 raise
         return await self._enter_parts(stack, spec, estimates)
 

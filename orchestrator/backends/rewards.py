@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Self
 
 from orchestrator.backends.fleet import Backend, Fleet
@@ -39,13 +40,17 @@ class FleetRewards:
         return FleetScorer(name, self)
 
     async def describe(self) -> tuple[RewardDescription, ...]:
-        """The rewards, as of the latest poll; the first is the default.
+        """The rewards, as of the latest poll; the first is the default. Each takes as many
+        candidates as at the service that takes fewest.
 
         Raises:
             SpecrejError: no service serves.
         """
-        served: tuple[RewardDescription, ...] = self.fleet.descriptions()[0]
-        return served
+        services: list[tuple[RewardDescription, ...]] = self.fleet.descriptions()
+        return tuple(
+            replace(same[0], max_batch=min(reward.max_batch for reward in same))
+            for same in zip(*services, strict=True)
+        )
 
     def ranked(self, prompt: Prompt) -> list[_Backend]:
         """The services, the best place for the prompt first."""

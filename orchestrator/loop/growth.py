@@ -51,12 +51,16 @@ class Growth:
         """Grow `rows` candidates from `position` to `until` tokens, in strides short enough to
         notice a near deadline, and of `most_tokens`; `on_stride` receives the round so far.
 
+        A stride that fails ends the round, and the next call raises its error.
+
         Raises:
-            OutOfTime: the deadline passed during a stride.
+            OutOfTime: the deadline passed during a round's first stride.
         """
-        if self._failure:
-            raise self._failure
         whole, self._ahead = self._ahead, None
+        if self._failure:
+            if whole:
+                return whole
+            raise self._failure
         if whole:
             position, rows = whole.num_tokens, rows - _num_ended(whole)
             if not rows:  # rejected ones may have grown further
@@ -66,13 +70,21 @@ class Growth:
                 return whole
         while True:
             stride = min(most_tokens, self._deadline.stride_tokens(position, until, rows))
-            part = await self._stride(position, position + stride, rows)
-            whole = part if whole is None else _joined(whole, part)
+            # Candidates of a part with full slots lag behind `position`.
+            try:
+                part = await self._stride(position, min(position + stride, until), rows)
+            except (OutOfTime, SpecrejError) as error:
+                if not whole:
+                    raise
+                self._failure = error
+                return whole
+            whole = _joined(whole, part) if whole else part
             on_stride(whole)
             position, rows = part.num_tokens, rows - _num_ended(part)
             if part.ended_by is not RoundEnd.DECISION_TOKEN or position >= until or not rows:
                 return whole
             if self._deadline.is_over or self._deadline.must_cut(position, until, rows):
+                self._deadline.hurried = True
                 return whole
 
     async def while_waiting(self, scores: Awaitable[T], position: int, until: int, rows: int) -> T:

@@ -6,6 +6,7 @@ in tests. It does not depend on the wire, the cache or admission.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import (
@@ -18,7 +19,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -95,7 +96,7 @@ async def run(
     deadline = DeadlineController(
         next_token, request.sampling.max_tokens, time_left_s, clock, least
     )
-    async with _opened(request, generator, scorers, cache_salt) as (session, scorer):
+    async with _opened(request, generator, scorers, cache_salt, deadline) as (session, scorer):
         rewards = request.selection.rewards or _UNWEIGHTED
         state = RunState(
             session.n,
@@ -119,7 +120,8 @@ async def run(
     state.unused_tokens = growth.discard(())
     if state.lacks_answers(least):
         state.cut_short(may_degrade=request.allow_degraded)
-    state.hurried = deadline.hurried or bool(state.live)
+    is_lost = Degradation.GENERATOR in state.degradations
+    state.hurried = deadline.hurried or bool(state.live and not is_lost)
     total_ms = (clock() - began) * 1e3
     yield Finished(state.generation(request.selection.return_candidates, total_ms))
 
@@ -130,6 +132,7 @@ async def _opened(
     generator: Generator,
     scorers: Scorer | Sequence[Scorer],
     cache_salt: str,
+    deadline: DeadlineController,
 ) -> AsyncIterator[tuple[Session, RequestScorer]]:
     """A generator session and the rewards' sessions, with spans of their opening and closing."""
     n, first_tokens = request.selection.n, first_round_tokens(request)
@@ -149,8 +152,10 @@ async def _opened(
             session = await stack.enter_async_context(generator.open(spec))
             scorer = await stack.enter_async_context(scoring)
         yield session, scorer
-        with telemetry.span(names.SPAN_CLOSE):
-            await stack.aclose()
+        # After a timeout, backends close the sessions when they see the streams end.
+        with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
+            async with asyncio.timeout(deadline.score_patience_s):
+                await stack.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +232,7 @@ class _Run:
             with telemetry.span(names.SPAN_SCORE):
                 scores = self.scorer.score(candidates, self.deadline.score_patience_s)
                 self.state.judge(candidates, await self._growing_ahead(ended, scores))
-        self.deadline.note_scoring(len(candidates), self.clock() - began)
+            self.deadline.note_scoring(len(candidates), self.clock() - began)
 
     async def _growing_ahead(self, ended: Round, scores: Awaitable[RawScores]) -> RawScores:
         """The scores, while live candidates grow on; forks must begin at the decision token."""
@@ -271,7 +276,11 @@ class _Run:
             metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
         if not rejected and not forks:
             return alpha, {}, 0
-        pruned = await self.session.prune(state.live, forks)
+        try:
+            async with asyncio.timeout(self.deadline.patience_s):
+                pruned = await self.session.prune(state.live, forks)
+        except TimeoutError:
+            raise OutOfTime from None
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
         state.fork(forks)
         return alpha, forks, pruned.freed_slots

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from generator_service.toy import ToyGenerator, ToySession
+from orchestrator.loop import WithinRounds
 from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
 from specrej.contracts import (
     Algorithm,
     Candidate,
     Degradation,
+    Finished,
     FinishReason,
     GenerationRequest,
+    GeometricSchedule,
     Prompt,
     Round,
     Sampling,
@@ -28,7 +31,7 @@ from specrej.contracts import (
 )
 from specrej.errors import DeadlineExceeded, RewardInvalid, Unavailable
 from tests.orchestrator.caching import Clock
-from tests.orchestrator.runs import PROMPT, FixedScorer, answer, request
+from tests.orchestrator.runs import PROMPT, FixedScorer, answer, events_of, request
 
 NEVER = 10**9
 
@@ -265,3 +268,57 @@ async def test_an_answer_has_the_fingerprints_of_all_versions() -> None:
     }
     assert generation.reward_fingerprint == "+".join(sorted(fingerprints))
     assert len(fingerprints) == 2
+
+
+@pytest.mark.parametrize("fault", [{"hangs_at": 16}, {"breaks_at": 16}], ids=["hangs", "breaks"])
+async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, int]) -> None:
+    """Guards against complete answers of a round that are lost with its last stride."""
+    whole = lenient(algorithm=Algorithm.BEST_OF_N)
+    planned = await answer(whole, FaultyGenerator(), FixedScorer())
+    complete = {c.id for c in planned.candidates if c.num_tokens <= 16}
+    assert complete, "the case did not occur"
+    generator = FaultyGenerator(**fault)
+    left = await answer(whole, generator, FixedScorer(), time_left_s=1.0, clock=generator.clock)
+    assert {c.id for c in left.candidates if c.finish is FinishReason.STOP} == complete
+    assert left.usage.generated_tokens > 16 * len(complete)
+
+
+async def test_streamed_text_is_in_the_answer_if_a_later_stride_hangs() -> None:
+    sent: list[Any] = []
+    single = request(1, 60, schedule=GeometricSchedule(8))
+    single = replace(single, sampling=replace(single.sampling, min_tokens=60), allow_degraded=True)
+    generator, within = FaultyGenerator(hangs_at=30), WithinRounds(sent.append, progress=False)
+    options = {"time_left_s": 1.0, "clock": generator.clock, "within": within}
+    last = (await events_of(single, generator, FixedScorer(), **options))[-1]
+    assert isinstance(last, Finished)
+    assert "".join(delta.text for delta in sent) == last.generation.best.text
+    assert last.generation.usage.generated_tokens == 30
+
+
+@pytest.mark.parametrize("time_left_s", [66.0, 72.0, 75.0, 78.0, 81.0, 84.0, 90.0])
+async def test_a_round_without_scores_is_hurried(time_left_s: float) -> None:
+    """Guards against stored answers whose candidates the deadline decided."""
+    generator = FaultyGenerator(0.1)
+    scored: list[int] = []
+
+    class Stalls(FixedScorer):
+        async def score(self, candidates: Sequence[Candidate]) -> Scores:
+            scored.append(max(candidate.num_tokens for candidate in candidates))
+            generator.clock.now_s += 60.0 if len(scored) == 2 else 0.1
+            return await super().score(candidates)
+
+    planned = lenient(n=8, max_tokens=128, schedule=GeometricSchedule(16))
+    planned = replace(planned, sampling=replace(planned.sampling, min_tokens=128))
+    made = await answer(
+        planned, generator, Stalls(), time_left_s=time_left_s, clock=generator.clock
+    )
+    rounds = [trace.decision_token for trace in made.rounds]
+    assert made.hurried or made.degraded or rounds == [16, 32, 64, 128] == scored
+
+
+async def test_a_lost_generator_is_no_hurry() -> None:
+    planned = await answer(lenient(alpha=0.0), FaultyGenerator(), FixedScorer())
+    middle = sorted(candidate.num_tokens for candidate in planned.candidates)[8]
+    left = await answer(lenient(alpha=0.0), FaultyGenerator(breaks_at=middle), FixedScorer())
+    assert left.degradations == (Degradation.GENERATOR,)
+    assert not left.hurried

@@ -22,8 +22,7 @@ def test_only_the_connection_of_the_peer_is_shut() -> None:
 
 
 def test_no_file_stays_open() -> None:
-    """Guards against a caller who, with replies that it does not read, exhausts the files that a
-    process may open."""
+    """Guards against unread replies that use up the files which a process may open."""
     ends, before = os.pipe(), len(list(Path("/dev/fd").iterdir()))
     for _ in range(3):
         shut(["ipv4:127.0.0.1:1"])

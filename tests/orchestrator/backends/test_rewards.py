@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -130,3 +131,13 @@ async def test_a_session_that_moved_is_closed_at_once() -> None:
             assert sum(backend.running for backend in members) == 1
             await until(lambda: sum(server.num_scoring for server in running.servers) == 1)
         assert sum(backend.running for backend in members) == 0
+
+
+async def test_the_smallest_batch_of_all_services_counts() -> None:
+    """Guards against a plan that the service of a session refuses."""
+    async with reward_services(ToyReward(), ToyReward()) as running:
+        servers: list[Any] = running.servers
+        for server, most in zip(servers, (1024, 8), strict=True):
+            server._servicer._max_batch = most
+        await until(lambda: {m[0].max_batch for m in running.fleet.descriptions()} == {1024, 8})
+        assert [reward.max_batch for reward in await running.client.describe()] == [8]

@@ -22,7 +22,10 @@ from specrej.contracts import (
     Generation,
     GenerationRequest,
     GeometricSchedule,
+    MemorySchedule,
     Round,
+    RoundEnd,
+    Sampling,
     Scores,
     SessionSpec,
     TokensSchedule,
@@ -263,3 +266,24 @@ def test_shares_add_up_and_fit_into_few_places(n: int, limits: list[int]) -> Non
     # Without the last chosen place there would not have been enough room.
     chosen = sorted(shares)
     assert sum(room[place] for place in chosen[:-1]) < n
+
+
+async def test_a_part_with_full_slots_grows_to_the_end() -> None:
+    """Guards against a part that is extended beyond max_tokens, as the other one is there."""
+    full = request(11, MemorySchedule(16))
+    full = replace(full, sampling=Sampling(max_tokens=32, min_tokens=32))
+    async with generators(HeldGenerator(4 + 160), HeldGenerator(4 + 160)) as running:
+        unbounded, bounded = [
+            await answer(full, running.client, FixedScorer(), time_left_s=left_s)
+            for left_s in (None, 60.0)
+        ]
+    assert unbounded.rounds[0].ended_by is RoundEnd.SLOTS_FULL, "the case did not occur"
+    assert content(bounded) == content(unbounded)
+
+
+async def test_without_n_nothing_is_split() -> None:
+    """Guards against parts of no candidates for a prompt that fits nowhere."""
+    large = replace(request(0), sampling=Sampling(max_tokens=300))
+    async with generators(HeldGenerator(100), HeldGenerator(200)) as running:
+        with pytest.raises(InvalidRequest):
+            await answer(large, running.client, FixedScorer())
