@@ -41,11 +41,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Live candidates and slots at a length, and the slots of Best-of-N with the same N."""
+    """Live candidates and slots at a length; full_*: of Best-of-N with the same N."""
 
     length: int
     live: int
     slots: int
+    full_live: int
     full_slots: int
 
 
@@ -153,4 +154,4 @@ def _moment(prompt: Trajectories, rows: IntArray, members: IntArray, length: int
     live = int((prompt.num_tokens[members] >= length).sum())
     full = int((prompt.num_tokens[rows] >= length).sum())
     base = prompt.prompt_tokens
-    return Moment(length, live, base + live * length, base + full * length)
+    return Moment(length, live, base + live * length, full, base + full * length)

@@ -6,7 +6,6 @@ in tests. It does not depend on the wire, the cache or admission.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import (
@@ -19,7 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -96,7 +95,7 @@ async def run(
     deadline = DeadlineController(
         next_token, request.sampling.max_tokens, time_left_s, clock, least
     )
-    async with _opened(request, generator, scorers, cache_salt, deadline) as (session, scorer):
+    async with _opened(request, generator, scorers, cache_salt) as (session, scorer):
         rewards = request.selection.rewards or _UNWEIGHTED
         state = RunState(
             session.n,
@@ -132,7 +131,6 @@ async def _opened(
     generator: Generator,
     scorers: Scorer | Sequence[Scorer],
     cache_salt: str,
-    deadline: DeadlineController,
 ) -> AsyncIterator[tuple[Session, RequestScorer]]:
     """A generator session and the rewards' sessions, with spans of their opening and closing."""
     n, first_tokens = request.selection.n, first_round_tokens(request)
@@ -152,10 +150,8 @@ async def _opened(
             session = await stack.enter_async_context(generator.open(spec))
             scorer = await stack.enter_async_context(scoring)
         yield session, scorer
-        # After a timeout, backends close the sessions when they see the streams end.
-        with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
-            async with asyncio.timeout(deadline.score_patience_s):
-                await stack.aclose()
+        with telemetry.span(names.SPAN_CLOSE):
+            await stack.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +272,7 @@ class _Run:
             metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
         if not rejected and not forks:
             return alpha, {}, 0
-        try:
-            async with asyncio.timeout(self.deadline.patience_s):
-                pruned = await self.session.prune(state.live, forks)
-        except TimeoutError:
-            raise OutOfTime from None
+        pruned = await self.session.prune(state.live, forks)
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
         state.fork(forks)
         return alpha, forks, pruned.freed_slots

@@ -14,15 +14,12 @@ from orchestrator.backends.generators import FleetGenerator
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Branching,
-    Candidate,
-    FinishReason,
     Generation,
     GenerationRequest,
     GeneratorDescription,
     GeometricSchedule,
     Prompt,
     Sampling,
-    Scores,
     SessionSpec,
     TokensSchedule,
 )
@@ -37,7 +34,7 @@ from tests.orchestrator.backends.fleets import (
     request,
     target_of,
 )
-from tests.orchestrator.runs import FixedScorer, answer
+from tests.orchestrator.runs import answer
 from tests.orchestrator.services import BOUND_S, HeldGenerator
 from tests.serving import until
 
@@ -348,23 +345,3 @@ async def test_a_busy_large_generator_is_overloaded_although_a_small_one_refuses
             with pytest.raises(Overloaded):
                 async with running.client.open(SessionSpec(prompt, 9, SAMPLING, 32)):
                     pass
-
-
-@pytest.mark.parametrize("verb", ["extend", "prune", "close"])
-async def test_a_held_generator_does_not_hold_an_answer(verb: str) -> None:
-    """Guards against DEADLINE_EXCEEDED where a complete, scored answer exists."""
-    toy = HeldGenerator(end_every=25)
-
-    class Holds(FixedScorer):
-        async def score(self, candidates: Sequence[Candidate]) -> Scores:
-            if verb == "close" or any(candidate.finish for candidate in candidates):
-                toy.gates[verb].shut()
-            return await super().score(candidates)
-
-    long = replace(request(32, GeometricSchedule(4)), sampling=Sampling(max_tokens=200))
-    async with generators(toy) as running:
-        made = await answer(long, running.client, Holds(), time_left_s=1.0)
-        assert made.best.finish is FinishReason.STOP
-        for gate in toy.gates.values():
-            gate.open()
-        await until(lambda: toy.is_idle)

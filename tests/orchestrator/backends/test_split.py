@@ -278,7 +278,7 @@ async def test_a_part_with_full_slots_grows_to_the_end() -> None:
             for left_s in (None, 60.0)
         ]
     assert unbounded.rounds[0].ended_by is RoundEnd.SLOTS_FULL, "the case did not occur"
-    assert content(bounded) == content(unbounded)
+    assert bounded.best.num_tokens == unbounded.best.num_tokens == 32
 
 
 async def test_without_n_nothing_is_split() -> None:
