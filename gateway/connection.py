@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -19,10 +18,7 @@ from gateway.settings import GatewaySettings
 from specrej.telemetry import metrics, names
 
 _UNREAD_BYTES = 32768
-# Of JSON: texts, of which keys are some, and what stands before each other value.
 _MAX_VALUES = 50_000
-_SIGNS = (b",", b"[", b"{")
-_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class Connection(H11Protocol):
@@ -44,9 +40,7 @@ class Connection(H11Protocol):
         allowed, certificate = self._settings.allowed_names, transport.get_extra_info("peercert")
         if len(self.connections) > self._settings.max_connections:
             self._refuse(503, "too many connections", "overloaded")
-        elif allowed and not {*allowed}.intersection(
-            name for _, name in certificate.get("subjectAltName", ())
-        ):
+        elif allowed and not {n for _, n in certificate.get("subjectAltName", ())} & {*allowed}:
             self._refuse(403, "the certificate has none of the allowed names", "permission_denied")
 
     def data_received(self, data: bytes) -> None:
@@ -187,13 +181,11 @@ class Bodies:
 
 
 def _has_too_many_values(body: bytearray) -> bool:
-    """Counted before any is made: an object for two bytes, or an error, takes a thousand."""
-    if sum(body.count(sign) for sign in (*_SIGNS, b'"')) <= _MAX_VALUES:
-        return False
-    count = end = 0
-    for text in _TEXT.finditer(body):
-        count += 1 + sum(body.count(sign, end, text.start()) for sign in _SIGNS)
-        end = text.end()
-        if count > _MAX_VALUES:
-            return True
-    return count + sum(body.count(sign, end) for sign in _SIGNS) > _MAX_VALUES
+    """Counts the values of JSON before any is made: two bytes, or an error, take a thousand."""
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_texts = plain.count(b'"') // 2
+    if num_texts > _MAX_VALUES:
+        return True
+    # Keys are texts; before every other value is one of these signs.
+    others = sum(part.count(sign) for part in plain.split(b'"')[::2] for sign in (b",", b"[", b"{"))
+    return num_texts + others > _MAX_VALUES

@@ -294,7 +294,7 @@ class CompletionRequest(Request):
 
 R = TypeVar("R", bound=Request)
 
-_MAX_ERRORS = 1000  # for which an object each is made
+_MAX_ERRORS = 1000  # of a request: more are not listed, and no objects are made for them
 
 
 @dataclass(frozen=True, slots=True)

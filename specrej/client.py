@@ -87,16 +87,23 @@ def build_request(
         given["logit_bias"] = [TokenBias(token_id, bias) for token_id, bias in biases.items()]
     if isinstance(schema := given.get("structured_output"), Mapping):
         given["structured_output"] = JsonSchema(json.dumps(schema))
-    try:
+    with _valid():
         request = wire.part_to_message(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
         sampling = wire.part_to_message(Sampling, given, common_pb2.Sampling)
         request.sampling.CopyFrom(sampling)
         selection = wire.part_to_message(Selection, given, orchestrator_pb2.Selection)
         request.selection.CopyFrom(selection)
         request.prompt.CopyFrom(_prompt(prompt))
+    return request
+
+
+@contextmanager
+def _valid() -> Iterator[None]:
+    """Raises InvalidRequest: a value that no message can hold."""
+    try:
+        yield
     except ValueError as error:
         raise InvalidRequest([Violation("request", str(error))]) from None
-    return request
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +342,8 @@ class Client(_Connection):
             NotFound: the server has no record of it for this tenant.
             InvalidRequest: the id is no Unicode.
         """
-        try:
+        with _valid():
             request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
-        except ValueError as error:  # a text that is no Unicode
-            raise InvalidRequest([Violation("request_id", str(error))]) from None
         answer = await self._call("GetRecord", request, timeout_s, token, metadata)
         return wire.from_message(answer.record, RequestRecord)
 
@@ -383,12 +388,10 @@ class RewardClient(_Connection):
         Raises:
             SpecrejError: one of its kinds.
         """
-        try:
+        with _valid():
             request = reward_pb2.ScoreRequest(
                 reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
             )
-        except ValueError as error:  # a text that is no Unicode
-            raise InvalidRequest([Violation("request", str(error))]) from None
         answer = await self._call("Score", request, timeout_s)
         return Scores(tuple(answer.scores), answer.computed_tokens)
 

@@ -70,7 +70,7 @@ class Growth:
                 return whole
         while True:
             stride = min(most_tokens, self._deadline.stride_tokens(position, until, rows))
-            # Candidates of a part with full slots lag behind `position`.
+            # No further than `until`: a part whose slots are full lags behind `position`.
             try:
                 part = await self._stride(position, min(position + stride, until), rows)
             except (OutOfTime, SpecrejError) as error:

@@ -121,8 +121,7 @@ async def run(
         state.cut_short(may_degrade=request.allow_degraded)
     is_lost = Degradation.GENERATOR in state.degradations
     state.hurried = deadline.hurried or bool(state.live and not is_lost)
-    total_ms = (clock() - began) * 1e3
-    yield Finished(state.generation(request.selection.return_candidates, total_ms))
+    yield Finished(state.generation(request.selection.return_candidates, (clock() - began) * 1e3))
 
 
 @asynccontextmanager
