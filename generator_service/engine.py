@@ -252,6 +252,7 @@ class Engine:
             if segment.start + segment.num_rows < session.prompt_tokens:
                 return
             session.is_reading = False
+            session.last_step = self._num_steps  # it has not waited longer than those that grow
             logits = logits.expand(len(session.rows), -1)
         else:
             session.last_step = self._num_steps

@@ -104,6 +104,7 @@ class VLLMSession:
         self._enter()
         try:
             ended_by = await self._grow(min(until_tokens, self.command.sampling.max_tokens))
+            self._generator.queue.admit_waiting()  # finished candidates have left rows
         except BaseException:
             self._is_closed = True
             raise

@@ -212,12 +212,13 @@ class CausalScorer(SegmentedModel):
 
     def close(self, session: KeptSession) -> None:
         """Free what a session keeps; if it is used again, it computes everything again."""
-        self.kept_tokens -= session.num_tokens
         session.prompt = None
         session.prompt_values = {}
         session.texts = {}
         session.is_busy = False
         self._sessions.pop(session, None)
+        # Not by subtraction: what was reserved for an allocation that failed is in no session.
+        self.kept_tokens = sum(other.num_tokens for other in self._sessions)
 
     def task(self, session: KeptSession, sequences: Sequence[Tokens], judge: Judge) -> CausalTask:
         """A task for these texts; what the session keeps of other texts is freed.

@@ -314,3 +314,21 @@ def test_steps_report_each_token_once() -> None:
     assert sum(step.prefilled for step in reports) == len(PROMPT)
     assert sum(step.reused for step in reports) == len(PROMPT)
     assert max(step.rows for step in reports) == 6 and all(step.seconds > 0 for step in reports)
+
+
+def test_new_sessions_do_not_starve_one_of_all_rows() -> None:
+    """Guards against a session that waits for ever, since a new one in each step goes first."""
+    engine = Engine(MODEL, 50_000, max_rows=8)
+    large = opened(engine, OpenCommand(PROMPT, 8, ENDLESS, 24))
+    whole = engine.extend(large.id, 24)
+    small = Sampling(max_tokens=2, seed=1, ignore_eos=True)
+    running = []
+    for _ in range(100):
+        session = opened(engine, OpenCommand(PROMPT, 1, small, 2))
+        running.append((session.id, engine.extend(session.id, 2)))
+        engine.step()
+        for number, future in [item for item in running if item[1].done()]:
+            engine.close(number)
+            running.remove((number, future))
+    assert whole.done()
+    assert len(running) < 5

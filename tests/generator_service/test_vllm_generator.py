@@ -258,6 +258,22 @@ async def test_a_finished_candidate_makes_room_within_the_round() -> None:
     ]
 
 
+async def test_finished_candidates_make_room_for_a_waiting_session() -> None:
+    """Guards against rows that stay empty where no round rejects anything."""
+    generator = make(DoubleEngine(4000, max_rows=8, ends=dict.fromkeys(range(7), 4)))
+
+    async def visit() -> None:
+        async with opened(generator, 4) as session:
+            await session.extend(4)
+
+    async with opened(generator, 8, Sampling(max_tokens=40)) as session:
+        waiting = asyncio.create_task(visit())
+        await until(lambda: generator.load().waiting == 1)
+        await session.extend(8)
+        await asyncio.wait_for(waiting, 20)
+    check_idle(generator)
+
+
 async def test_a_waiting_session_is_admitted_or_cancelled(generator: VLLMGenerator) -> None:
     order: list[str] = []
 

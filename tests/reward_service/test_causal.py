@@ -17,6 +17,7 @@ from reward_service.causal_reward import CausalReward
 from reward_service.reward import score_batch, take_fairly
 from reward_service.token_prefix import match
 from specrej.contracts import FinishReason, Scores
+from specrej.inference.kv import PromptKV
 from tests.reward_service.tiny import (
     CONFIGS,
     PROMPT,
@@ -106,6 +107,23 @@ def test_only_new_tokens_are_computed(models: dict[str, Path]) -> None:
     assert scored(reward, session, {0: "abcdeX"}).computed_tokens == 1 + CLOSING
     # Candidate 1 was freed by the batch without it.
     assert scored(reward, session, {1: "de"}).computed_tokens == 2 + CLOSING
+
+
+def test_an_allocation_that_fails_reserves_nothing(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against room that no session has, and that is missing until the process ends."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    reward = load("classifier", models["llama"])
+    session = reward.open(PROMPT)
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(PromptKV, "grown", fail)
+        scored(reward, session, {0: "abc"})
+    session.close()
+    assert reward.scorer.kept_tokens == 0
 
 
 def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -> None:
