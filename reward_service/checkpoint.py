@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from reward_service.specs import LocalSpec, Resources
+from specrej.inference.model import bound_positions
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -52,6 +53,7 @@ def load_whole(auto_class: Any, spec: LocalSpec, resources: Resources) -> PreTra
     missing = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
     if missing:
         raise ValueError(f"{spec.directory}: lacks {', '.join(missing[:3])}")
+    bound_positions(model.config.get_text_config())
     loaded: PreTrainedModel = model.to(resources.device)
     return loaded
 

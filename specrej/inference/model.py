@@ -27,6 +27,17 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 AttentionInterface.register(attention.NAME, attention.attend)
 
 
+def bound_positions(config: Any) -> None:
+    """Bound a text model's context to the positions before `longrope` changes its factors.
+
+    The longest position of a pass chooses the factors of all its rows, but a pass has rows of
+    several sessions, and only a chunk of a long prompt.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        config.max_position_embeddings = rope["original_max_position_embeddings"]
+
+
 class SegmentedModel:
     """Weights on a device, and what must be known of them to store keys and values.
 
@@ -50,6 +61,7 @@ class SegmentedModel:
         }
         if kinds:
             raise ValueError(f"layers of kind {', '.join(sorted(kinds))} are not supported")
+        bound_positions(config)
         self.sizes = ModelSizes.of(partial(getattr, config))
         self.shape = KVShape(
             self.sizes.layers,

@@ -38,6 +38,18 @@ def test_logits_equal_plain_transformers(name: str, tmp_path: Path) -> None:
     assert model.eos_ids == {families.END, families.END_OF_TURN}
 
 
+def test_longrope_is_used_before_its_factors_change(tmp_path: Path) -> None:
+    """Guards against factors of a short text that a long one of the same pass chooses."""
+    directory = families.save("Phi-3", tmp_path)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    config |= {"rope_parameters": rope | factors | {"factor": 8.0}}
+    path.write_text(json.dumps(config | {"original_max_position_embeddings": 32}))
+    assert CausalLM.load(directory, "cpu").sizes.context_tokens == 32
+
+
 def test_the_chat_template_is_that_of_the_files(tmp_path: Path) -> None:
     """Guards against another format than the model was trained with, and a lost end of turn."""
     directory = families.save("Llama 3", tmp_path)
