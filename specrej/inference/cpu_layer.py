@@ -160,14 +160,16 @@ class CPULayers(nn.Module):
         return hidden_states
 
 
-def replace(model: nn.Module, shape: KVShape) -> None:
+def replace(model: nn.Module, shape: KVShape, context_tokens: int) -> None:
     """Replace every layer that a `CPULayer` can stand in for; all of them by one, if possible."""
     base: Any = model
     decoder = base.get_decoder()
     rotary, layers = getattr(decoder, "rotary_emb", None), getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or rotary is None:
         return
-    candidates = [_equal(layer, rotary, shape) for layer in layers]
+    # Over the whole context: Ministral 3 scales the queries of late positions.
+    positions = torch.linspace(0, context_tokens - 1, _TRIAL_ROWS).long()[None]
+    candidates = [_equal(layer, rotary, positions, shape) for layer in layers]
     replacements = [layer for layer in candidates if layer]
     if len(replacements) == len(layers) and len({layer.sizes for layer in replacements}) == 1:
         decoder.layers = nn.ModuleList([CPULayers(replacements)])
@@ -178,8 +180,8 @@ def replace(model: nn.Module, shape: KVShape) -> None:
             layers[number] = CPULayers([replacement])
 
 
-def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
-    """A layer that does what `layer` does on a few random rows, if there is one."""
+def _equal(layer: Any, rotary: nn.Module, positions: Tensor, shape: KVShape) -> CPULayer | None:
+    """A layer that does what `layer` does on random rows of these positions, if there is one."""
     for name, parts in _PARTS.items():
         part = getattr(layer, name, None) if name else layer
         if part is None or {child for child, _ in part.named_children()} != parts:
@@ -189,13 +191,12 @@ def _equal(layer: Any, rotary: nn.Module, shape: KVShape) -> CPULayer | None:
         return None
     hidden = layer.input_layernorm.weight.numel()
     rows = torch.randn(1, _TRIAL_ROWS, hidden, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(_TRIAL_ROWS)[None]
     seen: list[Scaling] = []
     with torch.inference_mode():
         cos_sin = rotary(rows, positions)
         if cos_sin[0].shape[-1] != shape.head_dim:  # only a part of each head is rotated
             return None
-        expected = layer(rows, **_trial(cos_sin, shape), seen=seen)
+        expected = layer(rows, **_trial(cos_sin, shape), position_ids=positions, seen=seen)
         if not seen:  # its attention is not ours
             return None
         candidate = CPULayer(layer, (norms[0], norms[1]), shape, seen[0])

@@ -152,7 +152,7 @@ class SegmentedModel:
                 return
             if cpu_layout.supports(self.shape, self.sizes.heads):
                 self._decoder = partial(cpu_layout.CPUAttention, self.shape, self.sizes.heads)
-                cpu_layer.replace(self._model, self.shape)
+                cpu_layer.replace(self._model, self.shape, self.sizes.context_tokens)
             linear.pack(self._model)
             norm.replace(self._model)
             head = self._model.get_output_embeddings()

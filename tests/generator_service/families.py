@@ -25,6 +25,13 @@ _LLAMA_3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_SCALED_QUERIES = {  # from token 16 on
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
 _SCALED = {
     "attention_multiplier": 0.2,
     "embedding_multiplier": 3.0,
@@ -48,6 +55,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("LlamaConfig", _SIZES | {"num_key_value_heads": 4}),
     "Llama 3": ("LlamaConfig", _SIZES | {"rope_parameters": _LLAMA_3_ROPE}),
     "Mistral": ("MistralConfig", _SIZES | {"sliding_window": 12}),
+    "Ministral 3": ("Ministral3Config", _SIZES | {"rope_parameters": _SCALED_QUERIES}),
     "Qwen2, Qwen2.5": ("Qwen2Config", _SIZES),
     "Qwen3": ("Qwen3Config", _SIZES),
     "Gemma 2": ("Gemma2Config", _SIZES | {"sliding_window": 12}),

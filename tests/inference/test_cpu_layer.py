@@ -53,7 +53,7 @@ def test_a_layer_with_one_more_part_stays() -> None:
     layers_of(network)[0].mlp.gate = nn.Linear(2, 2)
     shape = KVShape(3, 2, 16, torch.float32, torch.device("cpu"))
     network.set_attn_implementation("specrej")
-    cpu_layer.replace(network, shape)
+    cpu_layer.replace(network, shape, 256)
     assert replaced(network) == [False, True, True]
 
 
@@ -80,5 +80,5 @@ def test_layers_that_rotate_a_part_of_each_head_stay() -> None:
     half = network.get_decoder().rotary_emb
     half.inv_freq = half.inv_freq[: len(half.inv_freq) // 2]
     network.set_attn_implementation("specrej")
-    cpu_layer.replace(network, KVShape(3, 2, 16, torch.float32, torch.device("cpu")))
+    cpu_layer.replace(network, KVShape(3, 2, 16, torch.float32, torch.device("cpu")), 256)
     assert not any(replaced(network))
