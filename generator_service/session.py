@@ -105,8 +105,9 @@ class Session:
             MemoryError, RuntimeError: the memory cannot be allocated.
         """
         if self.suffix.length == self.suffix.tokens_room:
-            most = share // self.suffix.live
-            wanted = min(self.until - 1, most)
+            most, longest = share // self.suffix.live, self.command.sampling.max_tokens - 1
+            # At least twice as many: short strides would copy all of them each time.
+            wanted = min(max(self.until - 1, 2 * self.suffix.length), longest, most)
             # Later rounds have fewer rows and more tokens in the same slots: all of them.
             self.suffix.reserve(wanted, slots=share if wanted == most else 0)
 

@@ -16,9 +16,10 @@ from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
 from specrej.contracts import Sampling, TokenBias
 from specrej.inference.cpu_attention import COLUMNS
+from specrej.inference.kv import SuffixKV
 from specrej.inference.sizes import CPU_COLUMNS
 from tests.generator_service import tiny
-from tests.generator_service.stepping import admitted, steps
+from tests.generator_service.stepping import admitted, grown, steps
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -162,3 +163,21 @@ def _peak_bytes(profiled: profile) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def test_short_strides_copy_few_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against streamed rounds that copy all tokens of all candidates every few tokens."""
+    copied: list[int] = []
+    reserve = SuffixKV.reserve
+
+    def counted(store: SuffixKV, tokens_room: int, slots: int = 0) -> None:
+        copied.append(store.length)
+        reserve(store, tokens_room, slots)
+
+    monkeypatch.setattr(SuffixKV, "reserve", counted)
+    engine = Engine(CausalLM(tiny.build()), 2000)
+    endless = Sampling(max_tokens=100, seed=3, ignore_eos=True)
+    session_id = admitted(engine, sampling=endless)
+    for until in range(4, 101, 4):
+        grown(engine, session_id, until)
+    assert sum(copied) <= 2 * 100
