@@ -216,9 +216,14 @@ class AdmissionQueue(Generic[S]):
 
     def _fitting(self, session: S) -> int:
         """Candidates with which a session can be admitted now; 0: none."""
-        demand, missing, free = session.demand, self._missing(session), self._free_candidates()
+        demand, free = session.demand, self._free_candidates()
         least = demand.least
-        if least > free or not self._ledger.can_admit(missing + demand.floor(least)):
+        floor = demand.floor(least)
+        # First without the prompt: to compare it with the stored ones takes long, in every step.
+        if least > free or not self._ledger.can_admit(floor):
+            return 0
+        missing = self._missing(session)
+        if not self._ledger.can_admit(missing + floor):
             return 0
         room = demand.beginning(self._ledger.unshared - missing)
         return demand.n or max(least, min(self._auto_candidates, free, room))

@@ -187,8 +187,9 @@ def _check_started(spec: SessionSpec, vocabulary: int) -> Iterator[Violation]:
     if ids != sorted({*ids}) or ids[0] < 0:
         yield Violation("open.started", "must have ascending ids from 0 on")
     lengths = {len(candidate.token_ids) for candidate in spec.started}
-    if len(lengths) > 1 or max(lengths) >= spec.sampling.max_tokens:
-        yield Violation("open.started", "must have equally many tokens, fewer than max_tokens")
+    if len(lengths) > 1 or max(lengths) >= spec.first_tokens:
+        accepted = "must have equally many tokens, fewer than first_round_tokens and max_tokens"
+        yield Violation("open.started", accepted)
     token_ids = {token_id for candidate in spec.started for token_id in candidate.token_ids}
     if not all(0 <= token_id < vocabulary for token_id in token_ids):
         yield Violation("open.started", f"must have token ids of 0 .. {vocabulary - 1}")

@@ -120,7 +120,8 @@ async def test_every_violation_of_open_is_reported(stub: Any) -> None:
         ([(0, [1])], "must have 2 candidates"),
         ([(1, [1]), (0, [1])], "must have ascending ids"),
         ([(0, [1]), (1, [1, 2])], "must have equally many tokens"),
-        ([(0, [1] * 20), (1, [1] * 20)], "must have equally many tokens, fewer than max_tokens"),
+        ([(0, [1] * 20), (1, [1] * 20)], "must have equally many tokens, fewer than first_round_"),
+        ([(0, [1] * 9), (1, [1] * 9)], "must have equally many tokens, fewer than first_round_"),
         ([(0, [1]), (1, [8])], "must have token ids of 0 .. 7"),
     ],
 )
@@ -131,7 +132,7 @@ async def test_started_candidates_are_checked(
         prompt=common_pb2.Prompt(text="a prompt"),
         n=2,
         sampling=common_pb2.Sampling(max_tokens=20),
-        first_round_tokens=1,
+        first_round_tokens=9,
         started=[pb.StartedCandidate(candidate_id=i, token_ids=ids) for i, ids in started],
     )
     error = await failure_of(answer_of(stub.Session(), 1, open=command))
