@@ -193,7 +193,8 @@ class Planner:
             served = {reward.name: reward for reward in await self._served.get()}
         for index, part in parts:
             self._check_served(part.name, named[index].name, served)
-        raise_if_any(_check_batches(parts, most, served))
+        path = f"{_REWARDS_PATH}[{{}}]" if selection.rewards else "selection.n"
+        raise_if_any(_check_batches(parts, most, served, path))
         rewards = [part for _, part in parts]
         own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
         return rewards, fingerprint_of(rewards, own)
@@ -275,11 +276,15 @@ def _most_candidates(request: GenerationRequest, generator: GeneratorDescription
 
 
 def _check_batches(
-    parts: Sequence[tuple[int, WeightedReward]], n: int, served: Mapping[str, RewardDescription]
+    parts: Sequence[tuple[int, WeightedReward]],
+    n: int,
+    served: Mapping[str, RewardDescription],
+    path: str,
 ) -> Iterator[Violation]:
-    """Every reward must accept all candidates in one batch; `n` is the most there may be."""
+    """Every reward must accept all candidates in one batch; `n` is the most there may be, `path`
+    the field that is to be changed, with the reward's index."""
     for index, reward in parts:
         limit = served[reward.name].max_batch if reward.name in served else n
         if n > limit:
             description = f"{reward.name} takes at most {limit} candidates, there may be {n}"
-            yield Violation(f"{_REWARDS_PATH}[{index}]", description)
+            yield Violation(path.format(index), description)

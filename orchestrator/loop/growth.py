@@ -27,6 +27,19 @@ class OutOfTime(Exception):
     """The generator's answer did not arrive before the deadline."""
 
 
+async def in_time(answer: Awaitable[T], patience_s: float | None) -> T:
+    """What the generator answers within `patience_s` seconds; None: no limit.
+
+    Raises:
+        OutOfTime: it has not answered until then.
+    """
+    try:
+        async with asyncio.timeout(patience_s):
+            return await answer
+    except TimeoutError:
+        raise OutOfTime from None
+
+
 class Growth:
     """Extends one session; `ahead` is what candidates grew since the last decision token."""
 
@@ -129,11 +142,7 @@ class Growth:
 
     async def _stride(self, position: int, until: int, rows: int) -> Round:
         began = self._clock()
-        try:
-            async with asyncio.timeout(self._deadline.patience_s):
-                part = await self._session.extend(until)
-        except TimeoutError:
-            raise OutOfTime from None
+        part = await in_time(self._session.extend(until), self._deadline.patience_s)
         grown, seconds = part.num_tokens - position, self._clock() - began
         self._deadline.note_stride(rows, grown, _num_ended(part), seconds)
         return part

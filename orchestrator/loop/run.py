@@ -6,6 +6,7 @@ in tests. It does not depend on the wire, the cache or admission.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import (
@@ -18,14 +19,14 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 
 from orchestrator.loop import rejection, schedule
 from orchestrator.loop.branching import forks_of
 from orchestrator.loop.deadline import DeadlineController
-from orchestrator.loop.growth import Growth, OutOfTime
+from orchestrator.loop.growth import Growth, OutOfTime, in_time
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
 from orchestrator.loop.run_state import RunState
 from orchestrator.loop.scoring import RawScores, RequestScorer
@@ -95,7 +96,7 @@ async def run(
     deadline = DeadlineController(
         next_token, request.sampling.max_tokens, time_left_s, clock, least
     )
-    async with _opened(request, generator, scorers, cache_salt) as (session, scorer):
+    async with _opened(request, generator, scorers, cache_salt, deadline) as (session, scorer):
         rewards = request.selection.rewards or _UNWEIGHTED
         state = RunState(
             session.n,
@@ -130,8 +131,12 @@ async def _opened(
     generator: Generator,
     scorers: Scorer | Sequence[Scorer],
     cache_salt: str,
+    deadline: DeadlineController,
 ) -> AsyncIterator[tuple[Session, RequestScorer]]:
-    """A generator session and the rewards' sessions, with spans of their opening and closing."""
+    """A generator session and the rewards' sessions, with spans of their opening and closing.
+
+    The answer does not wait beyond the deadline for their end: the calls to them are cancelled.
+    """
     n, first_tokens = request.selection.n, first_round_tokens(request)
     spec = SessionSpec(
         request.prompt,
@@ -149,8 +154,9 @@ async def _opened(
             session = await stack.enter_async_context(generator.open(spec))
             scorer = await stack.enter_async_context(scoring)
         yield session, scorer
-        with telemetry.span(names.SPAN_CLOSE):
-            await stack.aclose()
+        with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
+            async with asyncio.timeout(deadline.score_patience_s):
+                await stack.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +277,7 @@ class _Run:
             metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
         if not rejected and not forks:
             return alpha, {}, 0
-        pruned = await self.session.prune(state.live, forks)
+        pruned = await in_time(self.session.prune(state.live, forks), self.deadline.patience_s)
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
         state.fork(forks)
         return alpha, forks, pruned.freed_slots

@@ -32,6 +32,7 @@ from specrej.contracts import (
 from specrej.errors import DeadlineExceeded, RewardInvalid, Unavailable
 from tests.orchestrator.caching import Clock
 from tests.orchestrator.runs import PROMPT, FixedScorer, answer, events_of, request
+from tests.orchestrator.services import HeldGenerator
 
 NEVER = 10**9
 
@@ -281,6 +282,18 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, int]) -> 
     left = await answer(whole, generator, FixedScorer(), time_left_s=1.0, clock=generator.clock)
     assert {c.id for c in left.candidates if c.finish is FinishReason.STOP} == complete
     assert left.usage.generated_tokens > 16 * len(complete)
+
+
+@pytest.mark.parametrize("verb", ["prune", "close"])
+async def test_a_backend_that_hangs_holds_no_answer(verb: str) -> None:
+    """Guards against DEADLINE_EXCEEDED although answers are complete."""
+    generator = HeldGenerator(end_every=24)
+    generator.gates[verb].shut()
+    running = answer(lenient(), generator, FixedScorer(), time_left_s=1.0)
+    left = await asyncio.wait_for(running, 30)
+    assert left.best.text
+    assert left.hurried or verb == "close"
+    assert not generator.toy.ledger.owned
 
 
 async def test_streamed_text_is_in_the_answer_if_a_later_stride_hangs() -> None:

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from generator_service.toy import ToyGenerator
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator
-from specrej.contracts import GenerationRequest, Prompt, RewardDescription, Scorer, Selection
+from specrej.contracts import (
+    GenerationRequest,
+    Prompt,
+    RewardDescription,
+    Scorer,
+    Selection,
+    WeightedReward,
+)
 from specrej.errors import InvalidRequest
 from specrej.security import Share
 from specrej.v1 import common_pb2
@@ -99,8 +106,15 @@ async def test_a_refusal_of_the_generator_has_the_public_field_path() -> None:
         assert reason_of(error) == "SLOTS_EXCEEDED"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "field"),
+    [((), "selection.n"), ((WeightedReward("small"),), "selection.rewards[0]")],
+    ids=["default", "named"],
+)
 @pytest.mark.parametrize("n", [5, 0])
-async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(n: int) -> None:
+async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(
+    n: int, rewards: tuple[WeightedReward, ...], field: str
+) -> None:
     """With n = 0 the toy has eight. Guards against a failure after the first round, with a path of
     the internal port."""
 
@@ -114,10 +128,10 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(n: 
     orchestrator = Orchestrator(
         ToyGenerator(), SmallRewards(), new_cache(""), Admission(Limits(1, 0))
     )
-    request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=n))
+    request = GenerationRequest(Prompt(text="hello"), selection=Selection(n=n, rewards=rewards))
     with pytest.raises(InvalidRequest) as raised:
         await orchestrator.generate(request, print, tenant="", share=Share())
-    assert [violation.field for violation in raised.value.violations] == ["selection.rewards[0]"]
+    assert [violation.field for violation in raised.value.violations] == [field]
 
 
 async def test_unknown_fields_are_ignored(service: Whole) -> None:
