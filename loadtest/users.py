@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gevent  # type: ignore[import-untyped]
 import grpc.experimental.gevent as grpc_gevent
 from gevent.pool import Pool  # type: ignore[import-untyped]
 from locust import User, events, task
+from locust.env import Environment
 
 from loadtest.arrivals import LATE_S, poisson
 from loadtest.calls import Caller, Outcome
@@ -40,18 +41,28 @@ class CallFailed(Exception):
         return str(self)
 
 
-class _TestStart:
-    """The start of the test in this process; users that start later join the current step."""
+class _Test:
+    """The requests of one test, which the users of this process share: none is sent twice.
+
+    Users that start later join the current step.
+    """
 
     def __init__(self) -> None:
-        self.at = time.perf_counter()
+        self.begin()
 
-    def reset(self, **_: Any) -> None:
-        self.at = time.perf_counter()
+    def begin(self, **_: Any) -> None:
+        self._started = time.perf_counter()
+        self._requests: Iterator[LoadRequest] | None = None
+
+    def requests(self, environment: Environment) -> Iterator[LoadRequest]:
+        if not self._requests:
+            worker = max(0, getattr(environment.runner, "worker_index", 0))
+            self._requests = requests(environment.parsed_options, worker, self._started)
+        return self._requests
 
 
-_test_start = _TestStart()
-events.test_start.add_listener(_test_start.reset)  # type: ignore[no-untyped-call]
+_test = _Test()
+events.test_start.add_listener(_test.begin)  # type: ignore[no-untyped-call]
 
 
 def _update_loop_time(**_: Any) -> None:
@@ -70,11 +81,10 @@ class ApiUser(User):
     def on_start(self) -> None:
         """Connect with the credentials of the command line's environment variables."""
         parsed: Any = self.environment.parsed_options
-        worker = max(0, getattr(self.environment.runner, "worker_index", 0))
         self.caller = Caller(
             self.host or DEFAULT_ADDRESS, parsed.request_timeout, **credentials_from(os.environ)
         )
-        self.requests = requests(parsed, worker, _test_start.at)
+        self.requests = _test.requests(self.environment)
         self._pool = Pool(parsed.max_in_flight)
         self._is_open_loop = parsed.rate > 0
         if self._is_open_loop:

@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import itertools
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +19,21 @@ from loadtest.options import add_options, counts, tenants, violations
 from loadtest.prompts import OWN_PROMPTS, read_prompts
 from loadtest.workload import LoadRequest, n_of_step, requests, split_label
 from specrej.contracts import Algorithm, CacheControl
+
+_SEEDS_OF_TWO_USERS = """
+import argparse
+from locust.env import Environment
+from loadtest.options import add_options
+from loadtest.users import ApiUser
+
+parser = argparse.ArgumentParser()
+add_options(parser)
+environment = Environment(host="127.0.0.1:1", parsed_options=parser.parse_args([]))
+users = [ApiUser(environment), ApiUser(environment)]
+for user in users:
+    user.on_start()
+print(*(next(user.requests).options["seed"] for user in users * 2))
+"""
 
 
 def first(count: int, *arguments: str, worker: int = 0) -> list[LoadRequest]:
@@ -37,6 +54,12 @@ def test_prompts_take_turns_with_new_seeds() -> None:
 def test_workers_use_different_seeds() -> None:
     seeds = [{r.options["seed"] for r in first(50, worker=worker)} for worker in (0, 1)]
     assert not seeds[0] & seeds[1]
+
+
+def test_users_of_a_process_send_no_equal_requests() -> None:
+    command = [sys.executable, "-c", _SEEDS_OF_TWO_USERS]
+    seeds = subprocess.check_output(command, text=True, timeout=60).split()
+    assert len(set(seeds)) == len(seeds) == 4
 
 
 def test_both_algorithms_get_the_same_prompt_and_seed() -> None:
