@@ -1,4 +1,4 @@
-"""Charts by matplotlib as PNG and SVG, readable on light and dark backgrounds.
+"""Charts by matplotlib as SVG, readable on light and dark backgrounds.
 
 Figures are created without pyplot, which would keep state and need a display. Equal figures give
 files that are equal byte by byte.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import io
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
@@ -29,8 +27,6 @@ _SIZE = (4.3, 3.1)  # inches
 _TICKS = 8
 _FEW_DOUBLINGS = 8  # highest over lowest value of an axis
 _DPI = 100
-_TITLE_LETTERS = 56  # per line
-_TITLE_LINE = 0.17  # inches
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -71,7 +67,6 @@ class Picture:
     heading: str
     title: str
     svg: str
-    png: bytes
 
     @property
     def inline(self) -> str:
@@ -98,7 +93,6 @@ def picture(
     rows = -(-len(drawings) // columns)
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
-        FigureCanvasAgg(figure)
         cells = figure.subplots(rows, columns, squeeze=False).ravel()
         for drawing, axes in zip(drawings, cells, strict=False):
             drawing(axes)
@@ -108,15 +102,9 @@ def picture(
         if labels:  # below the chart, where the legend hides nothing
             num_columns = 2 if max(map(len, labels)) > 14 or len(labels) < 3 else 3
             figure.legend(handles, labels, loc="outside lower center", ncols=num_columns)
-        svg, png = io.StringIO(), io.BytesIO()
+        svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata={"Date": None, "Title": title}, dpi=_DPI)
-        # The PNG has no caption around it and may be shown on any background.
-        lines = textwrap.wrap(title, _TITLE_LETTERS)
-        figure.set_figheight(height + _TITLE_LINE * len(lines))
-        figure.suptitle("\n".join(lines), fontsize=9)
-        metadata = {"Title": title, "Software": None}
-        figure.savefig(png, format="png", dpi=_DPI, metadata=metadata, facecolor="white")
-    return Picture(name, heading, title, svg.getvalue(), png.getvalue())
+    return Picture(name, heading, title, svg.getvalue())
 
 
 def band(

@@ -2,7 +2,7 @@
 
 `write([("128 tokens", trajectories)], Path("out"))` creates in `out`: report.html, which loads no
 other file; summary.md and .csv; studies-*.md with all studies in few rows, small enough to commit;
-figures/*.png and .svg; tables/*.md and .csv; results/*.json with all results.
+figures/*.svg; tables/*.md and .csv; results/*.json with all results.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ def _shared_rewards(name: str, prompts: Sequence[Trajectories]) -> tuple[str, ..
 def _write_pictures(pictures: Sequence[Pictures], folder: Path) -> None:
     for picture in (figure for drawn in pictures for study in drawn.values() for figure in study):
         (folder / f"{picture.name}.svg").write_text(picture.svg, "utf-8")
-        (folder / f"{picture.name}.png").write_bytes(picture.png)
 
 
 def _write_table(table: Table, stem: Path, measured: str) -> None:

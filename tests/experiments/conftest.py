@@ -14,6 +14,6 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chart is an empty picture: drawing takes nearly all the time of a report."""
 
     def picture(name: str, heading: str, title: str, *_: Any, **__: Any) -> plotting.Picture:
-        return plotting.Picture(name, heading, title, "<svg></svg>", b"")
+        return plotting.Picture(name, heading, title, "<svg></svg>")
 
     monkeypatch.setattr(plotting, "picture", picture)
