@@ -15,7 +15,7 @@ from gateway.connection import Connection
 from gateway.settings import GatewaySettings
 from specrej import telemetry
 from specrej.client import Client
-from specrej.serving import Signals
+from specrej.serving import ServerGauges, Signals
 from specrej.settings import load
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ class Server:
         self._client = client
         self._gateway = gateway
         self._state = ServerState()
+        files = settings.tls_files
+        self._certificates = files.watch() if files else None
+        self._gauges = ServerGauges(self._certificates)
         self._is_draining = False
         self._listener: asyncio.Server
         self.port = 0
@@ -50,6 +53,7 @@ class Server:
         if not self._settings.forwards_tokens:
             address = self._settings.orchestrator_address
             log.warning("tokens are not sent in plaintext to %s: set orchestrator_tls_ca", address)
+        self._gauges.observe()
         following = asyncio.ensure_future(self._follow())
         try:
             await signals.first.wait()
@@ -64,7 +68,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen. Raises OSError: the address cannot be bound."""
-        settings, files = self._settings, self._settings.tls_files
+        settings, files, watched = self._settings, self._settings.tls_files, self._certificates
         config = Config(
             self._gateway.app(),
             http=Connection,
@@ -79,7 +83,7 @@ class Server:
             lambda: Connection(config, self._state, settings),
             settings.host.strip("[]"),
             settings.port,
-            ssl=files.server_context() if files else None,
+            ssl=files.server_context(watched) if files and watched else None,
             ssl_handshake_timeout=_HANDSHAKE_S if files else None,
         )
         self.port = self._listener.sockets[0].getsockname()[1]
@@ -90,7 +94,7 @@ class Server:
             is_serving = await self._client.is_serving()
             self._gateway.is_ready = is_serving and not self._is_draining
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
-            await asyncio.sleep(_POLL_S)
+            await self._gauges.sleep(_POLL_S)
 
     async def _drain(self) -> None:
         self._is_draining, self._gateway.is_ready = True, False

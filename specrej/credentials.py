@@ -99,12 +99,11 @@ class TLSFiles:
         """The current contents."""
         return ReloadingFile(self.paths, self.read)
 
-    def server_context(self) -> ssl.SSLContext:
-        """A server's context, which uses changed files from the next connection on.
+    def server_context(self, watched: ReloadingFile[PEM]) -> ssl.SSLContext:
+        """A server's context, which uses changed files of `watch` from the next connection on.
 
         With authorities, clients must have a certificate from one of them.
         """
-        watched = self.watch()
         pem, latest = watched.get(), self._context()
 
         def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:

@@ -161,9 +161,10 @@ class Server:
         self._heartbeats: list[Heartbeat] = []
         self._is_warm = False
         self._health = Health()
-        self._lag_s = 0.0  # longest delay of the event loop since the last export
         self._access = Access(settings.tokens_path, settings.allowed_names)
-        self._certificates = settings.tls_files and settings.tls_files.watch()
+        files = settings.tls_files
+        self._certificates = files.watch() if files else None
+        self._gauges = ServerGauges(self._certificates, self._access)
         self._calls = StatusInterceptor(
             default_deadline_s, self._access, max_deadline_s, max_calls=settings.max_calls
         )
@@ -240,18 +241,6 @@ class Server:
         if self._heartbeats:
             yield max(beat() for beat in self._heartbeats), {}
 
-    def _event_loop_lag(self) -> Iterator[telemetry.metrics.Observed]:
-        lag_s, self._lag_s = self._lag_s, 0.0
-        yield lag_s, {}
-
-    def _files_rejected(self) -> Iterator[telemetry.metrics.Observed]:
-        certificates = self._certificates
-        yield self._access.is_rejected + bool(certificates and certificates.is_rejected), {}
-
-    def _certificate_life(self) -> Iterator[telemetry.metrics.Observed]:
-        if self._certificates:
-            yield self._certificates.get().expires - time.time(), {}
-
     async def _follow_heartbeats(self) -> None:
         """Health follows the compute threads' heartbeats, not RPC liveness.
 
@@ -272,10 +261,7 @@ class Server:
             if math.inf in ages:
                 raise RuntimeError("a compute thread has ended")
             was_alive = alive
-            pause_s = min(_BEAT_S, self._settings.stuck_s / 4)
-            began = time.monotonic()
-            await asyncio.sleep(pause_s)
-            self._lag_s = max(self._lag_s, time.monotonic() - began - pause_s)
+            await self._gauges.sleep(min(_BEAT_S, self._settings.stuck_s / 4))
 
     async def run(self, warm_up: Callable[[], Awaitable[None]]) -> None:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once.
@@ -291,13 +277,8 @@ class Server:
             log.warning("tokens arrive in plaintext: set tls_cert, unless a proxy terminates TLS")
         if self._settings.accepts_any_certificate:
             log.warning("every certificate of tls_client_ca is accepted: set allowed_clients")
-        for metric, values in (
-            (telemetry.names.HEARTBEAT_AGE, self._heartbeat_age),
-            (telemetry.names.EVENT_LOOP_LAG, self._event_loop_lag),
-            (telemetry.names.FILES_REJECTED, self._files_rejected),
-            (telemetry.names.CERTIFICATE_LIFE, self._certificate_life),
-        ):
-            telemetry.metrics.observe(metric, values)
+        telemetry.metrics.observe(telemetry.names.HEARTBEAT_AGE, self._heartbeat_age)
+        self._gauges.observe()
         following = asyncio.ensure_future(self._follow_heartbeats())
         try:
             warming = asyncio.ensure_future(warm_up())
@@ -416,6 +397,43 @@ def _certificates(pem: PEM) -> grpc.ServerCertificateConfiguration:
     assert pem.key
     assert pem.cert, "the settings require both"
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
+
+
+class ServerGauges:
+    """What every server measures of itself: delays of its event loop, the state of its files."""
+
+    def __init__(
+        self, certificates: ReloadingFile[PEM] | None, access: Access | None = None
+    ) -> None:
+        self._certificates, self._access = certificates, access
+        self._lag_s = 0.0  # longest delay of the event loop since the last export
+
+    def observe(self) -> None:
+        """Export them from now on."""
+        for metric, values in (
+            (telemetry.names.EVENT_LOOP_LAG, self._event_loop_lag),
+            (telemetry.names.FILES_REJECTED, self._files_rejected),
+            (telemetry.names.CERTIFICATE_LIFE, self._certificate_life),
+        ):
+            telemetry.metrics.observe(metric, values)
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep; what it takes beyond these seconds is a delay of the event loop."""
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        self._lag_s = max(self._lag_s, time.monotonic() - began - seconds)
+
+    def _event_loop_lag(self) -> Iterator[telemetry.metrics.Observed]:
+        lag_s, self._lag_s = self._lag_s, 0.0
+        yield lag_s, {}
+
+    def _files_rejected(self) -> Iterator[telemetry.metrics.Observed]:
+        watched = (self._access, self._certificates)
+        yield sum(files.is_rejected for files in watched if files), {}
+
+    def _certificate_life(self) -> Iterator[telemetry.metrics.Observed]:
+        if self._certificates:
+            yield self._certificates.get().expires - time.time(), {}
 
 
 class Signals:

@@ -155,6 +155,7 @@ def _num_ended(part: Round) -> int:
 def _joined(first: Round, second: Round) -> Round:
     """Two strides as one round, without candidates that were lost in the second."""
     lost = {*second.lost}
+    unused = sum(len(c.new_token_ids) for c in first.candidates if c.id in lost)
     candidates = {c.id: c for c in first.candidates if c.id not in lost}
     for later in second.candidates:
         before = candidates.get(later.id)
@@ -170,7 +171,7 @@ def _joined(first: Round, second: Round) -> Round:
     return replace(
         second,
         candidates=tuple(candidates[number] for number in sorted(candidates)),
-        repeated_tokens=first.repeated_tokens + second.repeated_tokens,
+        repeated_tokens=first.repeated_tokens + second.repeated_tokens + unused,
         lost=first.lost + second.lost,
         made_by=first.made_by | second.made_by,
         token_texts=tuple(dict.fromkeys(first.token_texts + second.token_texts)),

@@ -79,10 +79,10 @@ class Round:
     """A prefix batch: every candidate that is live, or finished in this round, by ascending id.
 
     `num_tokens` is the token position reached by the live candidates. After the loss of a
-    generator, `repeated_tokens` tokens were computed a second time and the candidates `lost` no
-    longer exist. `made_by` holds the fingerprints of the generators, if known. With `logprobs`,
-    `token_texts` has every token that the candidates name. `prompt_tokens` is set only in the first
-    round of a session that was opened without this number; else 0.
+    generator, the candidates `lost` no longer exist, and `repeated_tokens` tokens were computed a
+    second time or are those of lost ones. `made_by` holds the fingerprints of the generators, if
+    known. With `logprobs`, `token_texts` has every token that the candidates name. `prompt_tokens`
+    is set only in the first round of a session that was opened without this number; else 0.
     """
 
     candidates: tuple[Candidate, ...]

@@ -85,7 +85,7 @@ async def test_the_delay_of_the_event_loop_is_measured() -> None:
 
     def has_lagged() -> bool:
         time.sleep(0.05)  # blocks the loop, between two measurements at the latest
-        ((lag_s, _),) = server._event_loop_lag()
+        ((lag_s, _),) = server._gauges._event_loop_lag()
         return lag_s > 0.02
 
     async with running(server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import ssl
 import sys
 from asyncio.subprocess import PIPE
@@ -72,9 +73,13 @@ async def test_everything_works_with_tls_and_tokens(
         assert (await command(*generate, *at_orchestrator))[0]
         await command("score", "a", "--prompt", "why?", "--address", stack.reward_address)
         await _test_load(stack.orchestrator_address)
-        url = f"https://127.0.0.1:{stack.ports.gateway}/v1/models"
-        assert await asyncio.to_thread(_status, url, "mine", authority) == 200
-        assert await asyncio.to_thread(_status, url, "wrong", authority) == 401
+        url = f"https://127.0.0.1:{stack.ports.gateway}"
+        models = f"{url}/v1/models"
+        assert (await asyncio.to_thread(_got, models, "mine", authority))[0] == 200
+        assert (await asyncio.to_thread(_got, models, "wrong", authority))[0] == 401
+        _, exposed = await asyncio.to_thread(_got, f"{url}/metrics", "", authority)
+        for metric in ("certificate_life_seconds", "event_loop_lag_seconds", "files_rejected"):
+            assert re.search(rf"^specrej_{metric}\S* [0-9]", exposed, re.MULTILINE), metric
         for token, message in (("wrong", "unknown token"), ("", "a token is needed")):
             monkeypatch.setenv("SPECREJ_TOKEN", token)
             with pytest.raises(errors.Unauthenticated, match=message):
@@ -96,16 +101,16 @@ async def _renew_the_token(stack: Stack, authority: Authority, directory: Path) 
         place(directory / f"{name}-tokens", f"{entry('o', 'renewed')}\n{entry('acme', 'mine')}")
 
 
-def _status(url: str, token: str, authority: Authority) -> int:
-    """The status of a request over HTTPS."""
+def _got(url: str, token: str, authority: Authority) -> tuple[int, str]:
+    """The status and the body of a request over HTTPS."""
     trusted = HTTPSHandler(context=ssl.create_default_context(cafile=authority.path))
     request = Request(url, headers={"authorization": f"Bearer {token}"})
     try:
         with build_opener(ProxyHandler({}), trusted).open(request, timeout=60) as answer:
-            return int(answer.status)
+            return int(answer.status), answer.read().decode()
     except HTTPError as error:
         with error:
-            return error.code
+            return error.code, ""
 
 
 async def _test_load(address: str) -> None:

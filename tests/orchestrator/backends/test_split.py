@@ -181,6 +181,7 @@ async def test_a_part_lost_between_two_strides_of_a_round_has_no_candidates() ->
         first, *_ = (await answering).rounds
     assert first.num_lost > 0
     assert len(first.candidates) == first.num_started - first.num_lost
+    assert first.generated_tokens > sum(made.num_tokens for made in first.candidates)
 
 
 class TwoParts(ToyGenerator):
