@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -38,13 +39,15 @@ async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:
     assert (ended - began).total_seconds() > 1.9
 
 
-async def test_cache_answers_repeated_requests(toys: Stack) -> None:
+async def test_cache_answers_repeated_requests(toys: Stack, tmp_path: Path) -> None:
     """Guards against cached answers that count as generated ones, or never come."""
-    run = await locust(*USERS, "--cache", "on", "--host", toys.orchestrator_address)
+    (tmp_path / "prompts").write_text("Why?\nHow?\n", "utf-8")
+    cached = ("--cache", "on", "--prompts", str(tmp_path / "prompts"))
+    run = await locust(*USERS, *cached, "--host", toys.orchestrator_address)
     assert run.code == 0, run.err
-    cached = run.rows("cached answer")[FAST]
-    assert cached["num_requests"] > 0
-    assert cached["total_content_length"] == 0
+    answers = run.rows("cached answer")[FAST]
+    assert answers["num_requests"] > 0
+    assert answers["total_content_length"] == 0
 
 
 async def test_steps_end_with_the_last_n(toys: Stack) -> None:
