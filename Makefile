@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
+.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,8 +57,13 @@ up: $(READY) models ## start all services and keep them running until Ctrl-C
 example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
 	@$(BIN)/python -m examples $(NAME) $(ARGS)
 
-test: $(READY) models ## run all tests: make test ARGS="tests/specrej -k client"
-	@$(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder $(ARGS)
+PYTEST = $(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder
+
+test: $(READY) models ## run the tests: make test ARGS="tests/specrej -k client"
+	@$(PYTEST) -m "not long" $(ARGS)
+
+test-long: $(READY) models ## run the tests of whole commands, which CI leaves out
+	@$(PYTEST) -m long $(ARGS)
 
 conformance: $(VLLM) models ## test all generators by one suite, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \
@@ -140,7 +145,7 @@ images-run: $(READY) ## run the images as Kubernetes does until one request is a
 	@$(BIN)/python -m pytest tests/deploy/test_running_images.py $(ARGS)
 
 multihost: $(READY) ## test three nodes of network namespaces: cut, slow and lossy links, restarts (root)
-	@SPECREJ_MULTIHOST=all $(BIN)/python -m pytest tests/multihost $(ARGS)
+	@$(BIN)/python -m pytest tests/multihost $(ARGS)
 
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 

@@ -50,6 +50,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 async def test_the_stubs(stack: Stack, tmp_path: Path) -> None:
     await generate("java", tmp_path / "src")
     sources = [*(tmp_path / "src").rglob("*.java"), CLIENTS / "java/ClientTest.java"]

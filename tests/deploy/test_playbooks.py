@@ -56,6 +56,7 @@ def test_every_playbook_has_commands() -> None:
     assert list(_PLAYBOOKS) == titles
 
 
+@pytest.mark.long
 async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
     """Guards against instructions that fail when they are needed."""
     authority = Authority(tmp_path)

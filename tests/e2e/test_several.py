@@ -7,7 +7,7 @@ import pytest
 from benchmarks.harness import TOYS
 from benchmarks.rolling import Load, rolling
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 async def test_everything_is_restarted_under_load() -> None:

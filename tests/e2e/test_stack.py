@@ -131,6 +131,7 @@ async def test_grpcurl_by_reflection(stack: Stack) -> None:
     assert json.loads(out)["usage"]["answer_tokens"]
 
 
+@pytest.mark.long
 async def test_the_notebook(stack: Stack) -> None:
     """Every cell of docs/notebook.ipynb runs in a kernel; the file has no outputs of its own."""
     text = (ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8")

@@ -44,6 +44,7 @@ async def test_the_command(name: str, stack: Stack, tmp_path: Path) -> None:
     assert OUTPUT[name] in text, text
 
 
+@pytest.mark.long
 async def test_the_command_with_services(tmp_path: Path) -> None:
     """Guards against services without the settings of the example. No code of a toy passes."""
     command = ("-m", "examples", "coding", *ARGUMENTS["coding"])

@@ -156,6 +156,7 @@ def test_results_hold_all_studies(out: Path) -> None:
     assert not (out / "figures" / "32-likelihood-improvement-seconds.svg").exists()
 
 
+@pytest.mark.long
 def test_report_of_few_prompts_or_answers(tmp_path: Path) -> None:
     """One prompt has no intervals; two answers leave little to reject. FLOPs of unknown models are
     left out."""

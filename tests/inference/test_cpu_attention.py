@@ -336,6 +336,7 @@ def test_weights_survive_large_scores(spread: float) -> None:
     assert_equal(Case((((6,), 5, 4),)), scaled=scaled, tolerance=2e-5)
 
 
+@pytest.mark.long
 def test_scratch_memory_is_not_freed_while_it_is_used() -> None:
     """Guards against wrong tokens and a corrupted heap: numba frees an array after its last use,
     although its address is still in use."""

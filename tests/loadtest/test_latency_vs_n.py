@@ -156,6 +156,7 @@ async def test_command_measures_and_writes_everything(toys: Stack, tmp_path: Pat
 
 
 @in_session
+@pytest.mark.long
 async def test_command_starts_services_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ async def test_command_starts_services_of_its_own(
 
 
 @in_session
+@pytest.mark.long
 async def test_slow_requests_at_a_fixed_rate_are_cancelled(toys: Stack, tmp_path: Path) -> None:
     # No toy answers within a millisecond: its first step takes two.
     ended = await latency_vs_n(*where(toys, tmp_path), *SMALL, "--ns", "4", "--patience-s", "0.001")
@@ -178,6 +180,7 @@ async def test_slow_requests_at_a_fixed_rate_are_cancelled(toys: Stack, tmp_path
 
 
 @in_session
+@pytest.mark.long
 async def test_interrupted_run_reports_what_was_measured(toys: Stack, tmp_path: Path) -> None:
     process = await start_latency_vs_n(*where(toys, tmp_path), *SMALL, "--minutes", "10")
     assert process.stderr

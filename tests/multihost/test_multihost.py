@@ -7,7 +7,6 @@ those of a good network, because they do not depend on where candidates are gene
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import product
@@ -24,9 +23,6 @@ from tests.serving import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
-slow = pytest.mark.skipif(
-    os.environ.get("SPECREJ_MULTIHOST") != "all", reason="takes minutes: make multihost runs it"
-)
 SEEDS = range(8)
 # Two seconds of steps: long enough for a fault in the middle.
 LONG = {"n": 8, "max_tokens": 400}
@@ -63,9 +59,12 @@ async def test_every_backend_is_used(running: Cluster) -> None:
     [
         (("a", "c"), ("b", "c")),  # clients still reach c
         # The orchestrators must not have to agree on the live backends.
-        pytest.param((("a", "c"),), marks=slow),
+        pytest.param((("a", "c"),), marks=pytest.mark.long),
         # A client of a silent orchestrator detects it after at most 40 s, by its own keepalive.
-        *(pytest.param(tuple((n, o) for o in (US, *NODES) if o != n), marks=slow) for n in NODES),
+        *(
+            pytest.param(tuple((n, o) for o in (US, *NODES) if o != n), marks=pytest.mark.long)
+            for n in NODES
+        ),
     ],
 )
 async def test_cut_links_fail_no_request(
@@ -88,7 +87,11 @@ async def test_cut_links_fail_no_request(
 
 
 @pytest.mark.parametrize(
-    "line", [Line(delay_s=0.02, loss=0.01), pytest.param(Line(delay_s=0.05, loss=0.05), marks=slow)]
+    "line",
+    [
+        Line(delay_s=0.02, loss=0.01),
+        pytest.param(Line(delay_s=0.05, loss=0.05), marks=pytest.mark.long),
+    ],
 )
 async def test_a_slow_and_lossy_network_fails_no_request(
     running: Cluster, expected: Texts, line: Line
@@ -111,7 +114,7 @@ async def test_isolated_orchestrators_fail_requests(running: Cluster) -> None:
     await running.settle()
 
 
-@slow
+@pytest.mark.long
 async def test_a_generator_that_appears_is_used(running: Cluster) -> None:
     """Guards against names that are resolved only once: a cluster adds backends in this way."""
     set_names(running.nodes, generators=("a",))
@@ -123,7 +126,7 @@ async def test_a_generator_that_appears_is_used(running: Cluster) -> None:
     await running.settle()
 
 
-@slow
+@pytest.mark.long
 async def test_a_node_that_comes_and_goes_fails_no_request(
     running: Cluster, expected: Texts
 ) -> None:
@@ -138,7 +141,7 @@ async def test_a_node_that_comes_and_goes_fails_no_request(
     await running.settle()
 
 
-@slow
+@pytest.mark.long
 async def test_a_rolling_restart_fails_no_request(running: Cluster, expected: Texts) -> None:
     """Guards against an upgrade that fails requests; restarts every service in turn."""
     for kind, seats in SEATS.items():

@@ -131,6 +131,7 @@ def test_the_client_works_alone(client: Path, tmp_path: Path) -> None:
     assert outcome.returncode == 3, outcome.stderr
 
 
+@pytest.mark.long
 def test_the_services_start_from_both_wheels(client: Path, server: Path, tmp_path: Path) -> None:
     """Guards against services that only run in a checkout, and requirements that are missing."""
     environment = Environment(tmp_path / "venv")
