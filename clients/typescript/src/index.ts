@@ -180,7 +180,7 @@ export function violations(error: unknown): BadRequest_FieldViolation[] {
   return details.flatMap(({ fieldViolations }) => fieldViolations);
 }
 
-/** The reason of an error for programs, such as "NO_TOKEN"; undefined if the server sent none. */
+/** The reason of an error for programs, such as "UNAUTHENTICATED"; undefined if the server sent none. */
 export function reason(error: unknown): string | undefined {
   return ConnectError.from(error).findDetails(ErrorInfoSchema)[0]?.reason;
 }
