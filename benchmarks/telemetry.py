@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -20,10 +21,12 @@ from typing import Any
 from urllib.request import urlopen
 
 import grpc
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.harness import PROMPTS, TOYS, full_length, medians, parse_arguments, report, rounded
 from deploy.local.stack import Stack
+from experiments.studies.statistics import mean
 from specrej import Client
 
 _HOST = "127.0.0.1"
@@ -59,7 +62,6 @@ def main() -> None:
     with _collector() as (endpoint, collected):
         sides = asyncio.run(_measure(arguments, endpoint))
     ratios = _ratios(sides["on"], sides["off"])
-    low, high = ratios["ratio_interval"]
     columns = {
         name: {
             "tokens_per_s": rounded(side.tokens_per_s, 2),
@@ -76,7 +78,7 @@ def main() -> None:
         ],
         {**columns, **ratios, "collected": collected, **vars(arguments)},
         notes=(
-            f"throughput on / off {ratios['ratio']:.4f} (95 % interval {low:.4f} .. {high:.4f})",
+            f"throughput on / off {ratios['ratio']} (95 % interval {ratios['ratio_interval']})",
             f"requests and bytes at the collector: {collected}",
         ),
     )
@@ -136,14 +138,14 @@ async def _block(
 
 
 def _ratios(on: MeasuredStack, off: MeasuredStack) -> dict[str, Any]:
-    """Ratios of neighbouring blocks; the interval is that of their mean."""
+    """Ratios of neighbouring blocks; the interval is of their mean, null for fewer than four."""
     ratios = _quotients(on.tokens_per_s, off.tokens_per_s)
-    mean = statistics.fmean(ratios)
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    ratio = mean(np.array(ratios))
+    edges = ratio.low, ratio.high
     cpu_ratio = statistics.median(_quotients(on.cpu_ms_per_token, off.cpu_ms_per_token))
     return {
-        "ratio": round(mean, 4),
-        "ratio_interval": rounded((mean - 1.96 * error, mean + 1.96 * error), 4),
+        "ratio": round(ratio.value, 4),
+        "ratio_interval": [None if math.isnan(edge) else round(edge, 4) for edge in edges],
         "cpu_ratio": round(cpu_ratio, 4),
     }
 

@@ -126,33 +126,62 @@ async def _judged(
     return judges
 
 
-def compare(runs: Sequence[Line], reward: str) -> Table:
-    """Each system, and for branching the tokens that rejection needs for the same mean reward."""
-    by_system: dict[str, list[Line]] = {}
+def compare(runs: Sequence[Line], reward: str) -> tuple[Table, Table]:
+    """How each branching differs from each N on the same prompts; then each system, with the tokens
+    that rejection needs for branching's mean reward.
+
+    Judges differ in standard deviations over all answers; seconds are medians of ratios.
+    """
+    columns, judges = _columns([run for run in runs if run["reward"] == reward])
+    rejection = {name: of for name, of in columns.items() if not name.startswith(_BRANCHING)}
+    rows: list[tuple[Cell, ...]] = []
+    differences: list[tuple[Cell, ...]] = []
+    for name, of in columns.items():
+        judged = "; ".join(f"{judge} {of[judge].mean():.3f}" for judge in judges)
+        ratio = _NONE if name in rejection else times_fewer(of, [*rejection.values()])
+        rows.append((name, *(mean(of[key]) for key in _FIGURES), ratio, judged))
+        for n, against in rejection.items() if name not in rejection else ():
+            changes = [mean(of[key] - against[key]) for key in ("score", "answer_tokens")]
+            moves = [mean((of[judge] - against[judge]) / sd) for judge, sd in judges.items()]
+            differences.append((f"{name}, {n}", *changes, _median(of, against), *moves))
+    num_prompts = len(next(iter(columns.values()))["tokens"])
+    caption = f"{reward}, {num_prompts} prompts, by reward alone"
+    headings = ("system", "tokens", "reward", "seconds", "answer tokens", "times fewer", "judges")
+    headings_of_differences = (
+        *("systems", "reward", "answer tokens", "seconds, median of ratios"),
+        *(f"{judge}, sd" for judge in judges),
+    )
+    return (
+        Table("differences", caption, headings_of_differences, tuple(differences)),
+        Table("branching", caption, headings, tuple(rows)),
+    )
+
+
+def _columns(
+    runs: Sequence[Line],
+) -> tuple[dict[str, dict[str, FloatArray]], dict[str, float]]:
+    """Figures by system, one value per prompt that every system has answered, in the order of their
+    ids; and each judge's standard deviation over all answers."""
+    by_system: dict[str, dict[str, Line]] = {}
     for one in runs:
-        if one["reward"] == reward:
-            by_system.setdefault(one["system"], []).append(one)
-    complete = set.intersection(*({one["prompt_id"] for one in of} for of in by_system.values()))
+        flat = one | one["judges"] | {"logprob": one["mean_logprob"]}
+        by_system.setdefault(one["system"], {})[one["prompt_id"]] = flat
+    complete = sorted(set.intersection(*(set(of) for of in by_system.values())))
+    judges = sorted({*runs[0]["judges"], "logprob"})
     columns = {
-        name: {key: _column(of, complete, key) for key in _FIGURES}
+        name: {key: np.array([of[p][key] for p in complete], float) for key in (*_FIGURES, *judges)}
         for name, of in by_system.items()
     }
-    rejection = [columns[name] for name in columns if not name.startswith(_BRANCHING)]
-    rows: list[tuple[Cell, ...]] = []
-    for name, of in columns.items():
-        judged = [one["judges"] | {"logprob": one["mean_logprob"]} for one in by_system[name]]
-        judges = [f"{key} {np.mean([j[key] for j in judged]):.3f}" for key in sorted(judged[0])]
-        ratio = times_fewer(of, rejection) if name.startswith(_BRANCHING) else _NONE
-        rows.append((name, *(mean(of[key]) for key in _FIGURES), ratio, "; ".join(judges)))
-    headings = ("system", "tokens", "reward", "seconds", "answer tokens", "times fewer", "judges")
-    caption = f"{reward}, {len(complete)} prompts, by reward alone"
-    return Table("branching", caption, headings, tuple(rows))
+    deviations = {
+        judge: float(np.std([column[judge] for column in columns.values()])) or 1.0
+        for judge in judges
+    }
+    return columns, deviations
 
 
-def _column(runs: Sequence[Line], prompts: set[str], key: str) -> FloatArray:
-    """A figure per prompt, in the order of their ids."""
-    values = {run["prompt_id"]: run[key] for run in runs}
-    return np.array([values[prompt] for prompt in sorted(prompts)], dtype=np.float64)
+def _median(own: Mapping[str, FloatArray], other: Mapping[str, FloatArray]) -> Estimate:
+    ratios = own["seconds"] / other["seconds"]
+    return bootstrap(len(ratios), lambda prompts: np.median(ratios[prompts], axis=-1))
 
 
 def times_fewer(

@@ -238,8 +238,8 @@ async def branching(arguments: argparse.Namespace) -> None:
         runs = await branchings.measure(arguments.out, items, settings, systems, models)
     runs = [run for run in runs if run["max_tokens"] == settings.max_tokens]
     for reward in names:
-        table = branchings.compare(runs, reward)
-        _print(table, {"reward": reward, "rows": table.rows, "headings": table.headings})
+        for table in branchings.compare(runs, reward):
+            _print(table, {"reward": reward, "rows": table.rows, "headings": table.headings})
 
 
 def _print(table: Table, result: Mapping[str, Any]) -> None:

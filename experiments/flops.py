@@ -62,21 +62,21 @@ class Sizes:
 
 
 def generator_flops(sizes: Sizes, prompt_tokens: int, run: Replayed) -> int:
-    """FLOPs of a request: the prompt once, for any N, then every generated token.
+    """FLOPs of a request: the prompt once, for any N, then a pass per further token.
 
     The first token of each candidate is drawn from the prompt's last; a candidate's last token is
     never read.
     """
-    prompt = prompt_tokens * 2 * sizes.layer_weights
+    prompt = 2 * (prompt_tokens * sizes.layer_weights + sizes.hidden * sizes.vocabulary)
     prompt += sizes.per_attended * prompt_tokens * (prompt_tokens + 1) // 2
     return prompt + decode_flops(sizes, prompt_tokens, run)
 
 
 def decode_flops(sizes: Sizes, prompt_tokens: int, run: Replayed) -> int:
-    """FLOPs of the generated tokens, without reading the prompt."""
-    tokens = run.generated_tokens
-    matrices = 2 * (sizes.layer_weights + sizes.hidden * sizes.vocabulary) * tokens
-    return matrices + sizes.per_attended * (prompt_tokens * tokens + run.attended_tokens)
+    """FLOPs of the generated tokens, without those of the prompt and of the first tokens."""
+    passes = run.generated_tokens - run.rounds[0].num_started
+    matrices = 2 * (sizes.layer_weights + sizes.hidden * sizes.vocabulary) * passes
+    return matrices + sizes.per_attended * (prompt_tokens * passes + run.attended_tokens)
 
 
 def encoder_flops(sizes: Sizes, run: Replayed) -> int:

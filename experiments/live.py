@@ -145,6 +145,8 @@ def _fields(prompt: Trajectories, setting: Setting) -> Line:
     schedule = Plan(setting.n, setting.alpha, setting.schedule).name
     if setting.schedule.kind == "memory":
         schedule = f"memory of {setting.slots} slots"
+    elif setting.slots:
+        schedule += f", {setting.slots} slots"
     if setting.algorithm is Algorithm.BEST_OF_N:
         schedule = "no cuts"
     return {

@@ -240,6 +240,7 @@ def _timed(live: Sequence[LiveRun], prompt_ids: list[str], base: Base) -> tuple[
         shared = sorted({run.prompt_id for run in runs} & {run.prompt_id for run in of_base})
         if not shared:
             continue
+        runs = [run for run in runs if run.prompt_id in shared]
         rewards, best = (_by_prompt(group, shared, "score") for group in (runs, of_base))
         seconds, base_seconds = (_by_prompt(group, shared, "seconds") for group in (runs, of_base))
         scale = (base.best - base.worst)[[prompt_ids.index(prompt_id) for prompt_id in shared]]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.branching import compare, times_fewer
+from experiments.studies.statistics import Estimate
 from tests.experiments.test_cli import Run, run  # noqa: F401
 
 FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels", "--n", "8,16,32")
@@ -43,10 +44,33 @@ def test_equal_rewards_are_compared(score: float, ratio: float) -> None:
     assert (estimate.low, estimate.high) == pytest.approx((ratio, ratio))
 
 
+def line(prompt: str, system: str, judged: float, seconds: float = 1.0) -> dict[str, object]:
+    made = {"prompt_id": prompt, "reward": "r", "system": system, "tokens": 10, "score": 1.0}
+    return made | {
+        **{"seconds": seconds, "answer_tokens": 5, "mean_logprob": -1.0},
+        "judges": {"j": judged},
+    }
+
+
 def test_only_prompts_that_every_system_has_answered_count() -> None:
+    """Guards against a judge's mean over other prompts than that of the reward."""
+    lines = [line("a", "N = 8", 0.0), line("b", "N = 8", 9.0), line("a", "branching 8/4,2", 1.0)]
+    _, table = compare(lines, "r")
+    assert "1 prompts" in table.caption
+    assert [row[-1] for row in table.rows] == ["j 0.000; logprob -1.000", "j 1.000; logprob -1.000"]
+
+
+def test_differences_are_of_equal_prompts() -> None:
     lines = [
-        {"prompt_id": p, "reward": "r", "system": s, "tokens": 10, "seconds": 1.0, "score": 1.0}
-        | {"answer_tokens": 5, "mean_logprob": -1.0, "judges": {}}
-        for p, s in (("a", "N = 8"), ("b", "N = 8"), ("a", "branching 8/4,2"))
+        line(prompt, system, judged=shift + number, seconds=seconds)
+        for number, prompt in enumerate("abcd")
+        for system, shift, seconds in (("N = 8", 0.0, 4.0), ("branching 8/4,2", 1.0, 1.0 + number))
     ]
-    assert "1 prompts" in compare(lines, "r").caption
+    differences, _ = compare(lines, "r")
+    ((systems, reward, tokens, seconds, judged, logprob),) = differences.rows
+    assert systems == "branching 8/4,2, N = 8"
+    assert isinstance(judged, Estimate) and isinstance(seconds, Estimate)
+    deviation = np.std([0, 1, 2, 3, 1, 2, 3, 4])
+    assert (judged.value, judged.low, judged.high) == pytest.approx((1 / deviation,) * 3)
+    assert seconds.value == pytest.approx(2.5 / 4)
+    assert reward == tokens == logprob == Estimate(0.0, 0.0, 0.0)

@@ -57,13 +57,16 @@ def test_replay_counts_every_token_with_the_tokens_before_it(done: Replayed) -> 
 
 
 def test_decode_flops_equal_the_sum_over_tokens(done: Replayed) -> None:
+    """The prompt's pass yields the first token of each candidate; the last one is not read."""
     one_by_one = sum(
-        token_flops(PROMPT_TOKENS + before, with_head=True)
+        token_flops(PROMPT_TOKENS + read, with_head=True)
         for length in lengths(done)
-        for before in range(length)
+        for read in range(1, length)
     )
     assert decode_flops(SIZES, PROMPT_TOKENS, done) == one_by_one
-    prompt = sum(token_flops(seen + 1, with_head=False) for seen in range(PROMPT_TOKENS))
+    prompt = sum(
+        token_flops(seen, with_head=seen == PROMPT_TOKENS) for seen in range(1, PROMPT_TOKENS + 1)
+    )
     assert generator_flops(SIZES, PROMPT_TOKENS, done) == prompt + one_by_one
 
 
