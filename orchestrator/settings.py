@@ -158,8 +158,9 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     max_queued_tokens: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="candidate-tokens (n times max_tokens) that may wait, in equal parts for the "
-        "tenants that do; each may have one request in line; 0: no limit",
+        description="candidate-tokens (n times max_tokens, one per prefix to score and value to "
+        "return) that may wait, in equal parts for the tenants that do; each may have one request "
+        "in line; 0: no limit",
     )
     tenant_tokens: Annotated[int, Field(ge=0)] = Field(
         0,
