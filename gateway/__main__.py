@@ -79,8 +79,18 @@ class Server:
             h11_max_incomplete_event_size=settings.max_header_bytes,
         )
         config.load()
-        self._listener = await asyncio.get_running_loop().create_server(
-            lambda: Connection(config, self._state, settings),
+        loop, handshakes = asyncio.get_running_loop(), set[asyncio.Protocol]()
+
+        def connect() -> Connection:
+            if len(handshakes) >= settings.max_connections:
+                raise ConnectionRefusedError  # before the connections that count are over it
+            connection = Connection(config, self._state, settings, handshakes)
+            handshakes.add(connection)
+            loop.call_later(_HANDSHAKE_S, handshakes.discard, connection)
+            return connection
+
+        self._listener = await loop.create_server(
+            connect,
             settings.host.strip("[]"),
             settings.port,
             ssl=files.server_context(watched) if files and watched else None,

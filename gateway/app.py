@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import cached_property
 from importlib.metadata import version
 
 from starlette.applications import Starlette
@@ -151,7 +152,7 @@ class Gateway:
         """
         scheme, _, token = http.headers.get("authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else ""
-        if not token and not self._settings.serves_anonymous:
+        if not token and not self._settings.needs_no_token(http.headers.get("host", "localhost")):
             raise Unauthenticated("a token is needed: Authorization: Bearer TOKEN")
         return token if self._settings.forwards_tokens else ""
 
@@ -218,6 +219,10 @@ class Gateway:
 
     async def document(self, http: HTTPRequest) -> Response:
         """This document."""
+        return JSONResponse(self._document)
+
+    @cached_property
+    def _document(self) -> JSON:
         kinds: dict[Handler, type[Request]] = {
             self.chat: ChatRequest,
             self.stream: ChatRequest,
@@ -238,8 +243,7 @@ class Gateway:
             paths[path.replace(":path", "")] = {method: operation}
         about = {"title": "specrej gateway", "version": version("specrej")}
         components = {"schemas": schemas, "securitySchemes": _BEARER}
-        document = {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
-        return JSONResponse(document)
+        return {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
 
 
 class Endpoint:

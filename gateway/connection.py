@@ -7,6 +7,7 @@ import json
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import h11
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 from uvicorn.config import Config
@@ -18,7 +19,26 @@ from gateway.settings import GatewaySettings
 from specrej.telemetry import metrics, names
 
 _UNREAD_BYTES = 32768
+# Parts of a body: so many, and one per so many bytes.
+_FREE_PARTS, _PART_BYTES = 1000, 256
 _MAX_VALUES = 50_000
+
+
+class _Requests(h11.Connection):
+    """A parser that refuses bodies in tiny chunks: each takes 10 us of the event loop."""
+
+    _num_parts = _num_bytes = 0  # of the body that is being read
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_parts = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_parts += 1
+            self._num_bytes += len(event.data)
+            if self._num_parts > _FREE_PARTS + self._num_bytes // _PART_BYTES:
+                raise h11.RemoteProtocolError("chunks are too small")
+        return event
 
 
 class Connection(H11Protocol):
@@ -27,13 +47,22 @@ class Connection(H11Protocol):
     One timer bounds the wait for headers and the time for which a reply stays unread.
     """
 
-    def __init__(self, config: Config, state: ServerState, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        settings: GatewaySettings,
+        handshakes: set[asyncio.Protocol],
+    ) -> None:
         super().__init__(config, state, {})
+        self.conn = _Requests(h11.SERVER, settings.max_header_bytes)
         self._settings = settings
+        self._handshakes = handshakes
         self.access_log = False  # it has query strings
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
+        self._handshakes.discard(self)
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNREAD_BYTES)
         self._end_after(self._settings.header_s)
@@ -66,6 +95,9 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._cancel_timer()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: a caller could fill the log."""
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -105,8 +137,10 @@ class Connection(H11Protocol):
 
 T = TypeVar("T")
 
-# All bodies that are being read have together at most this many times the bytes of one.
+# All bodies that are being read have together at most this many times the bytes of one. Small ones
+# are always read, so that a few callers who stop in mid-body do not refuse those of all others.
 _BODIES = 16
+_SMALL_BODY = 65_536
 
 
 class Disconnected(Exception):
@@ -176,7 +210,7 @@ class Bodies:
         if num_bytes > self._max_bytes:
             text = f"the body must have at most {self._max_bytes} bytes"
             raise HTTPError(413, text, "request_too_large")
-        if self._num_bytes > _BODIES * self._max_bytes:
+        if num_bytes > _SMALL_BODY and self._num_bytes > _BODIES * self._max_bytes:
             raise HTTPError(503, "too many bodies are being read", "overloaded", retry_after_s=1)
 
 

@@ -97,6 +97,16 @@ class GatewaySettings(ProcessSettings):
         """Whether a token may be sent on the connection to the orchestrator."""
         return may_send_token(self.orchestrator_address, self.orchestrator_credentials)
 
+    def needs_no_token(self, host: str) -> bool:
+        """Whether requests to this `Host`, a name or address and perhaps a port, need no token.
+
+        By default on loopback, and there only to names of loopback: a page whose own name resolves
+        to this machine (DNS rebinding) has the origin of this port, so that no browser stops it.
+        """
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        is_set = "allow_anonymous" in self.model_fields_set
+        return self.serves_anonymous and (is_set or is_loopback(name))
+
     @property
     def serves_metrics(self) -> bool:
         """`metrics_route`, or its default."""

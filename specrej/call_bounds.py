@@ -61,7 +61,8 @@ class Waits:
             counts = Counter(self._peers.values())
             displaced = max(self._peers, key=lambda bound: counts[self._peers[bound]])
             del self._peers[displaced]
-            displaced.reschedule(0)
+            if not displaced.expired():  # late by itself, and has not resumed yet
+                displaced.reschedule(0)
         bound = asyncio.timeout(self.seconds)
         try:
             async with bound:

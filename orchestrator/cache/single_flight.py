@@ -76,6 +76,10 @@ class Flight(Generic[T]):
             raise RuntimeError("the flight has not landed")
         return self._result  # type: ignore[return-value]  # T may itself be optional
 
+    def wait(self) -> None:
+        """Keep the lead while it waits for its turn, until its next progress."""
+        self._timer.cancel()
+
     def note_progress(self) -> None:
         """Keep the lead: the generation has advanced."""
         if not self.is_lost:

@@ -101,7 +101,8 @@ class Admission:
         self._heap: list[tuple[float, int, _Tenant]] = []
         self._entries = itertools.count(1)
         self._num_lines = 0
-        self._weights = 0.0  # of the tenants that run or wait
+        self._num_holding = 0  # tenants that run or wait
+        self._weights = 0.0  # theirs
         self._virtual = 0.0
         self._passing = 0.0  # virtual time that passes while the latest request is served
         self._latest = 0.0  # of all finishes
@@ -133,6 +134,7 @@ class Admission:
         try:
             self._check(own, tokens, time_left_s, share)
             if not own.held:
+                self._num_holding += 1
                 self._weights += own.weight
             own.held += tokens
             try:
@@ -146,8 +148,8 @@ class Admission:
             finally:
                 own.held -= tokens
                 if not own.held:
-                    others = self.running or self.queued
-                    self._weights = self._weights - own.weight if others else 0.0
+                    self._num_holding -= 1
+                    self._weights = self._weights - own.weight if self._num_holding else 0.0
         finally:
             self._collect()
 

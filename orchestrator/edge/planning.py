@@ -35,6 +35,8 @@ from specrej.validation import check_request, check_top_logprobs
 
 T = TypeVar("T")
 
+# Of English text, by the tokenizers of common models; the generator alone tokenises.
+_TOKEN_CHARACTERS = 4
 _REWARDS_PATH = "selection.rewards"
 
 
@@ -234,13 +236,16 @@ class _LastDescription(Generic[T]):
 
 def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDescription) -> int:
     """The cost of a request: `n` candidates times the tokens that each may grow to, at most the
-    generator's slots, and one per prefix that may be scored and per value that may be returned."""
+    generator's slots, the prompt's tokens, and one per prefix that may be scored and per value that
+    may be returned."""
     selection, sampling = request.selection, request.sampling
     grown = min(n * sampling.max_tokens, generator.slots.capacity)
     is_cut = selection.algorithm is not Algorithm.BEST_OF_N
     scored = n * (most_rounds(selection.schedule, sampling.max_tokens) if is_cut else 1)
     values = sampling.max_tokens * (1 + sampling.top_logprobs) if sampling.logprobs else 1
-    return grown + scored + min(selection.return_candidates, n) * values
+    characters = sum(len(turn.content) for turn in request.prompt.turns)
+    read = characters // _TOKEN_CHARACTERS
+    return grown + scored + read + min(selection.return_candidates, n) * values
 
 
 def _check_against(

@@ -62,6 +62,11 @@ class _Lead:
     flight: Flight[Generation] | None = None
     lease: Lease | None = None
 
+    def wait(self) -> None:
+        """Keep the lead while the run waits for its turn."""
+        if self.flight:
+            self.flight.wait()
+
     def note_progress(self) -> None:
         """Keep the lead: the run has advanced."""
         if self.flight:
@@ -230,6 +235,7 @@ class Orchestrator:
                 return
             if record:
                 record.queued()
+            lead.wait()
             queue_ms = await self._admitted(plan, stack)
             lead.note_progress()
             if record:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Thread
-from typing import TYPE_CHECKING, Protocol
+from threading import BoundedSemaphore, Thread
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specrej.telemetry import logs, names, traces
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Time to send pending data when a process ends, and then for cancelled calls to end.
 FLUSH_S = 2.0
 _CANCELLED_S = 0.5
+# Of the Prometheus endpoint: at once, and seconds for each read and write.
+_MAX_SCRAPES, _SCRAPE_S = 16, 5
 
 
 class _Exporter(Protocol):
@@ -148,9 +150,26 @@ def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
     except OSError as error:
         address = f"{host}:{settings.metrics_port}"
         raise OSError(f"cannot listen on {address} (metrics_port)") from error
+    _bound(server)
     # Shutting down takes half a second; it is not awaited.
     outlets.ends.append(Thread(target=server.shutdown, daemon=True).start)
     return reader
+
+
+def _bound(server: Any) -> None:
+    """Bound threads and time of scrapes: anybody who reaches the port may connect."""
+    free, handle = BoundedSemaphore(_MAX_SCRAPES), server.process_request_thread
+
+    def handle_one(request: Any, address: Any) -> None:
+        try:
+            handle(request, address)
+        finally:
+            free.release()
+
+    server.process_request_thread = handle_one
+    server.verify_request = lambda *_: free.acquire(blocking=False)
+    timed = {"timeout": _SCRAPE_S}
+    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), timed)
 
 
 def _read_metrics(outlets: _Outlets, resource: Resource, readers: list[MetricReader]) -> None:
