@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.loop.rejection import num_kept
 
-# Tokens of the first stride, before the speed is known.
+# Tokens of the second stride, before the speed is known.
 _FIRST_STRIDE_TOKENS = 16
 
 # A stride takes at most this part of the time left, so that a wrong estimate does no harm.
@@ -52,6 +52,7 @@ class DeadlineController:
     _reserve_s: float = field(init=False)
     _steps: dict[int, float] = field(default_factory=dict)  # seconds per step, by rows
     _latest_rows: int = 0
+    _has_begun: bool = False  # the prompt has been read
     _score_s: float = 0.0  # per candidate
     _num_ended: int = 0
     _num_grown_tokens: int = 0
@@ -86,7 +87,9 @@ class DeadlineController:
 
     def note_stride(self, rows: int, num_tokens: int, num_ended: int, seconds: float) -> None:
         """`rows` candidates grew by `num_tokens` each, and `num_ended` of them ended."""
-        if num_tokens > 0 and rows > 0:
+        is_step = self._has_begun or self.time_left_s is None
+        self._has_begun = True
+        if is_step and num_tokens > 0 and rows > 0:
             self._steps[rows] = seconds / num_tokens
             self._latest_rows = rows
         self._num_ended += num_ended
@@ -97,7 +100,10 @@ class DeadlineController:
         self._score_s = seconds / max(1, num_candidates)
 
     def step_s(self, rows: int) -> float:
-        """Seconds of a step, on the line through the latest measurement and that of most rows."""
+        """Seconds of a step, on the line through the latest measurement and that of most rows; 0
+        before the first one."""
+        if not self._steps:
+            return 0.0
         latest = self._steps[self._latest_rows]
         most_rows = max(self._steps)
         if most_rows > self._latest_rows:
@@ -112,6 +118,8 @@ class DeadlineController:
         wanted = until - position
         if self.time_left_s is None:
             return wanted
+        if not self._has_begun:
+            return 1  # it takes the time of reading the prompt, which no later one takes
         if not self._steps:
             return min(wanted, _FIRST_STRIDE_TOKENS)
         fitting = max(0.0, self.left_s) * _STRIDE_PART / max(self.step_s(rows), 1e-9)
@@ -127,19 +135,21 @@ class DeadlineController:
         self.hurried = self.hurried or late
         return late
 
-    def alpha(self, position: int, num_ranked: int, alpha: float) -> float:
+    def alpha(self, position: int, num_ranked: int, num_live: int, alpha: float) -> float:
         """The least alpha, from the request's on, with which the plan finishes in time.
 
+        `num_live` of those that are ranked still grow; in the worst case the cut keeps all of them.
         If even `min_answers` candidates would be late, the request's alpha: rejecting more cannot
         help, and with more candidates one is likelier to end early.
         """
-        if not self._can_help(position, num_ranked):
+        if not self._can_help(position, num_live):
             return alpha
         deepest = 1 - 1 / num_ranked
         tried = alpha
-        while (
-            not self._fits(position, self._num_kept(num_ranked, tried), tried) and tried < deepest
-        ):
+        while tried < deepest:
+            growing = min(num_live, self._num_kept(num_ranked, tried))
+            if self._fits(position, growing, tried):
+                break
             tried = min(round(tried + _ALPHA_STEP, 6), deepest)
         self.hurried = self.hurried or tried > alpha
         return tried

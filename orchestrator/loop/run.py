@@ -252,7 +252,7 @@ class _Run:
         if not live or self.deadline.is_over:
             return alpha, {}, 0
         if not branching:
-            alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), alpha)
+            alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), live, alpha)
         is_full = ended.ended_by is RoundEnd.SLOTS_FULL
         release = rejection.num_released(live, ended.num_tokens) if is_full else 0
         cut = rejection.cut(

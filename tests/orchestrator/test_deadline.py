@@ -20,22 +20,41 @@ MAX_TOKENS = 128
 def controller(
     time_left_s: float | None, *, clock: Clock | None = None, measured: bool = True
 ) -> DeadlineController:
-    """A controller that has measured 16 steps of 64 rows, 0.1 s each."""
+    """A controller that has measured 16 steps of 64 rows, 0.1 s each, after a prompt of 3 s."""
 
     def next_token(position: int) -> int:
         return next_decision_token(GeometricSchedule(), position, MAX_TOKENS)
 
     deadline = DeadlineController(next_token, MAX_TOKENS, time_left_s, clock or Clock())
+    deadline.note_stride(64, 1, 0, 3.0)
     if measured:
         deadline.note_stride(64, 16, 0, 1.6)
     return deadline
+
+
+def test_reading_the_prompt_is_no_step() -> None:
+    """Guards against deep cuts, since the first stride of a long prompt took seconds."""
+    deadline = DeadlineController(lambda position: 2 * position, MAX_TOKENS, 60.0, Clock())
+    assert deadline.stride_tokens(0, 16, 64) == 1
+    deadline.note_stride(64, 1, 0, 8.0)
+    assert deadline.stride_tokens(1, 64, 64) == 16
+    deadline.note_stride(64, 15, 0, 1.5)
+    assert deadline.step_s(64) == pytest.approx(0.1)
+
+
+def test_finished_candidates_need_no_time() -> None:
+    """Guards against rejecting the last live candidates because many finished ones are ranked."""
+    assert controller(9.0).alpha(16, 64, 64, 0.1) > 0.1
+    deadline = controller(9.0)
+    assert deadline.alpha(16, 64, 2, 0.1) == 0.1
+    assert not deadline.hurried
 
 
 def test_without_a_deadline_nothing_changes() -> None:
     deadline = controller(None)
     assert deadline.stride_tokens(16, 128, 64) == 112
     assert not deadline.must_cut(16, 128, 64)
-    assert deadline.alpha(16, 64, 0.5) == 0.5
+    assert deadline.alpha(16, 64, 64, 0.5) == 0.5
     assert not deadline.is_over
     assert deadline.patience_s is None
     assert not deadline.hurried
@@ -49,7 +68,7 @@ def test_cuts_stay_as_planned_where_others_do_not_help(time_left_s: float, alpha
     candidates are likelier to have one that ends early."""
     deadline = controller(time_left_s)
     deadline.note_scoring(64, 0.1)
-    assert deadline.alpha(16, 64, alpha) == alpha
+    assert deadline.alpha(16, 64, 64, alpha) == alpha
     assert not deadline.must_cut(16, 32, 64)
     assert not deadline.hurried
 
@@ -59,7 +78,7 @@ def test_a_short_deadline_raises_alpha_no_more_than_needed() -> None:
     alphas = []
     for time_left_s in (30.0, 12.0, 9.0, 7.0, 5.9):
         deadline = controller(time_left_s)
-        alphas.append(deadline.alpha(16, 64, 0.1))
+        alphas.append(deadline.alpha(16, 64, 64, 0.1))
         assert deadline.hurried == (alphas[-1] > 0.1)
     assert alphas == sorted(alphas)
     assert alphas[0] == 0.1
@@ -101,6 +120,7 @@ def test_there_are_as_many_forks_as_fit_and_few_numbers_are_tried(
         return at + 1
 
     deadline = DeadlineController(next_token, MAX_TOKENS, time_left_s, Clock())
+    deadline.note_stride(rows, 1, 0, 0.0)
     deadline.note_stride(rows, 16, 0, 1.6)
     width = deadline.width(position, least + more, least)
     assert num_calls <= 10 * MAX_TOKENS
@@ -127,7 +147,7 @@ def test_alpha_is_never_below_the_requested_one_and_keeps_a_candidate(
     deadline = controller(time_left_s, measured=False)
     deadline.note_stride(num_ranked, 16, 0, 16 * step_s)
     deadline.note_scoring(num_ranked, score_s)
-    alpha = deadline.alpha(position, num_ranked, requested)
+    alpha = deadline.alpha(position, num_ranked, num_ranked, requested)
     assert requested <= alpha < 1
     assert num_kept(num_ranked, alpha) >= 1
     assert deadline.hurried == (alpha > requested)
@@ -169,7 +189,7 @@ def test_candidates_that_end_early_need_less_time() -> None:
     """Guards against cuts for the sake of tokens that no candidate will ever reach."""
     endless, ending = controller(6.0), controller(6.0, measured=False)
     ending.note_stride(64, 16, 60, 1.6)
-    assert endless.alpha(16, 64, 0.1) > ending.alpha(16, 64, 0.1) == 0.1
+    assert endless.alpha(16, 64, 64, 0.1) > ending.alpha(16, 64, 64, 0.1) == 0.1
 
 
 def test_the_time_of_a_step_is_extrapolated_to_other_numbers_of_rows() -> None:

@@ -271,17 +271,17 @@ async def test_an_answer_has_the_fingerprints_of_all_versions() -> None:
     assert len(fingerprints) == 2
 
 
-@pytest.mark.parametrize("fault", [{"hangs_at": 16}, {"breaks_at": 16}], ids=["hangs", "breaks"])
+@pytest.mark.parametrize("fault", [{"hangs_at": 17}, {"breaks_at": 17}], ids=["hangs", "breaks"])
 async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, int]) -> None:
     """Guards against complete answers of a round that are lost with its last stride."""
     whole = lenient(algorithm=Algorithm.BEST_OF_N)
     planned = await answer(whole, FaultyGenerator(), FixedScorer())
-    complete = {c.id for c in planned.candidates if c.num_tokens <= 16}
+    complete = {c.id for c in planned.candidates if c.num_tokens <= 17}
     assert complete, "the case did not occur"
     generator = FaultyGenerator(**fault)
     left = await answer(whole, generator, FixedScorer(), time_left_s=1.0, clock=generator.clock)
     assert {c.id for c in left.candidates if c.finish is FinishReason.STOP} == complete
-    assert left.usage.generated_tokens > 16 * len(complete)
+    assert left.usage.generated_tokens > 17 * len(complete)
 
 
 @pytest.mark.parametrize("verb", ["prune", "close"])
