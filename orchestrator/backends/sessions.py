@@ -16,7 +16,6 @@ from orchestrator.backends.fleet import Backend
 from specrej.contracts import (
     NO_FORKS,
     Forks,
-    GeneratorDescription,
     Pruned,
     Round,
     RoundEnd,
@@ -46,8 +45,6 @@ class PlacedSession:
         self.n = session.n
         self.prompt_tokens = session.prompt_tokens
         self.reduced = session.reduced
-        # None: the backend had not been described before this session.
-        self.description: GeneratorDescription | None = backend.description
 
     async def extend(self, until_tokens: int) -> Round:
         async with self.backend.answering():
@@ -80,6 +77,7 @@ class FailoverSession:
         self._lost: PlacedSession | None = None  # until it has moved
         self._may_move = True
         self._num_tokens = 0  # of every live candidate
+        self._repeated = 0  # tokens that a move during a prune computed again
         self._live: dict[int, StartedCandidate]  # with their tokens so far
         # Set on entering.
         self.n: int
@@ -114,28 +112,22 @@ class FailoverSession:
         return self._noted(await self._move(until_tokens))
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
-        """As `Session.prune`; the forks of a lost session are made where it moves to, as many as
-        its generator would have made if no other session had slots."""
+        """As `Session.prune`; the forks of a lost session are made where it moves to."""
         live, self._live = self._live, {i: self._live[i] for i in keep if i in self._live}
-        possible = [number for number in forks if forks[number] in live][: self._room(len(keep))]
-        pruned = Pruned(0, self._slots, tuple(sorted(forks.keys() - {*possible})))
+        pruned = Pruned(0, self._slots, tuple(sorted(forks)))
         if not self._lost:
             try:
                 pruned = await self._session.prune(keep, forks)
             except Unavailable as error:
                 await self._leave(error)
+        if self._lost and self._live and forks:
+            # Its candidates' tokens are read there and none is drawn: the next round has them all.
+            moved = self._noted(await self._move(self._num_tokens))
+            self._repeated = moved.repeated_tokens
+            pruned = replace(await self._session.prune(keep, forks), freed_slots=0)
         for number in forks.keys() - {*pruned.refused}:
             self._live[number] = replace(live[forks[number]], id=number)
         return pruned
-
-    def _room(self, num_kept: int) -> int:
-        """Candidates of one token more that fit into the generator beside `num_kept`."""
-        limits = self._session.description
-        if not limits:
-            return 0
-        slots = limits.slots.capacity - self.prompt_tokens
-        most = min(limits.max_candidates, slots // (self._num_tokens + 1))
-        return max(0, most - num_kept)
 
     def _noted(self, ended: Round) -> Round:
         for c in ended.candidates:
@@ -145,7 +137,8 @@ class FailoverSession:
                 self._live[c.id] = StartedCandidate(c.id, tokens, c.logprob)
         self._num_tokens = ended.num_tokens
         self._slots = replace(ended.slots, session=0)
-        return ended
+        repeated, self._repeated = self._repeated, 0
+        return replace(ended, repeated_tokens=ended.repeated_tokens + repeated)
 
     async def _leave(self, error: Unavailable) -> None:
         """Close the lost session, without a final exchange.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,13 +13,17 @@ from generator_service.toy import ToyGenerator
 from orchestrator.backends.generators import FleetGenerator
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
+    NO_FORKS,
     Branching,
+    Forks,
     Generation,
     GenerationRequest,
     GeneratorDescription,
     GeometricSchedule,
     Prompt,
+    Pruned,
     Sampling,
+    Session,
     SessionSpec,
     TokensSchedule,
 )
@@ -92,6 +96,35 @@ async def test_forks_without_room_do_not_move(limits: dict[str, int], rounds_bef
     assert min(len(trace.forks) for trace in with_forks) < 10
     async with generators(*toys) as running:
         moved = await _answer_without(of_eight, running, toys, "prune", rounds_before)
+    assert content(moved) == content(undisturbed)
+
+
+class FewForks(HeldGenerator):
+    """Makes three forks at a time, as a generator whose slots are counted in blocks may."""
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+        async with super().open(spec) as session:
+            prune = session.prune
+
+            async def few(keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
+                pruned = await prune(keep, dict([*forks.items()][:3]))
+                refused = (*pruned.refused, *[*forks][3:])
+                return replace(pruned, refused=refused)
+
+            session.prune = few  # type: ignore[method-assign]
+            yield session
+
+
+async def test_the_new_generator_decides_how_many_forks_have_room() -> None:
+    """Guards against forks that no generator has room for, and against fewer than before."""
+    of_eight = request(8, branching=Branching(12, 2))
+    toys = [FewForks() for _ in range(3)]
+    async with generators(toys.pop()) as running:
+        undisturbed = await answer(of_eight, running.client, SCORER)
+    assert {len(trace.forks) for trace in undisturbed.rounds if trace.forks} == {3}
+    async with generators(*toys) as running:
+        moved = await _answer_without(of_eight, running, toys, "prune", 0)
     assert content(moved) == content(undisturbed)
 
 
