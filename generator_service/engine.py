@@ -204,6 +204,9 @@ class Engine:
         batch = self._schedule()
         if batch:
             began = time.monotonic()
+            # Before any of them finishes.
+            decoded = [s for _, s in batch if not isinstance(s, PrefillSegment)]
+            self._tally.rows = sum(segment.num_rows for segment in decoded)
             try:
                 for session, segment, logits in _computed(self._model, batch, self._fail):
                     try:
@@ -211,7 +214,7 @@ class Engine:
                     except Exception as error:
                         self._fail(session, error)
             finally:
-                self._report_step(batch, time.monotonic() - began)
+                self._report_step(time.monotonic() - began)
             self.queue.admit_waiting()  # a session that failed has left room
         return bool(batch)
 
@@ -298,11 +301,10 @@ class Engine:
         gauge = self.gauge(session.id)
         resolve(growing, PrefixBatch(prefixes, ended_by, session.num_tokens, gauge))
 
-    def _report_step(self, batch: Batch, seconds: float) -> None:
+    def _report_step(self, seconds: float) -> None:
         self._num_steps += 1
         step, self._tally = self._tally, Step()
         step.seconds = seconds
-        step.rows = sum(s.num_rows for _, s in batch if not isinstance(s, PrefillSegment))
         if self._on_step:
             self._on_step(step)
 

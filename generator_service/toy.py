@@ -248,10 +248,8 @@ class ToyGenerator:
     async def _compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
         if output is None:
             return None
-        compiling = asyncio.get_running_loop().run_in_executor(
-            self._compiler, self._compile, output
-        )
-        grammar = await compiling
+        loop = asyncio.get_running_loop()
+        grammar = await loop.run_in_executor(self._compiler, self._compile, output)
         first = unpacked(grammar.matchers().allowed([0], [[]]), _END + 1)[0]
         if not first[[*_ALL, _END]].any():
             refused = "must begin with a word of the toy"

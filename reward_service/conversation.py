@@ -23,8 +23,13 @@ from specrej.inference.control_tokens import ControlTokens
 # template changes and which are removed from prompts and responses.
 SPLICE = "\ue000\ue001\ue000"
 
-# An example of a response, to find what a template writes after it.
-_ANY_RESPONSE = "Response"
+# An example of a response, to find what a template writes after it; in no template.
+_ANY_RESPONSE = "Response \ue002"
+
+
+def without_splices(text: str) -> str:
+    """The text without the characters of `SPLICE`: what is left of one could be another."""
+    return text.translate(dict.fromkeys(map(ord, SPLICE)))
 
 
 class Conversation:
@@ -72,7 +77,7 @@ class Conversation:
 
     def contents(self, prompt: Prompt) -> list[Message]:
         """A prompt's turns, in which control tokens are text unless it allows them."""
-        turns = [Message(turn.role, turn.content.replace(SPLICE, "")) for turn in prompt.turns]
+        turns = [Message(turn.role, without_splices(turn.content)) for turn in prompt.turns]
         if prompt.allow_special_tokens:
             return turns
         return [Message(turn.role, self.as_text(turn.content)) for turn in turns]

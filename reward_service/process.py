@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from reward_service.causal import Head
 from reward_service.causal_reward import CausalReward
 from reward_service.checkpoint import load_backbone, load_head
-from reward_service.conversation import SPLICE, Tokenized, load_conversation
+from reward_service.conversation import SPLICE, Tokenized, load_conversation, without_splices
 from reward_service.lm_head import LMHead, single_token
 from reward_service.specs import ProcessSpec, Resources
 from specrej.contracts import Prompt
@@ -37,7 +37,7 @@ class _Steps:
     def prepare(self, text: str, closed: bool) -> str:
         """Every step that has ended, and the splice for its token; of an open text, also the
         rest."""
-        *ended, rest = text.replace(SPLICE, "").split(self._spec.separator)
+        *ended, rest = without_splices(text).split(self._spec.separator)
         ended = [step for step in ended if step.strip()]
         if rest.strip() and (closed or not ended):
             ended, rest = [*ended, rest], ""

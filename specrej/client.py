@@ -81,6 +81,9 @@ def build_request(
     if unknown := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     given = {name: value for name, value in options.items() if value is not None}
+    for name in ("stop", "bad_words"):  # a text is a sequence of texts, its characters
+        if isinstance(text := given.get(name), str):
+            given[name] = [text]
     if isinstance(rewards := given.get("rewards"), Mapping):
         given["rewards"] = [WeightedReward(name, weight) for name, weight in rewards.items()]
     if isinstance(biases := given.get("logit_bias"), Mapping):

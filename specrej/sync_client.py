@@ -39,8 +39,7 @@ def _iterating(
             while event := self._result(lambda: anext(events, None)):
                 yield event
         finally:
-            with suppress(_Closed):  # its end has closed the stream
-                self._result(events.aclose)
+            self._close_stream(events)
 
     return call
 
@@ -67,6 +66,7 @@ class SyncClient:
         self._starting = threading.Lock()  # no call starts after the start of `_end`
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
+        self._closing = set[asyncio.Task[None]]()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="specrej-client", daemon=True
         )
@@ -114,6 +114,16 @@ class SyncClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _close_stream(self, events: AsyncGenerator[Event, None]) -> None:
+        """End it; in the client's own thread, which may collect it, without waiting."""
+        if threading.current_thread() is self._thread:
+            closing = self._loop.create_task(events.aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        else:
+            with suppress(_Closed):  # its end has closed the stream
+                self._result(events.aclose)
 
     def _result(self, start: Callable[[], Awaitable[T]]) -> T:
         """Raises RuntimeError: the client is closed."""

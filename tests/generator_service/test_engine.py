@@ -332,3 +332,13 @@ def test_new_sessions_do_not_starve_one_of_all_rows() -> None:
             running.remove((number, future))
     assert whole.done()
     assert len(running) < 5
+
+
+def test_steps_report_the_rows_that_they_computed() -> None:
+    """Guards against steps without the candidates that finish in them."""
+    reported: list[int] = []
+    model = Recorder(MODEL)
+    engine = Engine(model, 4000, on_step=lambda step: reported.append(step.rows))
+    grown(engine, admitted(engine, sampling=replace(ENDLESS, max_tokens=4)), 4)
+    assert reported == [sum(step.rows) for step in model.passes]
+    assert reported[-1] == 3

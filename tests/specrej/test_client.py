@@ -387,3 +387,9 @@ def test_events_have_a_plain_form() -> None:
     names = [name for event in EVENTS for name in wire.to_plain(event)]
     rounds = ["round_completed"] * 2
     assert names == ["admitted", "progress", *rounds, "text_delta", "finished"]
+
+
+def test_one_text_is_one_stop() -> None:
+    """Guards against answers that end at the first letter of it: a text is a sequence of texts."""
+    sampling = build_request("why?", stop="END", bad_words="no way").sampling
+    assert ([*sampling.stop], [*sampling.bad_words]) == (["END"], ["no way"])

@@ -114,3 +114,16 @@ def test_bad_credentials_leave_no_thread() -> None:
     with pytest.raises(errors.InvalidRequest, match="credentials"):
         SyncClient("example.com:1", token="t")
     assert not [t for t in threading.enumerate() if t.name == "specrej-client"]
+
+
+async def test_a_stream_that_the_clients_own_thread_collects_blocks_nothing(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against a thread that waits for itself: the garbage collector runs in any thread."""
+    orchestrator.hangs = True
+    with await asyncio.to_thread(SyncClient, address) as client:
+        events = client.stream("why?")
+        await asyncio.to_thread(next, events)
+        client._loop.call_soon_threadsafe(events.close)
+        await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
+        await asyncio.to_thread(client.close)
