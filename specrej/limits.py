@@ -65,9 +65,9 @@ _CHARACTERS: Mapping[str, int] = {
 _WITHOUT_PATH = "GenerateStreamRequest.request"
 
 _UNBOUNDED = 2**63
-# Numbers of a long list that may be fields of their own, each of which takes a microsecond to scan:
-# every encoder of proto3 packs a list into one field.
-_UNPACKED = 1
+# A longer list of numbers must be packed into one field, as encoders of proto3 do. To scan millions
+# of fields takes seconds.
+_LONG_LIST = 1024
 # Fields that a request may have beyond those of this schema, as later versions have.
 _UNKNOWN_FIELDS = 256
 
@@ -119,8 +119,8 @@ class _Field:
 
     @property
     def max_fields(self) -> int:
-        if self.is_number and self.max_items > _UNPACKED:
-            return _UNPACKED
+        if self.is_number and self.max_items > _LONG_LIST:
+            return 1
         return self.max_items * (1 + (self.message.max_fields if self.message else 0))
 
     @property

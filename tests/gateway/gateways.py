@@ -34,7 +34,11 @@ async def gateway_at(address: str, **settings: Any) -> AsyncIterator[Server]:
 def request(path: str, body: Mapping[str, Any] | bytes, **headers: str) -> bytes:
     """A POST of JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    named = {"host": "x", "content-type": "application/json", "content-length": str(len(data))}
+    named = {
+        "host": "localhost",
+        "content-type": "application/json",
+        "content-length": str(len(data)),
+    }
     lines = [f"POST {path} HTTP/1.1", *(f"{k}: {v}" for k, v in {**named, **headers}.items())]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 

@@ -27,7 +27,7 @@ from tests.serving import listening, until
 from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
 
 CHAT = "/v1/chat/completions"
-MODELS = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 STREAM = {**BODY, "stream": True}
 MAX_BYTES_OF_STREAMS = 60 * 2**20
 
@@ -84,13 +84,15 @@ async def test_bodies_have_a_time_and_a_size(
         assert (await long.response())[0] == 413
         assert await long.read_all() == b""
         monkeypatch.setattr(connection, "_BODIES", 0)
+        assert (await post(server.port, CHAT, BODY))[0] == 200  # small ones are always read
+        monkeypatch.setattr(connection, "_SMALL_BODY", 0)
         status, headers, _ = await post(server.port, CHAT, BODY)
         assert (status, headers["retry-after"]) == (503, "1")
         assert "x-should-retry" not in headers
         monkeypatch.undo()
         assert (await post(server.port, CHAT, BODY))[0] == 200
         assert server._gateway._bodies._num_bytes == 0
-    assert len(orchestrator.requests) == 1
+    assert len(orchestrator.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -356,3 +358,44 @@ async def test_a_taken_port_and_a_bad_setting_stop_the_process(address: str) -> 
             _, errors = await asyncio.wait_for(ended.communicate(), 60)
             assert ended.returncode
             assert text in errors
+
+
+@pytest.mark.parametrize("path", [CHAT, "/nowhere"])
+async def test_bodies_in_tiny_chunks_are_refused(path: str, address: str) -> None:
+    """Guards the event loop: a chunk of one byte takes as long to parse as one of 64 KiB."""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    chunks = head.encode() + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000
+    async with gateway_at(address) as server:
+        sent = await Connection.open(server.port, chunks)
+        assert b'"invalid_http"' in await sent.read_all()
+
+
+# asyncio leaves the closing of refused sockets to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_handshakes_count_as_connections(address: str, tmp_path: Path) -> None:
+    """Guards the process's descriptors against connections that begin no handshake."""
+    pair = Authority(tmp_path).issue("gateway")
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
+    async with gateway_at(address, **settings) as server:
+        silent = [await Connection.open(server.port) for _ in range(12)]
+
+        def num_open() -> int:
+            held = [c for c in psutil.Process().net_connections() if c.laddr.port == server.port]
+            return sum(connection.status == "ESTABLISHED" for connection in held)
+
+        await until(lambda: num_open() <= 4)
+        for connection in silent:
+            connection.leave()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("127.0.0.1:1", 200), ("[::1]:1", 200), ("evil.example:1", 401)]
+)
+async def test_pages_whose_name_was_rebound_are_refused(
+    address: str, host: str, status: int
+) -> None:
+    """Guards against pages that call this port as their own origin, by a name of theirs."""
+    async with gateway_at(address) as server:
+        assert (await post(server.port, CHAT, BODY, host=host))[0] == status
+    async with gateway_at(address, allow_anonymous=True) as server:  # behind a proxy
+        assert (await post(server.port, CHAT, BODY, host=host))[0] == 200

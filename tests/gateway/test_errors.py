@@ -140,7 +140,8 @@ async def test_a_bug_is_opaque_and_logged(
         raise RuntimeError("secret")
 
     monkeypatch.setattr(Gateway, "_models", broken)
-    connection = await Connection.open(gateway.port, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+    models = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    connection = await Connection.open(gateway.port, models)
     status, headers, body = await connection.response()
     connection.leave()
     assert (status, headers["x-should-retry"]) == (500, "false")

@@ -28,6 +28,7 @@ from tests.orchestrator.calls import (
 from tests.orchestrator.services import BOUND_S, HeldGenerator, LongTexts, Whole, whole
 from tests.serving import failure_of, reason_of, retry_info_s, turns, until
 
+PROMPT_COST = len("four words of prompt") // 4
 BY_METHOD = pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
 
 
@@ -96,14 +97,14 @@ async def test_a_request_that_leaves_n_open_is_charged_for_what_can_run() -> Non
         first = await held(service, seeded(0))
         second = asyncio.create_task(answer(service, small_request(selection={"n": 0})))
         await until(lambda: service.admission.queued == 1)
-        assert service.admission.queued_tokens == 8 * (40 + 3) + 1
+        assert service.admission.queued_tokens == 8 * (40 + 3) + 1 + PROMPT_COST
         service.generator.gates["extend"].open()
         assert (await second).n == 8 and (await first).text
 
 
 async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> None:
-    """Guards the way of a tenant's limit from the file to admission; a request has 517:
-    twelve candidates of 40 tokens and three rounds, one is returned."""
+    """Guards the way of a tenant's limit from the file to admission; a request has 522:
+    twelve candidates of 40 tokens and three rounds, one is returned, and the prompt."""
     token, entry = new_token("acme")
     place(tmp_path / "tokens", entry)
     metadata = [("authorization", f"Bearer {token}")]
@@ -114,8 +115,8 @@ async def test_the_share_of_the_tokens_file_applies_at_once(tmp_path: Path) -> N
         place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 900}))
         error = await failure_of(service.stub.Generate(seeded(1), metadata=metadata))
         assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert error.details() == "517 candidate-tokens of 900 are under way"
-        place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 1034}))
+        assert error.details() == "522 candidate-tokens of 900 are under way"
+        place(tmp_path / "tokens", json.dumps({**json.loads(entry), "tenant_tokens": 1044}))
         second = service.stub.Generate(seeded(1), metadata=metadata)
         await until(lambda: service.admission.running == 2)
         service.generator.gates["extend"].open()

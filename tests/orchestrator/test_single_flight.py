@@ -142,6 +142,17 @@ async def test_a_leader_with_progress_keeps_the_lead() -> None:
         assert not flight.is_lost and flights.num_flying == 1
 
 
+async def test_a_leader_keeps_the_lead_while_it_waits_for_its_turn() -> None:
+    """Guards against equal runs in overload, when they do most harm."""
+    flights: SingleFlight[str] = SingleFlight(lead_s=0.05)
+    async with flights.join("k") as flight:
+        flight.wait()
+        await asyncio.sleep(0.2)  # what it waits for is the absence of an event
+        assert not flight.is_lost
+        flight.note_progress()
+        await until(lambda: flight.is_lost)
+
+
 async def test_a_new_leader_that_is_cancelled_hands_over(callers: Callers) -> None:
     """Guards against a lost wake-up: a lead given to a task that never runs again."""
     leader, second, third = await start(callers, 3)

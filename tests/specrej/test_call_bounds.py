@@ -13,7 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specrej import health, interceptor, telemetry
+from specrej.call_bounds import Waits
 from specrej.channel import open_channel
+from specrej.errors import Overloaded
 from specrej.health import Health
 from specrej.security import TENANT_METADATA
 from specrej.v1 import orchestrator_pb2
@@ -341,3 +343,17 @@ async def test_a_watcher_that_does_not_read_delays_nothing(monkeypatch: pytest.M
     assert reading.states == [states.SERVING, states.NOT_SERVING]
     assert (await servicer.Check(request, None)).status == states.NOT_SERVING
     watches[1].cancel()
+
+
+async def test_a_call_displaces_one_whose_time_has_just_run_out() -> None:
+    """Guards a valid call against the RuntimeError of a timeout that has fired."""
+    waits, never = Waits(1, 0.02), asyncio.get_running_loop().create_future()
+    late = asyncio.ensure_future(waits.result(never, "late"))
+    await asyncio.sleep(0)
+    (bound,) = waits._peers
+    bound.reschedule(asyncio.get_running_loop().time() - 1)
+
+    await until(bound.expired)
+    assert await waits.result(asyncio.sleep(0, "message"), "other") == "message"
+    with pytest.raises((TimeoutError, Overloaded)):
+        await late

@@ -161,6 +161,12 @@ def test_numbers_count_packed_and_not() -> None:
     assert violation[0] == "tokens.decision_tokens"
 
 
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: str(kind.name))
+def test_few_fields_are_scanned(kind: Any) -> None:
+    """Guards the event loop: 64 MiB of numbers that are fields of their own took half a minute."""
+    assert limits._kind(kind).max_fields < 1_000_000
+
+
 def test_unknown_fields_are_no_violation() -> None:
     """Guards clients of later versions."""
     data = part(100, b"x" * 8_000_000) + b"\xa1\x06" + bytes(8) + b"\xa5\x06" + bytes(4)

@@ -7,17 +7,20 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, start_http_server
 
 from deploy.local.processes import Processes
 from deploy.local.stack import Stack
 from specrej import telemetry
 from specrej.client import RewardClient
 from specrej.settings import ServiceSettings
+from specrej.telemetry import setup
 from specrej.telemetry.setup import FLUSH_S
 from tests.endpoints import scrape
 
@@ -89,3 +92,23 @@ def test_a_taken_metrics_port_raises() -> None:
             telemetry.configured("test", settings),
         ):
             pytest.fail("entered")
+
+
+def test_scrapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a thread and a descriptor for each connection that sends nothing."""
+    monkeypatch.setattr(setup, "_MAX_SCRAPES", 2)
+    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
+    setup._bound(server)
+    num_before = threading.active_count()
+    with ExitStack() as held:
+        silent = [
+            held.enter_context(socket.create_connection(("127.0.0.1", server.server_port)))
+            for _ in range(6)
+        ]
+        for refused in silent[2:]:
+            refused.settimeout(10)
+            assert refused.recv(1) == b""
+        assert threading.active_count() - num_before <= 2
+    server.shutdown()
+    thread.join()
+    server.server_close()
