@@ -127,3 +127,12 @@ def test_the_embedded_relevance_model_reads_characters(minilm: Path) -> None:
     (tokens,), _ = reward._tokenize([text])
     assert list(tokens.token_ids) == tokenizer(text, split_special_tokens=True)["input_ids"]
     assert len(tokens.types) == len(tokens.token_ids)
+
+
+def test_what_follows_a_response_may_have_any_words(model: Path) -> None:
+    """Guards against an open turn that ends with the format's own words."""
+    spec = "{prompt} {response} End of Response"
+    reward = load("likelihood", model, format=spec, unfinished="open")
+    turns = reward.conversation.turns(Prompt.from_user("Why?"))
+    (turn,) = turns.tokenize(["Because"], [False])
+    assert reward.conversation.tokenizer.decode(turn.token_ids).endswith("Because")
