@@ -138,7 +138,7 @@ class Connection(H11Protocol):
 T = TypeVar("T")
 
 # All bodies that are being read have together at most this many times the bytes of one. Small ones
-# are always read, so that a few callers who stop in mid-body do not refuse those of all others.
+# are always read, so that a few bodies which stop half-way do not keep all others out.
 _BODIES = 16
 _SMALL_BODY = 65_536
 

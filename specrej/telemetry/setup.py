@@ -157,7 +157,7 @@ def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
 
 
 def _bound(server: Any) -> None:
-    """Bound threads and time of scrapes: anybody who reaches the port may connect."""
+    """Bound threads and time of scrapes: the port accepts every connection."""
     free, handle = BoundedSemaphore(_MAX_SCRAPES), server.process_request_thread
 
     def handle_one(request: Any, address: Any) -> None:
