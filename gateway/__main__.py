@@ -11,7 +11,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from gateway.app import Gateway
-from gateway.connection import Connection
+from gateway.connection import Connection, Handshakes
 from gateway.settings import GatewaySettings
 from specrej import telemetry
 from specrej.client import Client
@@ -79,14 +79,15 @@ class Server:
             h11_max_incomplete_event_size=settings.max_header_bytes,
         )
         config.load()
-        loop, handshakes = asyncio.get_running_loop(), set[asyncio.Protocol]()
+        loop, handshakes = asyncio.get_running_loop(), Handshakes()
 
         def connect() -> Connection:
             if len(handshakes) >= settings.max_connections:
-                raise ConnectionRefusedError  # before the connections that count are over it
+                raise ConnectionRefusedError
             connection = Connection(config, self._state, settings, handshakes)
-            handshakes.add(connection)
-            loop.call_later(_HANDSHAKE_S, handshakes.discard, connection)
+            # A handshake that fails is reported to no protocol.
+            timer = loop.call_later(_HANDSHAKE_S, handshakes.pop, connection, None)
+            handshakes[connection] = timer
             return connection
 
         self._listener = await loop.create_server(

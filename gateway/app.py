@@ -152,8 +152,10 @@ class Gateway:
         """
         scheme, _, token = http.headers.get("authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else ""
-        if not token and not self._settings.needs_no_token(http.headers.get("host", "localhost")):
-            raise Unauthenticated("a token is needed: Authorization: Bearer TOKEN")
+        host = http.headers.get("host", "localhost")
+        if not token and not self._settings.needs_no_token(host):
+            only = ", or localhost as Host" if self._settings.serves_anonymous else ""
+            raise Unauthenticated(f"a token is needed: Authorization: Bearer TOKEN{only}")
         return token if self._settings.forwards_tokens else ""
 
     async def record(self, http: HTTPRequest) -> Response:

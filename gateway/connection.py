@@ -23,6 +23,9 @@ _UNREAD_BYTES = 32768
 _FREE_PARTS, _PART_BYTES = 1000, 256
 _MAX_VALUES = 50_000
 
+# Connections before their `connection_made`, and what takes them out if it never comes.
+Handshakes = dict[asyncio.Protocol, asyncio.TimerHandle]
+
 
 class _Requests(h11.Connection):
     """A parser that refuses bodies in tiny chunks: each takes 10 us of the event loop."""
@@ -52,7 +55,7 @@ class Connection(H11Protocol):
         config: Config,
         state: ServerState,
         settings: GatewaySettings,
-        handshakes: set[asyncio.Protocol],
+        handshakes: Handshakes,
     ) -> None:
         super().__init__(config, state, {})
         self.conn = _Requests(h11.SERVER, settings.max_header_bytes)
@@ -62,7 +65,8 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        self._handshakes.discard(self)
+        if timer := self._handshakes.pop(self, None):
+            timer.cancel()
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNREAD_BYTES)
         self._end_after(self._settings.header_s)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from gateway import __main__ as gateway_main
 from gateway import connection
 from gateway.__main__ import Server
 from specrej.contracts import Finished
@@ -372,9 +373,13 @@ async def test_bodies_in_tiny_chunks_are_refused(path: str, address: str) -> Non
 
 # asyncio leaves the closing of refused sockets to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_handshakes_count_as_connections(address: str, tmp_path: Path) -> None:
+async def test_handshakes_count_as_connections(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards the process's descriptors against connections that begin no handshake."""
-    pair = Authority(tmp_path).issue("gateway")
+    monkeypatch.setattr(gateway_main, "_HANDSHAKE_S", 1.0)
+    authority = Authority(tmp_path)
+    pair = authority.issue("gateway")
     settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
     async with gateway_at(address, **settings) as server:
         silent = [await Connection.open(server.port) for _ in range(12)]
@@ -386,6 +391,17 @@ async def test_handshakes_count_as_connections(address: str, tmp_path: Path) -> 
         await until(lambda: num_open() <= 4)
         for connection in silent:
             connection.leave()
+        trusted = ssl.create_default_context(cafile=authority.path)
+
+        async def is_accepted() -> bool:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusted)
+            except ConnectionError:
+                return False
+            writer.close()
+            return True
+
+        await until(is_accepted)
 
 
 @pytest.mark.parametrize(
