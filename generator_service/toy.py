@@ -2,8 +2,8 @@
 
 Every token is a hash of (seed, candidate, step), so a survivor's text never depends on its
 neighbours; bias, penalties, bad words, stop tokens and structured outputs change it. No model, no
-torch, no threads; a session that does not fit is refused and never waits. Options make its steps
-slow or fail, so that tests can interrupt a request under way.
+torch; a session that does not fit is refused and never waits. Options make its steps slow or fail,
+so that tests can interrupt a request under way.
 """
 
 from __future__ import annotations

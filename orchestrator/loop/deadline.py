@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from orchestrator.loop.rejection import num_kept
 
-# Tokens of the second stride, before the speed is known.
-_FIRST_STRIDE_TOKENS = 16
+# Tokens of a stride before the speed is known.
+_UNMEASURED_TOKENS = 16
 
 # A stride takes at most this part of the time left, so that a wrong estimate does no harm.
 _STRIDE_PART = 0.25
@@ -121,7 +121,7 @@ class DeadlineController:
         if not self._has_begun:
             return 1  # it takes the time of reading the prompt, which no later one takes
         if not self._steps:
-            return min(wanted, _FIRST_STRIDE_TOKENS)
+            return min(wanted, _UNMEASURED_TOKENS)
         fitting = max(0.0, self.left_s) * _STRIDE_PART / max(self.step_s(rows), 1e-9)
         return max(1, min(wanted, int(min(fitting, wanted))))
 

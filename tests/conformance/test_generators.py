@@ -163,6 +163,20 @@ async def test_a_fork_continues_its_parent(subject: Subject, sampling: Sampling)
     assert len({tokens[number] for number in tokens}) == len(tokens)
 
 
+async def test_tokens_that_are_given_are_read_without_a_draw(subject: Subject) -> None:
+    """So a session moves before its candidates are forked: the next round has all of its tokens."""
+    expected = await tokens_in_one_round(subject.generator, 3, ENDLESS)
+    started = tuple(StartedCandidate(n, expected[n][:8], 0.0) for n in range(3))
+    spec = SessionSpec(PROMPT, 3, ENDLESS, 9, started=started)
+    async with subject.generator.open(spec) as session:
+        read = await session.extend(8)
+        assert read.num_tokens == 8 and not any(c.new_token_ids for c in read.candidates)
+        await session.prune([0, 2], {3: 2})
+        tokens = {c.id: c.new_token_ids for c in (await session.extend(24)).candidates}
+    assert {n: expected[n][:8] + tokens[n] for n in (0, 2)} == {n: expected[n] for n in (0, 2)}
+    assert len(tokens[3]) == len(tokens[2])
+
+
 async def test_a_fork_of_a_fork_and_its_text(subject: Subject) -> None:
     """Texts and log-probabilities are of all tokens, also of those before the forks."""
     sampling = replace(ENDLESS, logprobs=True)
