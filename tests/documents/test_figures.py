@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
+from experiments.branching import compare
+from experiments.studies.statistics import Estimate
 from tests.documents.blocks import ROOT
 
 _STUDIES = ROOT / "experiments/results/128/studies-128-tokens-relevance.md"
@@ -52,3 +56,35 @@ def test_comparison_quotes_the_benchmark() -> None:
         engines = ("specrej", "vllm", "llamacpp", "transformers")
         for engine, figure in zip(engines, figures, strict=True):
             assert abs(speeds[engine, n] - float(figure)) < 0.6
+
+
+def test_vllm_quotes_the_check() -> None:
+    page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    result = json.loads((ROOT / "benchmarks/results/gpu_check_small_cpu.json").read_text())
+    rounds = [
+        [
+            f"{one['tokens']}",
+            f"{one['started']}, {one['live']}",
+            f"{one['slots']:,}",
+            f"{one['freed']:,}",
+        ]
+        for one in result["memory"]["rounds"]
+    ]
+    assert [[row[0], *row[2:]] for row in _rows(page, 5)] == rounds
+
+
+@pytest.mark.parametrize("reward", ["relevance", "harmless"])
+def test_branching_quotes_its_runs(reward: str) -> None:
+    page = (ROOT / "docs/branching.md").read_text(encoding="utf-8")
+    path = ROOT / "experiments/results/branching_128.jsonl"
+    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    _, systems = compare(runs, reward)
+    rows = {str(row[0]): row for row in systems.rows}
+    for name in ("branching 32/16,4", "N = 64", "N = 128"):
+        tokens, score = (cell.value for cell in rows[name][1:3] if isinstance(cell, Estimate))
+        assert re.search(rf"^\| {reward}.*\| {score:.3f} with {tokens:,.0f}\b", page, re.MULTILINE)
+    ratio = rows["branching 32/16,4"][5]
+    assert isinstance(ratio, Estimate)
+    assert re.search(
+        rf"{ratio.value:.2f} times \([95 %:]*{ratio.low:.2f} to {ratio.high:.2f}\)", page
+    )

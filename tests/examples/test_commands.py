@@ -20,7 +20,7 @@ from tests.examples.conftest import EXAMPLES
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ARGUMENTS = {
-    "batch": ("--n", "2"),
+    "batch": ("--n", "2", "--concurrency", "3"),  # as many as the services take
     "coding": ("--n", "2"),
     "fastapi_app": ("--port", str(Ports.free().gateway)),
     "preferences": ("--n", "2", "--min-margin", "0"),
