@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specrej.contracts import (
     Generation,
@@ -51,7 +51,7 @@ def num_values(value: object) -> int:
             return 0
 
 
-async def ended(task: asyncio.Task[None]) -> None:
+async def ended(task: asyncio.Task[Any]) -> None:
     """Cancel a task and wait for its end, whatever that is.
 
     `asyncio.wait` and not `await task`, which would also swallow a cancellation of this task.

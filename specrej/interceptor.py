@@ -270,6 +270,7 @@ def _presentable(method: str, error: BaseException) -> SpecrejError:
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("deadline exceeded")
     if isinstance(error, asyncio.CancelledError):
+        log.error("bug in %s: a call was cancelled within the server", method, exc_info=error)
         return Cancelled("cancelled by the server")
     if isinstance(error, grpc.aio.InternalError):
         return Cancelled("the client is gone")  # grpc accepts no message for a call that is over

@@ -80,8 +80,11 @@ class _CommandStream(Generic[Request, Response]):
 
         Raises:
             SpecrejError: of the peer's status.
+            Unavailable: the command before was abandoned, which has cancelled the stream.
             InternalError: the answer belongs to another command.
         """
+        if self._is_waiting:  # grpc would raise CancelledError in a task that is not cancelled
+            raise Unavailable("a backend's stream was abandoned")
         self._sequence += 1
         self._is_waiting = True
         (kind,) = command

@@ -82,7 +82,13 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             },
         }
         async with (
-            Stack(ports, environment=environment, credentials=credentials, gateway=True) as stack,
+            Stack(
+                ports,
+                environment=environment,
+                credentials=credentials,
+                gateway=True,
+                log_dir=directory,
+            ) as stack,
             Client(stack.orchestrator_address, timeout_s=20, **credentials) as client,
         ):
             urls = (*stack.ports.metrics_urls, stack.metrics_urls[-1])  # the gateway's
@@ -97,7 +103,7 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             await _unauthenticated(stack.reward_address)
             await _hurried(client)
             await waiting
-            await _lost(client, spare, stack.log_dir)
+            await _lost(client, spare, directory)
             await _without_backends(stack, client, urls[0])
             return await _under_way(client, urls, collector), collector
 

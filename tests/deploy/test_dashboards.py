@@ -35,7 +35,12 @@ TOOLS = Path(__file__).parents[2] / ".tools"
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scrape, Collector]:
-    return asyncio.run(busy_scrape(tmp_path_factory.mktemp("tokens")))
+    directory = tmp_path_factory.mktemp("busy")
+    try:
+        return asyncio.run(busy_scrape(directory))
+    except Exception as error:
+        error.add_note((directory / "orchestrator.log").read_text()[-8000:])
+        raise
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from generator_service.toy import ToyGenerator
+from orchestrator.background import ended
 from orchestrator.edge.planning import _LastDescription
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej import remote
@@ -111,6 +112,17 @@ class _BrokenCall:
     async def write(self, _: object) -> None:
         metadata = grpc.aio.Metadata()
         raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, "from Core")
+
+
+async def test_a_session_with_an_abandoned_command_is_unavailable(service: Whole) -> None:
+    """Guards against CancelledError in a task that is not cancelled: the request had CANCELLED."""
+    service.shut("extend")
+    with pytest.raises(Unavailable, match="abandoned"):
+        async with service.remote_generator.open(SessionSpec(PROMPT, 4, Sampling(), 8)) as session:
+            extending = asyncio.create_task(session.extend(8))
+            await until(lambda: service.num_held("extend") == 1)
+            await ended(extending)
+            await session.prune([0])
 
 
 async def test_a_generator_that_ends_while_it_closes_a_session_costs_no_answer(
