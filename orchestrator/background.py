@@ -6,7 +6,9 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from specrej.contracts import (
     Generation,
@@ -16,6 +18,7 @@ from specrej.contracts import (
     RoundTrace,
 )
 from specrej.errors import SpecrejError
+from specrej.security import current_caller
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +27,37 @@ R = TypeVar("R")
 
 # Packing so many tokens or traced candidates takes about 3 ms.
 _LARGE = 1000
+# Reading so many bytes, which are compressed, takes about as long.
+_LARGE_BYTES = 8192
+
+
+# Not the event loop's own threads, which all rounds need.
+_THREADS = ThreadPoolExecutor(4, "messages")
+_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
 
 async def packed(pack: Callable[[T], R], value: T) -> R:
     """`pack(value)`; in a thread if the value is large, because calls and health checks wait for
     the event loop."""
-    if num_values(value) < _LARGE:
-        return pack(value)
-    return await asyncio.to_thread(pack, value)
+    return pack(value) if num_values(value) < _LARGE else await in_thread(pack, value)
+
+
+async def unpacked(unpack: Callable[[Any], R], stored: object) -> R:
+    """`unpack(stored)`; in a thread if it is large, as for `packed`."""
+    parts = stored if isinstance(stored, list) else [stored]
+    size = sum(len(part) for part in parts if isinstance(part, bytes))
+    return unpack(stored) if size < _LARGE_BYTES else await in_thread(unpack, stored)
+
+
+async def in_thread(work: Callable[[T], R], value: T) -> R:
+    """`work(value)` in a thread; one after another for each tenant, so that none takes them all."""
+    turn = _turns.setdefault(current_caller().tenant, asyncio.Lock())
+    async with turn:
+        working = asyncio.get_running_loop().run_in_executor(_THREADS, work, value)
+        try:
+            return await asyncio.shield(working)
+        finally:
+            await asyncio.wait({working})  # after a cancellation, too, the thread is not free yet
 
 
 def num_values(value: object) -> int:

@@ -13,7 +13,6 @@ A line may have `"expires": "2030-12-31T23:59:59Z"` (RFC 3339), the end of its t
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import math
 import os
@@ -94,9 +93,16 @@ def set_caller(caller: Caller) -> None:
 class Entry:
     """A line of a tokens file; the caller's share is that of any line of its tenant."""
 
-    digest: bytes
     caller: Caller
     expires: float = math.inf  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A tokens file: its lines by the SHA-256 digest of their token, and shares by tenant."""
+
+    entries: Mapping[bytes, Entry]
+    shares: Mapping[str, Share]
 
 
 class Access:
@@ -110,14 +116,14 @@ class Access:
         Raises OSError or ValueError: the file cannot be read.
         """
         self.allowed_clients = frozenset(allowed_clients)
-        self._entries = tokens_file and ReloadingFile(
+        self._tokens = tokens_file and ReloadingFile(
             (tokens_file,), partial(read_tokens, tokens_file)
         )
 
     @property
     def is_rejected(self) -> bool:
         """Whether the tokens file has changed and cannot be used."""
-        return bool(self._entries and self._entries.is_rejected)
+        return bool(self._tokens and self._tokens.is_rejected)
 
     def check_peer(self, method: str, identity: Mapping[str, Iterable[bytes]]) -> None:
         """Check the certificate of a call's peer, grpc's `auth_context`; health accepts any.
@@ -140,10 +146,10 @@ class Access:
         given = tuple(metadata)
         if method.startswith(_HEALTH):
             return _ANONYMOUS  # probes have no tokens
-        if not self._entries:
+        if not self._tokens:
             return Caller(_tenant_of(given))
-        entries = self._entries.get()
-        caller = _find(entries, _token_of(given))
+        tokens = self._tokens.get()
+        caller = _find(tokens, _token_of(given))
         needed = _roles_for(method)
         if not caller.roles & needed:
             names = ", ".join(sorted(needed))
@@ -153,8 +159,7 @@ class Access:
         named = _tenant_of(given)
         if Role.GATEWAY in caller.roles:
             tenant = named or caller.tenant
-            of_tenant = (entry.caller.share for entry in entries if entry.caller.tenant == tenant)
-            return Caller(tenant, caller.roles, next(of_tenant, Share()))
+            return Caller(tenant, caller.roles, tokens.shares.get(tenant, Share()))
         return caller
 
 
@@ -179,13 +184,9 @@ def _token_of(metadata: Metadata) -> str:
     return values[0][len(_SCHEME) :].strip()
 
 
-def _find(entries: Iterable[Entry], token: str) -> Caller:
-    presented = _digest(token)
-    known: Entry | None = None
-    for entry in entries:
-        # All entries, each in constant time: the duration reveals nothing about any entry.
-        if hmac.compare_digest(entry.digest, presented):
-            known = entry
+def _find(tokens: Tokens, token: str) -> Caller:
+    # Not in constant time: what the duration could reveal is about digests, not about tokens.
+    known = tokens.entries.get(_digest(token))
     if known is None:
         raise Unauthenticated("unknown token")
     if time.time() >= known.expires:
@@ -197,34 +198,35 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
-def read_tokens(path: Path) -> tuple[Entry, ...]:
-    """The entries of a tokens file; an empty file is valid and admits no call.
+def read_tokens(path: Path) -> Tokens:
+    """What a tokens file has; an empty file is valid and admits no call.
 
     Raises:
         OSError: it cannot be read.
         ValueError: a line is invalid; the message has its number and quotes nothing.
     """
     lines = enumerate(path.read_text("utf-8", "replace").split("\n"), 1)
-    entries = tuple(
-        _entry(line, f"{path}, line {number}")
-        for number, line in lines
-        if line.strip() and not line.lstrip().startswith("#")
-    )
-    if len({entry.digest for entry in entries}) < len(entries):
-        raise ValueError(f"{path}: the same token twice")
+    entries: dict[bytes, Entry] = {}
     shares: dict[str, Share] = {}
-    for caller in (entry.caller for entry in entries if entry.caller.share != Share()):
-        if shares.setdefault(caller.tenant, caller.share) != caller.share:
+    for number, line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        digest, entry = _entry(line, f"{path}, line {number}")
+        if entries.setdefault(digest, entry) is not entry:
+            raise ValueError(f"{path}: the same token twice")
+        caller = entry.caller
+        if (
+            caller.share != Share()
+            and shares.setdefault(caller.tenant, caller.share) != caller.share
+        ):
             raise ValueError(f"{path}: two weights or limits of one tenant")
-    return tuple(
-        replace(entry, caller=replace(entry.caller, share=shares[entry.caller.tenant]))
-        if entry.caller.tenant in shares
-        else entry
-        for entry in entries
-    )
+    for digest, entry in entries.items():
+        share = shares.get(entry.caller.tenant, Share())
+        entries[digest] = replace(entry, caller=replace(entry.caller, share=share))
+    return Tokens(entries, shares)
 
 
-def _entry(line: str, where: str) -> Entry:
+def _entry(line: str, where: str) -> tuple[bytes, Entry]:
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
@@ -237,7 +239,7 @@ def _entry(line: str, where: str) -> Entry:
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{where}: sha256 must be 64 hex digits")
     caller = Caller(tenant, _roles(roles, where), _share(given, where))
-    return Entry(bytes.fromhex(digest), caller, _expires(given.get("expires"), where))
+    return bytes.fromhex(digest), Entry(caller, _expires(given.get("expires"), where))
 
 
 def _expires(given: object, where: str) -> float:

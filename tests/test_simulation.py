@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 
 from orchestrator.backends.sessions import FailoverSession
-from orchestrator.cache import Flight, Lease, single_flight
-from orchestrator.edge import Admission, planning, service
+from orchestrator.cache import Flight, Lease, answers, single_flight
+from orchestrator.edge import Admission, planning
 from tests.simulation.loop import Violation
 from tests.simulation.run import Simulation
 
@@ -83,7 +83,7 @@ DEFECTS: dict[str, tuple[int, Any, str, Any]] = {
     ),
     "the leader wakes no follower": (0, Flight, "__init__", _without_wake_up),
     "followers get the leader's deadline": (0, single_flight, "OWN_REASONS", ()),
-    "degraded answers are shared": (0, service, "is_shareable", lambda _: True),
+    "degraded answers are stored": (0, answers, "is_shareable", lambda _: True),
 }
 
 

@@ -1,6 +1,6 @@
 """Stored answers, and single flight: equal requests at the same time are one generation."""
 
-from orchestrator.cache.answers import Cache, Hit, is_shareable
+from orchestrator.cache.answers import Cache, Hit
 from orchestrator.cache.keys import Keys, cache_keys, tenant_digest
 from orchestrator.cache.records import SharedRecords
 from orchestrator.cache.redis_client import RedisAccess, RedisClient, check_access
@@ -21,6 +21,5 @@ __all__ = [
     "SingleFlight",
     "cache_keys",
     "check_access",
-    "is_shareable",
     "tenant_digest",
 ]

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from orchestrator.background import num_values, packed
+from orchestrator.background import num_values, packed, unpacked
 from orchestrator.cache.keys import Keys
 from orchestrator.cache.redis_client import Command, RedisClient
 from orchestrator.cache.secret import Secret, seal, unseal
@@ -39,12 +39,14 @@ local total = start + ARGV[2]
 redis.call('ZADD', KEYS[1], start, ARGV[1], total, '')
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 local over = '(' .. string.format('%.0f', total - ARGV[3])
-local oldest = redis.call('ZRANGE', KEYS[1], '-inf', over, 'BYSCORE', 'LIMIT', 0, 100)
-if #oldest > 0 then
-  redis.call('DEL', unpack(oldest))
-  redis.call('ZREM', KEYS[1], unpack(oldest))
+for round = 1, 20 do
+  local oldest = redis.call('ZRANGE', KEYS[1], '-inf', over, 'BYSCORE', 'LIMIT', 0, 100)
+  if #oldest > 0 then
+    redis.call('DEL', unpack(oldest))
+    redis.call('ZREM', KEYS[1], unpack(oldest))
+  end
+  if #oldest < 100 then break end
 end
-return #oldest
 """
 
 _STRICT = ConfigDict(
@@ -189,7 +191,7 @@ class Cache:
             result = "error" if self.redis.is_on else "off"
         elif reply.value == b"":
             result = "miss"
-        elif hit := self.read(key, reply.value):
+        elif hit := await self.read(key, reply.value):
             result = "stale" if hit.stale else "hit"
         else:
             result = "invalid"
@@ -206,10 +208,11 @@ class Cache:
                     return await self._better(keys, own) or own
         return own
 
-    def read(self, key: str, stored: object) -> Hit | None:
+    async def read(self, key: str, stored: object) -> Hit | None:
         """The answer in the value of `key`; None unless it is whole and valid."""
+        unpacking = partial(unpack, key, secret=self.secret, max_bytes=self.max_bytes)
         try:
-            entry = unpack(key, stored, self.secret, self.max_bytes)
+            entry = await unpacked(unpacking, stored)
         except ValueError:
             return None
         age_s = self._wall_clock() - entry.stored_at
@@ -269,7 +272,7 @@ class Cache:
             reply = await self.redis.call("read", "GETRANGE", key, 0, self.max_bytes)
             if reply is None:
                 return None
-            hit = self.read(key, reply.value)
+            hit = await self.read(key, reply.value)
             is_listed = hit and not hit.stale and hit.entry.index == keys.index
             if hit and is_listed and Summary.of(hit.entry).may_serve(keys, own_summary):
                 top = hit.generation.candidates[: keys.return_candidates]

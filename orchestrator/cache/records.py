@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from orchestrator.background import BackgroundTasks, packed
+from orchestrator.background import BackgroundTasks, packed, unpacked
 from orchestrator.cache.answers import Cache
 from orchestrator.cache.keys import hashed_tenant, record_key
 from orchestrator.cache.secret import seal, unseal
@@ -76,7 +76,7 @@ class SharedRecords:
             return None
         key = record_key(request_id, hashed_tenant(tenant, self._secret))
         reply = await self._redis.call("record", "GETRANGE", key, 0, MAX_BYTES)
-        return self._read(key, reply and reply.value)
+        return await unpacked(partial(self._read, key), reply and reply.value)
 
     async def latest(self, tenant: str) -> list[RequestRecord]:
         """The tenant's records without their rounds, the latest first."""
@@ -85,7 +85,7 @@ class SharedRecords:
         key = record_key("", hashed_tenant(tenant, self._secret))
         reply = await self._redis.call("record", "LRANGE", key, 0, MAX_LISTED - 1)
         listed = reply.value if reply and isinstance(reply.value, list) else []
-        return [*self._summaries(key, listed)]
+        return await unpacked(lambda entries: [*self._summaries(key, entries)], listed)
 
     async def _store(self, record: RequestRecord, tenant: str) -> None:
         owner = hashed_tenant(tenant, self._secret)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -57,6 +58,8 @@ class Flight(Generic[T]):
     def __init__(self, lead_s: float, lose: Callable[[], None]) -> None:
         """`lose` is called after `lead_s` seconds without progress."""
         self.landed = self.is_lost = False
+        self._within_s = math.inf
+        self._began = asyncio.get_running_loop().time()
         self._lead_s = lead_s
         self._lose = lose
         self._timer = asyncio.get_running_loop().call_later(lead_s, lose)
@@ -92,6 +95,15 @@ class Flight(Generic[T]):
         self.landed = True
         self._over.set()
 
+    def offer(self, result: T) -> None:
+        """Publish a result that more time would have made better, when the leader leaves: to
+        callers that then have less time than it has taken."""
+        self._result, self.landed = result, True
+        self._within_s = asyncio.get_running_loop().time() - self._began
+
+    def _suits(self, left_s: float | None) -> bool:
+        return self.landed and (math.inf if left_s is None else left_s) <= self._within_s
+
 
 class SingleFlight(Generic[T]):
     """The flights of this process, by key.
@@ -117,8 +129,12 @@ class SingleFlight(Generic[T]):
         return len(self._flights)
 
     @asynccontextmanager
-    async def join(self, key: str) -> AsyncIterator[Flight[T]]:
+    async def join(
+        self, key: str, left_s: Callable[[], float | None] = lambda: None
+    ) -> AsyncIterator[Flight[T]]:
         """Lead the flight of `key` if it has no leader (`landed` is False), else wait for it.
+
+        `left_s`: seconds to the caller's deadline.
 
         If the leader is cancelled, runs out of time or leaves without landing, one of those that
         wait leads a new flight.
@@ -136,7 +152,7 @@ class SingleFlight(Generic[T]):
                 await flight._over.wait()
             finally:
                 self.num_waiting -= 1
-            if flight.landed:
+            if flight._suits(left_s()):
                 yield flight
                 return
             if flight._error is not None:
@@ -212,7 +228,7 @@ class SharedSingleFlight:
         while True:
             # Reads after claiming: the previous leader may have stored its answer just before.
             stored = await lease.claim(("GETRANGE", key, 0, self._cache.max_bytes))
-            hit = self._cache.read(key, stored)
+            hit = await self._cache.read(key, stored)
             if hit and not hit.stale:
                 return hit.generation
             if lease.held or not lease.is_contended:

@@ -22,7 +22,6 @@ from orchestrator.cache import (
     SharedRecords,
     SharedSingleFlight,
     SingleFlight,
-    is_shareable,
     tenant_digest,
 )
 from orchestrator.cache.records import MAX_LISTED
@@ -298,7 +297,7 @@ class Orchestrator:
         # get an answer where another one gets an error.
         is_better_wanted = control is CacheControl.USE_BETTER
         conditions = (plan.request.allow_degraded, is_better_wanted, is_refresh)
-        joining = self._flights.join(f"{key}:{conditions}")
+        joining = self._flights.join(f"{key}:{conditions}", plan.left_s)
         flight = await instruments.entered(stack, names.SPAN_FLIGHT, joining)
         if flight.landed:
             return Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
@@ -354,8 +353,11 @@ class Orchestrator:
                 except TimeoutError:
                     if lease:
                         lease.abandon()
-        if lead.flight and is_shareable(generation):
-            lead.flight.land(generation)
+        if lead.flight:
+            # A run without the reward would end alike: requests of a flight allow the same.
+            is_final = not generation.hurried and {*generation.degradations} <= {Degradation.REWARD}
+            land = lead.flight.land if is_final else lead.flight.offer
+            land(generation)
         return Finished(generation)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from orchestrator.background import ended, packed
+from orchestrator.background import ended, in_thread, packed
 from orchestrator.edge.service import Orchestrator
 from orchestrator.loop import WithinRounds
 from specrej import wire
@@ -101,9 +101,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: pb.ListRecordsRequest, context: Context
     ) -> pb.ListRecordsResponse:
         records = await self._orchestrator.records(tenant=current_caller().tenant)
-        return pb.ListRecordsResponse(
-            records=[wire.to_message(record, pb.RequestRecord) for record in records]
-        )
+        return await in_thread(_records_reply, records)
 
     async def _run(
         self,
@@ -130,6 +128,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 def _answer_reply(event: Event) -> pb.GenerateResponse:
     assert isinstance(event, Finished), "the last event of every run"
     return wire.generation_to_message(event.generation)
+
+
+def _records_reply(records: Sequence[RequestRecord]) -> pb.ListRecordsResponse:
+    messages = [wire.to_message(record, pb.RequestRecord) for record in records]
+    return pb.ListRecordsResponse(records=messages)
 
 
 def _record_reply(record: RequestRecord) -> pb.GetRecordResponse:

@@ -59,6 +59,9 @@ from specrej.telemetry.traces import Attribute
 # Receives a round, the latest raw scores by candidate, and the candidates live after the cut.
 OnRound = Callable[[Round, Mapping[int, tuple[float, ...]], Collection[int]], None]
 
+# The part of the time left in which rewards must open a session, if likelihoods may replace them.
+_OPENING_PART = 0.25
+
 # The rewards of a request that names none: the scorer's values as they are.
 _UNWEIGHTED = (WeightedReward(""),)
 
@@ -148,10 +151,15 @@ async def _opened(
         min_answers=request.selection.min_answers,
     )
     several = scorers if isinstance(scorers, Sequence) else [scorers]
-    scoring = RequestScorer(several, request.prompt, may_fall_back=request.allow_degraded)
     async with AsyncExitStack() as stack:
         with telemetry.span(names.SPAN_OPEN):
             session = await stack.enter_async_context(generator.open(spec))
+            patience_s, is_lenient = deadline.patience_s, request.allow_degraded
+            if patience_s is not None and is_lenient:
+                patience_s *= _OPENING_PART
+            scoring = RequestScorer(
+                several, request.prompt, may_fall_back=is_lenient, patience_s=patience_s
+            )
             scorer = await stack.enter_async_context(scoring)
         yield session, scorer
         with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):

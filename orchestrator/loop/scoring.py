@@ -57,21 +57,29 @@ class RequestScorer:
     """
 
     def __init__(
-        self, scorers: Sequence[Scorer], prompt: Prompt, *, may_fall_back: bool = False
+        self,
+        scorers: Sequence[Scorer],
+        prompt: Prompt,
+        *,
+        may_fall_back: bool = False,
+        patience_s: float | None = None,
     ) -> None:
-        """`scorers`: at least one."""
+        """`scorers`: at least one. `patience_s`: the longest wait for their opening; None: no
+        limit."""
         self._scorers = scorers
         self._prompt = prompt
         self._may_fall_back = may_fall_back
+        self._patience_s = patience_s
         self._exit = AsyncExitStack()
         self._sessions: list[ScoringSession] = []  # empty after a fallback
 
     async def __aenter__(self) -> Self:
         try:
             async with AsyncExitStack() as stack:
-                for scorer in self._scorers:
-                    session = await stack.enter_async_context(scorer.open(self._prompt))
-                    self._sessions.append(session)
+                async with asyncio.timeout(self._patience_s):
+                    for scorer in self._scorers:
+                        session = await stack.enter_async_context(scorer.open(self._prompt))
+                        self._sessions.append(session)
                 self._exit = stack.pop_all()
         except _REWARD_FAILED as error:
             self._fall_back(error)

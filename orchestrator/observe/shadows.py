@@ -40,6 +40,8 @@ from specrej.telemetry.metrics import Observed
 ALPHAS = tuple(tenth / 10 for tenth in range(1, 10))  # that a recommendation is chosen from
 
 _MAX_DECISIONS = 32  # of a request
+# Candidates whose pairs are compared, the first ones: time grows with the square.
+_MAX_COMPARED = 256
 _WINDOW = 4096  # latest requests of a kind; about 1 KB each
 _MAX_KINDS = 16
 _MAX_NAMED = 8  # decision tokens in the name of a schedule
@@ -214,7 +216,8 @@ def observe(run: WatchedRun) -> Observation:
     for index, (_, label) in enumerate(run.decisions[:_MAX_DECISIONS]):
         growing = {n: run.partial[n][index] for n in raw if index < len(run.partial[n])}
         verdicts = judged(raw | growing, rewards)
-        rows = ((weights[n], verdicts[n].score, final[n].score) for n in growing)
+        compared = sorted(growing)[:_MAX_COMPARED]
+        rows = ((weights[n], verdicts[n].score, final[n].score) for n in compared)
         pairs_by_label.append((label, pairs(rows)))
         partial.append(verdicts)
     # Once the best has ended it can be ranked out, and still be the answer.

@@ -125,7 +125,7 @@ async def _change(change: Callable[[bytes], bytes], client: Any) -> None:
 
 async def _evict(client: Any) -> None:
     """Let the server evict all keys, as it has no memory for them."""
-    settings = {"maxmemory": 1, "maxmemory-policy": "allkeys-lru"}
+    settings = {"maxmemory": 1, "maxmemory-policy": "volatile-lru"}
     before = await client.config_get(*settings)
     for name, value in settings.items():
         await client.config_set(name, value)

@@ -147,7 +147,7 @@ def prompts(data: bytes) -> None:
 def tokens(data: bytes) -> None:
     """A tokens file; every tenant in it has a cache digest."""
     with _file(data) as path, suppress(ValueError):
-        for entry in read_tokens(path):
+        for entry in read_tokens(path).entries.values():
             tenant_digest(entry.caller.tenant)
 
 

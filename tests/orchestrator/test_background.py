@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.background import BackgroundTasks, packed
+from orchestrator.background import BackgroundTasks, in_thread, packed, unpacked
 from specrej.contracts import (
     CandidateTrace,
     Fate,
@@ -21,9 +21,10 @@ from specrej.contracts import (
     Selection,
 )
 from specrej.errors import Unavailable
+from specrej.security import Caller, set_caller
 from tests.orchestrator.caching import generation
-from tests.orchestrator.held_runs import HeldRuns
-from tests.serving import until
+from tests.orchestrator.held_runs import BOUND_S, HeldRuns
+from tests.serving import turns, until
 
 
 async def test_one_task_per_key_and_a_limit() -> None:
@@ -52,6 +53,39 @@ async def test_a_failure_is_logged_and_frees_the_key(
         runs.end(error)
         await until(lambda: not tasks.num_running)
         assert caplog.text.count("testing failed") == failures
+
+
+async def test_large_messages_have_threads_of_their_own() -> None:
+    """Guards rounds, which need the loop's own threads, against followers of large answers."""
+    small = await unpacked(lambda _: threading.current_thread().name, b"")
+    large = await unpacked(lambda _: threading.current_thread().name, b"x" * 10_000)
+    listed = await unpacked(lambda _: threading.current_thread().name, [b"x" * 1000] * 10)
+    assert small == "MainThread"
+    assert large.startswith("messages") and listed.startswith("messages")
+
+
+async def test_no_tenant_takes_all_threads() -> None:
+    """Guards against a tenant whose large answers delay those of all others."""
+    gate, began = threading.Event(), list[str]()
+
+    def work(tenant: str) -> str:
+        began.append(tenant)
+        assert tenant != "greedy" or gate.wait(BOUND_S)
+        return tenant
+
+    async def call(tenant: str) -> str:
+        set_caller(Caller(tenant))
+        return await in_thread(work, tenant)
+
+    greedy = [asyncio.create_task(call("greedy")) for _ in range(20)]
+    await until(lambda: bool(began))
+    assert await asyncio.create_task(call("other")) == "other"
+    greedy[0].cancel()
+    await turns()
+    assert began == ["greedy", "other"], "a cancelled call holds its thread"
+    gate.set()
+    done = await asyncio.gather(*greedy, return_exceptions=True)
+    assert done[1:] == ["greedy"] * 19
 
 
 async def test_a_task_has_a_deadline() -> None:

@@ -191,7 +191,7 @@ async def test_a_hanging_generator_does_not_outlast_the_deadline() -> None:
     assert generation.hurried or generation.degradations == (Degradation.DEADLINE,)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [0, 1, 3])
 async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> None:
     """The clock stands still, so that only the limit of one wait counts."""
     options: dict[str, Any] = {"time_left_s": 0.5, "clock": lambda: 0.0}

@@ -375,6 +375,17 @@ def test_full_slots_share_labels() -> None:
     assert list(observe(run).pairs) == [(32, (3, 3, 3)), (32, (3, 3, 3))]
 
 
+def test_pairs_are_of_the_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a core that is busy for seconds after a request of a thousand candidates."""
+    monkeypatch.setattr("orchestrator.observe.shadows._MAX_COMPARED", 2)
+    run = watched()
+    values = {number: (float(number),) for number in range(3)}
+    live = tuple(Candidate(number, "", 32, 0.0) for number in reversed(range(3)))
+    run.take(Round(live, RoundEnd.DECISION_TOKEN, 32, SlotGauge(1, 0, 0)), values, {0, 1, 2})
+    run.ends = {number: (raw, False) for number, raw in values.items()}
+    assert list(observe(run).pairs) == [(32, (1, 1, 1))]
+
+
 def test_kinds_have_readable_names() -> None:
     def kind(schedule: Schedule, *rewards: WeightedReward) -> Kind:
         return Kind.of(watched(rewards=rewards, schedule=schedule).request)

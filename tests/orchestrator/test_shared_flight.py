@@ -55,9 +55,9 @@ class Process:
             await lease.land(await self.cache.put(keys, answer))
             return answer
 
-    def _counted_read(self, key: str, stored: object) -> Hit | None:
+    async def _counted_read(self, key: str, stored: object) -> Hit | None:
         self._num_polls += 1
-        return self._read(key, stored)
+        return await self._read(key, stored)
 
     def start(self) -> asyncio.Task[Generation]:
         return asyncio.create_task(self.request())

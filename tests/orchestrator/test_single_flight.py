@@ -118,6 +118,24 @@ async def test_a_leader_that_does_not_land_hands_over(callers: Callers) -> None:
     assert (await leader, await waiter) == ("", "answer")
 
 
+async def test_an_offer_is_for_those_with_less_time_than_it_took() -> None:
+    """Guards against errors of equal requests with one deadline, where one has used all the time;
+    a caller with more time gets a better answer."""
+    flights: SingleFlight[str] = SingleFlight()
+
+    async def request(left_s: float | None) -> str:
+        async with flights.join("k", lambda: left_s) as flight:
+            return flight.result if flight.landed else "a run"
+
+    async with flights.join("k") as flight:
+        waiting = [asyncio.create_task(request(left_s)) for left_s in (0.0, 60.0, None)]
+        await turns()
+        flight.offer("hurried")
+        await turns()
+        assert not any(task.done() for task in waiting)
+    assert await asyncio.gather(*waiting) == ["hurried", "a run", "a run"]
+
+
 async def test_a_leader_without_progress_loses_the_lead() -> None:
     """Guards callers against a leader that is stuck, and against what it does later."""
     callers = Callers(lead_s=0.05)

@@ -59,6 +59,18 @@ async def test_an_answer_above_the_budget_is_dropped(redis_url: str, admin: redi
     assert not admin.exists(place.answer)
 
 
+async def test_a_large_answer_after_many_small_ones(redis_url: str, admin: redis.Redis) -> None:
+    """Guards against a bound on deletions that lets a tenant exceed its budget."""
+    small, large = [new_keys(index="") for _ in range(300)], new_keys(index="")
+    text = "".join(random.Random(7).choices("0123456789abcdef", k=400_000))
+    async with open_cache(redis_url, tenant_bytes=400_000) as cache:
+        for place in small:
+            await cache.put(place, generation())
+        await cache.put(large, generation(text))
+    assert admin.exists(large.answer)
+    assert charged(admin, [*small, large]) <= 400_000
+
+
 async def test_the_index_of_a_tenant_expires(redis_url: str, admin: redis.Redis) -> None:
     """Guards against keys without expiry, and an index that ends before its answers."""
     place = new_keys(index="")

@@ -306,7 +306,10 @@ class Simulation:
         """The answer may be given to this request, and has its own texts."""
         generation, source = answer.generation, answer.source.name
         is_weak = generation.degraded or generation.hurried
-        if source != "RUN" and (is_weak or request.cache is not CacheControl.USE):
+        # Requests of a flight have the same `allow_degraded`, and weak answers are not stored.
+        is_lent = source == "FLIGHT" and (request.allow_degraded or not generation.degraded)
+        may_have = request.cache is CacheControl.USE and (is_lent or not is_weak)
+        if source != "RUN" and not may_have:
             raise Violation(f"a {source} must not have this answer for {request.cache}")
         made_by, salt = generation.generator_fingerprint, tenant_digest(tenant)
         is_mixed = "+" in made_by  # after a failover, an end may be that of either version
