@@ -168,9 +168,10 @@ async def test_a_hanging_server_is_probed_once_per_cool_down(cache_events: Cache
             assert counts["commands"] == cache_events.num_failures
             clock.now_s += 1.001
         # All are ready when the cool-down ends; one is sent until it begins anew.
+        before = counts["commands"]
         hits = await asyncio.gather(*(cache.get("k") for _ in range(50)))
-        assert hits == [None] * 50 and counts["commands"] == cache_events.num_failures
-        assert cache_events.failures["connection"] == 4
+        assert hits == [None] * 50
+        assert counts["commands"] == cache_events.num_failures == before + 1
 
 
 async def test_the_timeout_includes_the_wait_for_a_connection() -> None:
