@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-rejection bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
+.PHONY: help setup vllm demo up example test test-long conformance conformance-distributed check fmt lock proto proto-check promtool kustomize crd-schemas helm node-client clients rules manifests images release images-run multihost models bench bench-engine bench-services bench-scoring bench-peers bench-answer bench-vllm bench-overlap bench-gateway gpu-check bench-overload bench-telemetry rolling mixed-versions faults soak simulation fuzz loadtest loadtest-ui latency-vs-n pictures experiments docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -153,9 +153,6 @@ bench: $(READY) models ## decode and scoring throughput against transformers and
 	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --cases "n=64,prompt=40,new=64"
 	@$(PEERS) $(VLLM) || true
 	@$(BIN)/python -m benchmarks.scoring --texts
-
-bench-rejection: $(READY) models ## tokens and seconds of Speculative Rejection against Best-of-N
-	@$(BIN)/python -m benchmarks.rejection
 
 bench-gateway: $(READY) models ## what HTTP adds to gRPC, and when an answer begins to stream
 	@$(BIN)/python -m benchmarks.gateway $(ARGS)
