@@ -2,7 +2,7 @@
 
 A decode step reads all weights once. Each thread prefetches its next panel of weights while it
 multiplies with the current one, so that a product takes about as long as the longer of reading and
-multiplying (`python -m benchmarks.linear`). A row's results do not depend on its batch: all tiles
+multiplying (benchmarks/results/linear.json). A row's results do not depend on its batch: all tiles
 sum in the same order.
 
 Weights lie in panels of `PANEL` outputs, [panels, inputs, PANEL], the last one filled with zeros,
