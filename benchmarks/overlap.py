@@ -36,7 +36,7 @@ class DelayedReward:
         self._seconds = seconds
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
         yield self
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:

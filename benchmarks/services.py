@@ -68,7 +68,7 @@ def main() -> None:
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     generator = await asyncio.to_thread(load_generator, GeneratorSettings())
     spec = RelevanceSpec(name="relevance", directory=RELEVANCE)
-    scorer = await Worker.start(lambda: spec.load(Resources()))
+    reward = await Worker.start(lambda: spec.load(Resources()))
     seconds: dict[str, list[float]] = {"services": [], "in_process": []}
     shares: list[float] = []
     async with running_client() as client:
@@ -78,7 +78,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             started = time.perf_counter()
             remote = await client.generate(prompt, **options)
             between = time.perf_counter()
-            local = await _in_process(arguments, prompt, number, generator, scorer)
+            local = await _in_process(arguments, prompt, number, generator, reward.open)
             ended = time.perf_counter()
             assert remote.usage.generated_tokens == local.usage.generated_tokens
             if number:  # the first round warms up

@@ -146,7 +146,7 @@ async def _chunk(
         session = await stack.enter_async_context(models.generator.open(spec))
         draft.prompt_tokens = session.prompt_tokens
         scoring = {
-            name: await stack.enter_async_context(scorer.open(item.prompt))
+            name: await stack.enter_async_context(scorer(item.prompt))
             for name, scorer in models.scorers.items()
         }
         reached = 0

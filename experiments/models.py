@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from experiments.flops import Sizes, read_sizes
@@ -81,7 +82,7 @@ async def in_process(rewards: Sequence[str], kv_slots: int = 0) -> AsyncIterator
         yield Models(
             generator,
             await generator.describe(),
-            workers,
+            {name: worker.open for name, worker in workers.items()},
             tuple(worker.description for worker in workers.values()),
             {name: size for name, size in sizes.items() if size},
         )
@@ -127,7 +128,7 @@ async def remote(
         yield Models(
             generator,
             await generator.describe(),
-            {name: served.scorer(name) for name in rewards},
+            {name: partial(served.open, name) for name in rewards},
             tuple(descriptions[name] for name in rewards),
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -33,14 +34,14 @@ class GRPCReward:
         self.description = described.description
         self._timeout_s = spec.timeout_s
         self._channel = channel
-        self._scorer = RemoteRewards(channel).scorer(described.name)
+        self._scorer = partial(RemoteRewards(channel).open, described.name)
 
     @asynccontextmanager
     async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
         async with AsyncExitStack() as stack:
             async with answering(self.name, self._timeout_s):
                 try:
-                    session = await stack.enter_async_context(self._scorer.open(prompt))
+                    session = await stack.enter_async_context(self._scorer(prompt))
                 except NotFound as error:  # it existed when this service started
                     raise Unavailable(f"reward {self.name} is gone") from error
             # The other service may serve other weights by now, and cached answers are keyed by

@@ -230,32 +230,15 @@ class RemoteRewards:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
 
-    def scorer(self, name: str) -> RemoteScorer:
-        """A `Scorer` for the reward of that name."""
-        return RemoteScorer(self._stub, name)
-
-    async def describe(self) -> tuple[RewardDescription, ...]:
-        """The rewards that are served; the first is the default."""
-        request = reward_pb2.RewardServiceDescribeRequest()
-        answer = await _described(self._stub.Describe, request)
-        return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
-
-
-class RemoteScorer:
-    """A `Scorer` behind a channel."""
-
-    def __init__(self, stub: Any, name: str) -> None:
-        self._stub = stub
-        self._name = name
-
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[RemoteScoringSession]:
+    async def open(self, name: str, prompt: Prompt) -> AsyncIterator[RemoteScoringSession]:
+        """A session of the reward of that name; leaving the context frees its state there."""
         stream = _CommandStream[reward_pb2.ScoreSessionRequest, reward_pb2.ScoreSessionResponse](
             self._stub.ScoreSession, reward_pb2.ScoreSessionRequest, _SCORE_SESSION
         )
         try:
             command = reward_pb2.OpenScoring(
-                reward=self._name, prompt=wire.to_message(prompt, common_pb2.Prompt)
+                reward=name, prompt=wire.to_message(prompt, common_pb2.Prompt)
             )
             opened = (await stream.call(open=command)).opened
             yield RemoteScoringSession(stream, opened.fingerprint)
@@ -264,6 +247,12 @@ class RemoteScorer:
                     await stream.finish()
         finally:
             stream.cancel()
+
+    async def describe(self) -> tuple[RewardDescription, ...]:
+        """The rewards that are served; the first is the default."""
+        request = reward_pb2.RewardServiceDescribeRequest()
+        answer = await _described(self._stub.Describe, request)
+        return tuple(wire.from_message(reward, RewardDescription) for reward in answer.rewards)
 
 
 class RemoteScoringSession:

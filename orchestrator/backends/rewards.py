@@ -35,9 +35,9 @@ class FleetRewards:
         self.fleet = fleet
         self._draw = draw
 
-    def scorer(self, name: str) -> FleetScorer:
-        """A `Scorer` for the reward of that name."""
-        return FleetScorer(name, self)
+    def open(self, name: str, prompt: Prompt) -> FailoverScoringSession:
+        """A session of the reward of that name, at the best service."""
+        return FailoverScoringSession(self, name, prompt)
 
     async def describe(self) -> tuple[RewardDescription, ...]:
         """The rewards, as of the latest poll; the first is the default. Each takes as many
@@ -57,22 +57,12 @@ class FleetRewards:
         return self.fleet.ranked(prefix_of(prompt, ""), lambda b: float(b.running), self._draw)
 
 
-class FleetScorer:
-    """A `Scorer` at the best service."""
-
-    def __init__(self, name: str, rewards: FleetRewards) -> None:
-        self.name = name
-        self.rewards = rewards
-
-    def open(self, prompt: Prompt) -> FailoverScoringSession:
-        return FailoverScoringSession(self, prompt)
-
-
 class FailoverScoringSession:
     """A `ScoringSession` that continues at another service with the same rewards."""
 
-    def __init__(self, scorer: FleetScorer, prompt: Prompt) -> None:
-        self._scorer = scorer
+    def __init__(self, rewards: FleetRewards, name: str, prompt: Prompt) -> None:
+        self._rewards = rewards
+        self._name = name
         self._prompt = prompt
         self._stack = AsyncExitStack()  # of the current session
         self._tries: Counter[_Backend] = Counter()
@@ -83,7 +73,7 @@ class FailoverScoringSession:
 
     async def __aenter__(self) -> Self:
         """Raises Unavailable, Overloaded: no service can open a session."""
-        await self._place(self._scorer.rewards.ranked(self._prompt))
+        await self._place(self._rewards.ranked(self._prompt))
         self._version = self._backend.version
         return self
 
@@ -107,16 +97,16 @@ class FailoverScoringSession:
         """Services that may continue the session, the least tried first."""
         ranked = [
             backend
-            for backend in self._scorer.rewards.ranked(self._prompt)
+            for backend in self._rewards.ranked(self._prompt)
             if backend.version == self._version and self._tries[backend] < _MAX_TRIES
         ]
         return sorted(ranked, key=self._tries.__getitem__)
 
     async def _place(self, ranked: Sequence[_Backend]) -> None:
-        self._session = await self._scorer.rewards.fleet.first(ranked, self._enter)
+        self._session = await self._rewards.fleet.first(ranked, self._enter)
 
     async def _enter(self, backend: _Backend) -> ScoringSession:
         self._tries[backend] += 1
         self._backend = backend
-        scorer = backend.peer.scorer(self._scorer.name)
-        return await self._stack.enter_async_context(backend.holding(scorer.open(self._prompt)))
+        opening = backend.peer.open(self._name, self._prompt)
+        return await self._stack.enter_async_context(backend.holding(opening))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.cache import Keys, Secret, cache_keys
@@ -24,8 +26,10 @@ from specrej.contracts import (
     GenerationRequest,
     Generator,
     GeneratorDescription,
+    Prompt,
     RewardDescription,
     Scorer,
+    ScoringSession,
     Selection,
     WeightedReward,
 )
@@ -43,7 +47,7 @@ _REWARDS_PATH = "selection.rewards"
 class Rewards(Protocol):
     """A reward service, or all of them."""
 
-    def scorer(self, name: str) -> Scorer: ...
+    def open(self, name: str, prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]: ...
 
     async def describe(self) -> Sequence[RewardDescription]: ...
 
@@ -172,7 +176,8 @@ class Planner:
     def scorers(self, plan: Plan) -> list[Scorer]:
         """One scorer per reward of the plan."""
         names = (reward.name for reward in plan.request.selection.rewards)
-        return [LikelihoodScorer() if n == LIKELIHOOD else self._rewards.scorer(n) for n in names]
+        likelihood, opening = LikelihoodScorer(), self._rewards.open
+        return [likelihood if name == LIKELIHOOD else partial(opening, name) for name in names]
 
     async def reward_names(self) -> tuple[str, ...]:
         """Names that a request may use, the default first."""

@@ -27,7 +27,7 @@ class LikelihoodScorer:
     """Scores a candidate by its mean log-likelihood (the paper's self-reward)."""
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
         yield self
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
@@ -78,7 +78,7 @@ class RequestScorer:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(self._patience_s):
                     for scorer in self._scorers:
-                        session = await stack.enter_async_context(scorer.open(self._prompt))
+                        session = await stack.enter_async_context(scorer(self._prompt))
                         self._sessions.append(session)
                 self._exit = stack.pop_all()
         except _REWARD_FAILED as error:

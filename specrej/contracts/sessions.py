@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from specrej.contracts.requests import Prompt, Sampling
 
@@ -250,12 +250,6 @@ class ScoringSession(Protocol):
         """Finite scores, higher is better; the state of candidates not in the batch is dropped."""
 
 
-class Scorer(Protocol):
-    """Judges prefixes and answers."""
-
-    def open(self, prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]:
-        """A scoring session; leaving the context frees its state.
-
-        Raises:
-            NotFound: unknown reward.
-        """
+# Opens a scoring session; leaving the context frees its state. Entering it raises NotFound if the
+# reward is unknown.
+Scorer: TypeAlias = Callable[[Prompt], AbstractAsyncContextManager[ScoringSession]]

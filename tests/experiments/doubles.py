@@ -46,7 +46,7 @@ class LetterScorer:
     """A reward: the share of one letter, so that scores of prefixes vary and many are equal."""
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
         yield self
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:

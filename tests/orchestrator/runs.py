@@ -56,7 +56,7 @@ class FixedScorer:
         self.seen: list[int] = []  # ids of finished candidates
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
         yield self
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:

@@ -87,7 +87,7 @@ class FaultyScorer(FixedScorer):
         self._error = error
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
         await self._fail_at_zero()
         yield self
 

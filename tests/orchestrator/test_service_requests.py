@@ -17,7 +17,6 @@ from specrej.contracts import (
     GenerationRequest,
     Prompt,
     RewardDescription,
-    Scorer,
     Selection,
     WeightedReward,
 )
@@ -119,7 +118,7 @@ async def test_n_above_the_batch_limit_of_a_reward_is_refused_before_the_run(
     the internal port."""
 
     class SmallRewards:
-        def scorer(self, name: str) -> Scorer:
+        def open(self, name: str, prompt: Prompt) -> Any:
             raise AssertionError("must not be called")
 
         async def describe(self) -> list[RewardDescription]:

@@ -129,11 +129,8 @@ class SimulatedRewards(Node):
     async def describe(self) -> Any:
         return await self.call(lambda: _DESCRIBED)
 
-    def scorer(self, name: str) -> Any:
-        return SimpleNamespace(open=partial(self._open, name))
-
     @asynccontextmanager
-    async def _open(self, name: str, prompt: Prompt) -> AsyncIterator[Any]:
+    async def open(self, name: str, prompt: Prompt) -> AsyncIterator[Any]:
         life = await self.call(lambda: self.life)
         self.num_open += 1
         try:

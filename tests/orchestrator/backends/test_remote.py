@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ from tests.reward_service.fakes import FixedReward
 
 
 async def remote_events_of(generation_request: GenerationRequest, service: Whole) -> list[Event]:
-    scorer = service.remote_rewards.scorer("toy")
+    scorer = partial(service.remote_rewards.open, "toy")
     async with asyncio.timeout(BOUND_S):
         return await events_of(generation_request, service.remote_generator, scorer)
 
@@ -90,7 +91,7 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
     """Guards against fields that are lost, rounded or reordered on the wire."""
     worker = await Worker.start(ToyReward)
     toy = ToyGenerator(capacity, end_every=end_every)
-    local = await events_of(generation_request, toy, worker)
+    local = await events_of(generation_request, toy, worker.open)
     worker.close()
     async with whole(HeldGenerator(capacity, end_every=end_every)) as service:
         remote = await remote_events_of(generation_request, service)
@@ -123,7 +124,7 @@ async def test_messages_may_exceed_the_default_limit_of_grpc() -> None:
         reward_backend(ToyReward()) as rewards,
         channel_to(rewards) as channel,
         remote.open(SessionSpec(PROMPT, 1024, Sampling(), 8)) as session,
-        RemoteRewards(channel).scorer("toy").open(PROMPT) as scoring,
+        RemoteRewards(channel).open("toy", PROMPT) as scoring,
     ):
         ended = await session.extend(8)
         assert sum(len(candidate.text.encode()) for candidate in ended.candidates) > 6 << 20
@@ -197,7 +198,7 @@ async def test_the_answer_to_another_command_is_an_internal_error(fault: str) ->
     async with (
         grpc_rogue(fault) as port,
         open_channel(f"127.0.0.1:{port}", retries=False) as channel,
-        RemoteRewards(channel).scorer("toy").open(PROMPT) as session,
+        RemoteRewards(channel).open("toy", PROMPT) as session,
     ):
         with pytest.raises(InternalError, match="another command"):
             await session.score(batch)
@@ -209,6 +210,6 @@ async def test_invalid_scores_keep_their_reason_on_the_wire(
 ) -> None:
     async with reward_backend(FixedReward(values)) as backend, channel_to(backend) as channel:
         with pytest.raises(RewardInvalid) as raised:
-            scorer = RemoteRewards(channel).scorer("fixed")
+            scorer = partial(RemoteRewards(channel).open, "fixed")
             await events_of(request(), service.remote_generator, scorer)
     assert raised.value.reason == "REWARD_INVALID"

@@ -35,7 +35,7 @@ async def test_a_refused_connection_is_unavailable() -> None:
                 generator.describe,
                 rewards.describe,
                 lambda: enter(generator.open(SessionSpec(PROMPT, 4, Sampling(), 8))),
-                lambda: enter(rewards.scorer("toy").open(PROMPT)),
+                lambda: enter(rewards.open("toy", PROMPT)),
             )
             for call in calls:
                 with pytest.raises(Unavailable) as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,10 +48,10 @@ class RefusesSecondBatch(HeldReward):
 async def test_an_answer_does_not_change_if_its_reward_service_is_lost(batch: int) -> None:
     """And no batch is scored twice."""
     async with reward_services(ToyReward()) as running:
-        undisturbed = await answer(request(12), ToyGenerator(), running.client.scorer("toy"))
+        undisturbed = await answer(request(12), ToyGenerator(), partial(running.client.open, "toy"))
     rewards = [HeldAt(batch), HeldAt(batch)]
     async with reward_services(*rewards) as running:
-        scorer = running.client.scorer("toy")
+        scorer = partial(running.client.open, "toy")
         answering = asyncio.ensure_future(answer(request(12), ToyGenerator(), scorer))
         await until(lambda: any(reward.held for reward in rewards))
         lost, other = (0, 1) if rewards[0].held else (1, 0)
@@ -68,7 +69,7 @@ async def test_a_service_that_ended_is_unavailable() -> None:
     async with reward_services(ToyReward(), settings=ONCE) as running:
         await running.servers[0].kill()
         with pytest.raises(Unavailable):
-            async with running.client.scorer("toy").open(PROMPT):
+            async with running.client.open("toy", PROMPT):
                 pass
 
 
@@ -76,7 +77,7 @@ async def test_the_description_has_the_rewards_that_all_services_serve() -> None
     async with reward_services(ToyReward(), ToyReward()) as running:
         assert [reward.name for reward in await running.client.describe()] == ["toy"]
         with pytest.raises(NotFound):
-            async with running.client.scorer("other").open(PROMPT):
+            async with running.client.open("other", PROMPT):
                 pass
 
 
@@ -97,7 +98,7 @@ async def test_a_service_that_ended_the_session_is_tried_again() -> None:
     """A session whose lease expired is no sign that its service is lost."""
     reward = RefusesSecondBatch()
     async with reward_services(reward) as running:
-        generation = await answer(request(12), ToyGenerator(), running.client.scorer("toy"))
+        generation = await answer(request(12), ToyGenerator(), partial(running.client.open, "toy"))
     assert reward.num_batches == len(generation.rounds) + 1
 
 
@@ -107,7 +108,7 @@ async def test_no_session_continues_with_another_version() -> None:
     new.fingerprint = "new"
     async with (
         reward_services(old, new, num_listed=1) as running,
-        running.client.scorer("toy").open(PROMPT) as session,
+        running.client.open("toy", PROMPT) as session,
     ):
         await session.score(CANDIDATES)
         running.resolver.targets |= {target_of(running.servers[1])}
@@ -124,7 +125,7 @@ async def test_a_session_that_moved_is_closed_at_once() -> None:
     rewards = [RefusesSecondBatch(), RefusesSecondBatch()]
     async with reward_services(*rewards) as running:
         members = running.fleet.members()
-        async with running.client.scorer("toy").open(PROMPT) as session:
+        async with running.client.open("toy", PROMPT) as session:
             for _ in range(2):
                 await session.score(CANDIDATES)
             assert all(reward.num_batches for reward in rewards), "the session has not moved"
