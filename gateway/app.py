@@ -260,10 +260,10 @@ class Endpoint:
         with telemetry.served_http(scope["method"], self._route, http.headers.items()) as call:
             try:
                 response = await self._respond(http)
-                call.status = response.status_code
+                call.code = response.status_code
                 await response(scope, receive, send)
             except Disconnected:
-                call.status = _CLIENT_LEFT
+                call.code = _CLIENT_LEFT
 
     async def _respond(self, http: HTTPRequest) -> Response:
         try:

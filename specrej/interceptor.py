@@ -162,7 +162,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             except Unread:
                 self._reset(context)
             except Exception as error:
-                await self._abort(context, method, error, telemetry.Call())
+                await self._abort(context, method, error, telemetry.Call("OK"))
 
         return with_status
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specrej.telemetry import logs, metrics, names, traces
 
@@ -15,60 +16,58 @@ log = logging.getLogger(f"{names.NAMESPACE}.requests")
 
 @dataclass(slots=True)
 class Call:
-    """The name of the gRPC status that the call ends with."""
+    """The name of the gRPC status, or the HTTP status, that the call ends with."""
 
-    code: str = "OK"
+    code: str | int
 
 
-@contextmanager
-def served(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Call]:
+class _Protocol(NamedTuple):
+    in_flight: names.Metric
+    duration: names.Metric
+    code: str  # name of the attribute and label
+    field: str  # the same in the log
+
+
+_GRPC = _Protocol(names.RPC_IN_FLIGHT, names.RPC_DURATION, names.RPC_CODE, "code")
+_HTTP = _Protocol(names.HTTP_IN_FLIGHT, names.HTTP_DURATION, names.HTTP_STATUS, "status")
+
+
+def served(method: str, metadata: traces.Metadata) -> AbstractContextManager[Call]:
     """A call of `method` ("package.Service/Method") for as long as the context lasts.
 
     The interceptor sets `code` if it is not OK. A call with noted facts is logged when it ends.
     """
-    call, began, labels = Call(), time.perf_counter(), {names.RPC_METHOD: method}
+    labels = {names.RPC_METHOD: method}
     metrics.add(names.RPC_STARTED, 1, **labels)
-    metrics.add(names.RPC_IN_FLIGHT, 1, **labels)
-    with traces.server_span(method, metadata) as span, logs.noting() as facts:
-        try:
-            yield call
-        finally:
-            seconds = time.perf_counter() - began
-            traces.end_with_code(span, call.code)
-            metrics.record(names.RPC_DURATION, seconds, **labels, **{names.RPC_CODE: call.code})
-            metrics.add(names.RPC_IN_FLIGHT, -1, **labels)
-            if facts:
-                ending: dict[str, logs.Fact] = {
-                    "code": call.code,
-                    "total_ms": round(seconds * 1e3, 3),
-                }
-                logs.log_facts(log, "request", {**facts, **ending})
+    span = traces.server_span(method, metadata, traces.rpc(method))
+    return _served(Call("OK"), span, _GRPC, labels, {})
 
 
-@dataclass(slots=True)
-class HTTPCall:
-    """The status that the request ends with."""
-
-    status: int = 200
+def served_http(method: str, route: str, headers: traces.Metadata) -> AbstractContextManager[Call]:
+    """An HTTP request to `route`, a template, for as long as the context lasts; see `served`."""
+    labels = {names.HTTP_ROUTE: route}
+    span = traces.server_span(f"{method} {route}", headers, {names.HTTP_METHOD: method, **labels})
+    return _served(Call(200), span, _HTTP, labels, {"route": route})
 
 
 @contextmanager
-def served_http(
-    method: str, route: str, headers: Iterable[tuple[str, str | bytes]]
-) -> Iterator[HTTPCall]:
-    """An HTTP request to `route`, a template, for as long as the context lasts; see `served`."""
-    call, began, labels = HTTPCall(), time.perf_counter(), {names.HTTP_ROUTE: route}
-    metrics.add(names.HTTP_IN_FLIGHT, 1, **labels)
-    with traces.http_span(method, route, headers) as span, logs.noting() as facts:
+def _served(
+    call: Call,
+    server_span: AbstractContextManager[traces.Span],
+    protocol: _Protocol,
+    labels: Mapping[str, str],
+    logged: Mapping[str, str],
+) -> Iterator[Call]:
+    began = time.perf_counter()
+    metrics.add(protocol.in_flight, 1, **labels)
+    with server_span as span, logs.noting() as facts:
         try:
             yield call
         finally:
             seconds = time.perf_counter() - began
-            traces.end_with_status(span, call.status)
-            status = {names.HTTP_STATUS: call.status}
-            metrics.record(names.HTTP_DURATION, seconds, **labels, **status)
-            metrics.add(names.HTTP_IN_FLIGHT, -1, **labels)
+            traces.end(span, protocol.code, call.code)
+            metrics.record(protocol.duration, seconds, **labels, **{protocol.code: call.code})
+            metrics.add(protocol.in_flight, -1, **labels)
             if facts:
-                total_ms = round(seconds * 1e3, 3)
-                ending: dict[str, logs.Fact] = {"status": call.status, "total_ms": total_ms}
-                logs.log_facts(log, "request", {**facts, "route": route, **ending})
+                ending = {protocol.field: call.code, "total_ms": round(seconds * 1e3, 3)}
+                logs.log_facts(log, "request", {**facts, **logged, **ending})

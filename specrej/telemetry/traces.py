@@ -10,23 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 from opentelemetry import propagate, trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Span as Span
+from opentelemetry.trace import SpanKind as SpanKind
+from opentelemetry.trace import Status, StatusCode
 
 from specrej.telemetry import names
 
-__all__ = [
-    "UNTRACED",
-    "Attribute",
-    "ClientSpan",
-    "Span",
-    "SpanKind",
-    "annotate",
-    "end_with_code",
-    "server_span",
-    "span",
-]
-
 Attribute = str | int | float | bool | Sequence[str] | Sequence[float]
+Metadata = Iterable[tuple[str, str | bytes]]
 
 _tracer = trace.get_tracer(names.NAMESPACE)
 
@@ -81,28 +72,10 @@ def _recorded(
 
 
 @contextmanager
-def server_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Span]:
+def server_span(
+    name: str, metadata: Metadata, attributes: Mapping[str, Attribute]
+) -> Iterator[Span]:
     """The span of one incoming call, child of the caller's span if the metadata names one."""
-    with _serving(method, metadata, _rpc(method)) as current:
-        yield current
-
-
-@contextmanager
-def http_span(
-    method: str, route: str, headers: Iterable[tuple[str, str | bytes]]
-) -> Iterator[Span]:
-    """The same for an HTTP request to `route`, a template."""
-    attributes: dict[str, Attribute] = {names.HTTP_METHOD: method, names.HTTP_ROUTE: route}
-    with _serving(f"{method} {route}", headers, attributes) as current:
-        yield current
-
-
-@contextmanager
-def _serving(
-    name: str,
-    metadata: Iterable[tuple[str, str | bytes]],
-    attributes: Mapping[str, Attribute],
-) -> Iterator[Span]:
     carrier = {key: value for key, value in metadata if isinstance(value, str)}
     with (
         _tracer.start_as_current_span(
@@ -141,7 +114,7 @@ class ClientSpan:
             method,
             trace.set_span_in_context(first) if first else None,
             SpanKind.CLIENT,
-            _rpc(method),
+            rpc(method),
         )
 
     @property
@@ -160,18 +133,11 @@ class ClientSpan:
             self._span.end()
 
 
-def end_with_code(current: Span, code: str) -> None:
-    """Record the gRPC status of an incoming call on its span."""
-    current.set_attribute(names.RPC_CODE, code)
-    if code in _FAILURES:
-        current.set_status(Status(StatusCode.ERROR, code))
-
-
-def end_with_status(current: Span, status: int) -> None:
-    """Record the status of an incoming HTTP request on its span."""
-    current.set_attribute(names.HTTP_STATUS, status)
-    if status >= 500:
-        current.set_status(Status(StatusCode.ERROR, str(status)))
+def end(current: Span, attribute: str, code: str | int) -> None:
+    """Record the gRPC or HTTP status of an incoming call on its span."""
+    current.set_attribute(attribute, code)
+    if code >= 500 if isinstance(code, int) else code in _FAILURES:
+        current.set_status(Status(StatusCode.ERROR, str(code)))
 
 
 def annotate(attributes: Mapping[str, Attribute]) -> None:
@@ -179,5 +145,6 @@ def annotate(attributes: Mapping[str, Attribute]) -> None:
     trace.get_current_span().set_attributes(attributes)
 
 
-def _rpc(method: str) -> dict[str, Attribute]:
+def rpc(method: str) -> dict[str, Attribute]:
+    """Attributes of a span of a gRPC call."""
     return {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method}
