@@ -16,9 +16,6 @@ from specrej.contracts import Forks
 from specrej.errors import InvalidRequest, Overloaded, SlotsExceeded, Violation
 from specrej.inference.slots import SlotLedger
 
-# Tokens of vLLM's blocks: its default, on CPUs the fewest with which its kernels are fast.
-BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
-
 # Blocks that no candidate gets: vLLM reserves one, and counts the newest token, which is never
 # stored, against the longest text.
 SPARE_BLOCKS = 2

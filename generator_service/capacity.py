@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from generator_service.admission import BLOCK_TOKENS, SPARE_BLOCKS, Blocks, Demand, own_slots
+from generator_service.admission import SPARE_BLOCKS, Blocks, Demand, own_slots
 from specrej.inference.sizes import (
     ARCHITECTURES,
     ModelSizes,
@@ -18,6 +18,7 @@ from specrej.inference.sizes import (
     cpu_score_bytes,
     num_parameters,
 )
+from specrej.inference.vllm_options import BLOCK_TOKENS
 from specrej.limits import MAX_BATCH
 
 _VLLM_BATCHED_TOKENS = 2048  # vLLM's default

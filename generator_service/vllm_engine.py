@@ -39,7 +39,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from generator_service import vllm_draw, vllm_prompts
-from generator_service.admission import BLOCK_TOKENS, SPARE_BLOCKS
+from generator_service.admission import SPARE_BLOCKS
 from generator_service.capacity import batched_tokens
 from generator_service.commands import Top
 from generator_service.sampling import LEAST_LOGPROB
@@ -49,6 +49,7 @@ from generator_service.text import eos_ids
 from specrej.contracts import Sampling
 from specrej.errors import InternalError, Unavailable
 from specrej.inference.sizes import ModelSizes
+from specrej.inference.vllm_options import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
 

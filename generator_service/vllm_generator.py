@@ -41,6 +41,7 @@ from specrej.contracts import (
 )
 from specrej.errors import OutOfOrder, SessionExpired
 from specrej.inference.slots import SlotLedger
+from specrej.inference.vllm_options import prepare_environment
 
 if TYPE_CHECKING:
     from generator_service.vllm_engine import CandidateRequest, VLLMEngine
@@ -340,21 +341,5 @@ def fingerprint_of(settings: GeneratorSettings, dtype: str, version: str) -> str
 
 
 def _prepare_environment(settings: GeneratorSettings) -> None:
-    """Set what vLLM reads from variables only; variables that are set already win."""
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CONFIGURE_LOGGING": "0",  # the service configures logging
-        # vllm_draw uses an interface that vLLM's second model runner does not have.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        # On a CPU, one worker lives in the scheduler's process, which would spin on a core of its
-        # own while it waits for another process.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # This version cannot load the compiled code that it stores.
-        "VLLM_USE_AOT_COMPILE": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
-    }
-    if settings.threads:
-        variables["OMP_NUM_THREADS"] = str(settings.threads)
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+    # vllm_draw uses an interface that vLLM's second model runner does not have.
+    prepare_environment(settings.threads, VLLM_USE_V2_MODEL_RUNNER="0")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,9 +21,8 @@ from reward_service.conversation import Conversation, Turns, load_conversation
 from reward_service.reward import StatelessSession, Text, TextTask, distinct
 from reward_service.specs import Resources, VLLMClassifierSpec
 from specrej.contracts import Candidate, Prompt
-
-# Tokens of a block: on CPUs the fewest that vLLM's kernels handle well.
-_CPU_BLOCK_TOKENS = 32
+from specrej.inference.sizes import ModelSizes
+from specrej.inference.vllm_options import BLOCK_TOKENS, prepare_environment
 
 _MAX_TEXTS = 256
 
@@ -126,42 +124,15 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
         "trust_remote_code": spec.trust_remote_code,
     }
     if resources.device == "cpu":
-        kept = max(resources.kept_tokens, 2 * conversation.max_tokens) + _CPU_BLOCK_TOKENS
-        kv_bytes = kept * _slot_bytes(config.get_text_config())
-        arguments |= {"dtype": "float32", "block_size": _CPU_BLOCK_TOKENS}
-        arguments["kv_cache_memory_bytes"] = kv_bytes
-    _prepare_environment(resources.threads)
+        block = BLOCK_TOKENS["cpu"]
+        sizes = ModelSizes.of(partial(getattr, config.get_text_config()))
+        kept = max(resources.kept_tokens, 2 * conversation.max_tokens) + block
+        arguments |= {"dtype": "float32", "block_size": block}
+        arguments["kv_cache_memory_bytes"] = kept * sizes.slot_bytes(4)
+    prepare_environment(resources.threads)
     # Here, as it has an environment of its own, and reads the variables when it is imported.
     from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams
 
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
     raw = PoolingParams(task="classify", use_activation=False)
     return VLLMClassifier(spec, resources, llm, raw, conversation)
-
-
-def _slot_bytes(config: Any) -> int:
-    """Of one token's keys and values in float32."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size: int = 2 * 4 * config.num_hidden_layers * kv_heads * head_dim
-    return size
-
-
-def _prepare_environment(threads: int) -> None:
-    """Options that vLLM reads from variables only; those that are set already are left alone."""
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CONFIGURE_LOGGING": "0",  # the service configures logging
-        # On a CPU, one worker lives in the scheduler's process, which would spin on a core of its
-        # own while it waits for another's.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # gRPC's threads do not survive a fork
-        # This version cannot load the compiled code that it stores.
-        "VLLM_USE_AOT_COMPILE": "0",
-    }
-    if threads:
-        variables["OMP_NUM_THREADS"] = str(threads)
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)

@@ -26,7 +26,7 @@ from transformers import Gemma3TextConfig
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
-from generator_service.admission import BLOCK_TOKENS, Blocks
+from generator_service.admission import Blocks
 from generator_service.capacity import Capacity, reader, weight_bytes
 from generator_service.plan import read_config
 from generator_service.settings import GeneratorSettings
@@ -36,6 +36,7 @@ from orchestrator.backends.fleet import PollSettings
 from specrej.contracts import Generator, Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.errors import InternalError, Unavailable
 from specrej.inference.sizes import ModelSizes
+from specrej.inference.vllm_options import BLOCK_TOKENS
 from tests.conformance.conftest import Started, until_idle
 from tests.conformance.quantised import FORMATS, save_quantised
 from tests.conformance.subjects import (

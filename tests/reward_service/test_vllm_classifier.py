@@ -79,7 +79,7 @@ def test_scores_are_weighted_logits_of_each_different_text(
         AsyncEngineArgs=dict, AsyncLLMEngine=FakeEngine, PoolingParams=lambda **options: options
     )
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr(vllm_classifier, "_prepare_environment", lambda threads: None)
+    monkeypatch.setattr(vllm_classifier, "prepare_environment", lambda threads: None)
     options: dict[str, Any] = {"vllm_options": {"quantization": "fp8"}, "unfinished": "open"}
     reward = loaded("vllm-classifier", directory, **options)
     candidates = [
