@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
 
 from specrej.inference.slots import SlotLedger
+from specrej.inference.token_prefix import common_length
 
 
 class Store(Protocol):
@@ -87,7 +88,7 @@ class PromptTree(Generic[S]):
         ids = tuple(prompt_ids)
         level, start, used = self._roots, 0, 0
         while node := _find(level, salt, ids[start:]):
-            common = _num_common(node.tokens, ids[start:])
+            common = common_length(node.tokens, ids[start:])
             used += common if node.users else 0
             start += common
             if common < len(node.tokens):
@@ -101,7 +102,7 @@ class PromptTree(Generic[S]):
         leaf: RadixNode[S] | None = None
         level, start = self._roots, 0
         while node := _find(level, salt, ids[start:]):
-            common = _num_common(node.tokens, ids[start:])
+            common = common_length(node.tokens, ids[start:])
             leaf = node if common == len(node.tokens) else self._split(node, common)
             level, start = leaf.children, leaf.end
         for node in leaf.path() if leaf else ():
@@ -215,9 +216,3 @@ def _find(level: dict[_Key, RadixNode[S]], salt: str, ids: tuple[int, ...]) -> R
         if node and node.children:
             return node
     return None
-
-
-def _num_common(tokens: tuple[int, ...], ids: tuple[int, ...]) -> int:
-    """How many leading tokens the two have in common."""
-    pairs = enumerate(zip(tokens, ids, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(tokens), len(ids)))

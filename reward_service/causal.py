@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from reward_service.token_prefix import common_length, match
 from specrej.contracts import Scores
 from specrej.inference.attention import PrefillSegment, Segment
 from specrej.inference.kv import PromptKV
 from specrej.inference.model import SegmentedModel
+from specrej.inference.token_prefix import common_length, match
 
 # Rows of one sequence that are attended to at once: bounds the memory for attention scores.
 _CHUNK_TOKENS = 512

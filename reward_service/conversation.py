@@ -14,10 +14,10 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from reward_service.specs import CausalSpec, PairwiseSpec
-from reward_service.token_prefix import common_length
 from specrej.contracts import Message, Prompt
 from specrej.errors import InvalidRequest, Violation
 from specrej.inference.control_tokens import ControlTokens
+from specrej.inference.token_prefix import common_length
 
 # Stands in a response where `Conversation.splice` goes: private characters of Unicode, which no
 # template changes and which are removed from prompts and responses.

@@ -21,8 +21,8 @@ from reward_service.conversation import load_conversation
 from reward_service.lm_head import LMHead, single_token
 from reward_service.reward import distinct
 from reward_service.specs import PairwiseSpec, Resources
-from reward_service.token_prefix import common_length
 from specrej.contracts import Candidate, Message, Prompt
+from specrej.inference.token_prefix import common_length
 
 # Pairs of texts to compare, by their indices.
 _Pairs = Sequence[tuple[int, int]]

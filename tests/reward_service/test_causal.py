@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from reward_service import causal
 from reward_service.causal_reward import CausalReward
 from reward_service.reward import score_batch, take_fairly
-from reward_service.token_prefix import match
 from specrej.contracts import FinishReason, Scores
 from specrej.inference.kv import PromptKV
+from specrej.inference.token_prefix import match
 from tests.reward_service.tiny import (
     CONFIGS,
     PROMPT,

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_service.reward import distinct, score, take_fairly
-from reward_service.token_prefix import common_length, match
 from reward_service.toy import ToyReward
 from specrej.contracts import Prompt, Scores
+from specrej.inference.token_prefix import common_length, match
 
 
 @given(st.lists(st.text(max_size=3), max_size=40))
