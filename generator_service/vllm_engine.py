@@ -263,12 +263,6 @@ class VLLMEngine:
         """Count `more` requests that generate tokens now; negative: fewer."""
         self._statistics.grow(more)
 
-    @property
-    def used_slots(self) -> int:
-        """Slots of the blocks that requests hold, in vLLM's latest statistics."""
-        slots = self.capacity_slots + self.block_tokens  # vLLM counts one of the spare blocks
-        return int(self._statistics.usage * slots + 0.5)
-
     def heartbeat_s(self) -> float:
         """Seconds since the last step while requests generate; infinite if vLLM has ended."""
         if self._llm is None or self._llm.errored:

@@ -48,12 +48,6 @@ class Limits:
     tenant_tokens: int = 0
     spare_running: int = 0
 
-    def __post_init__(self) -> None:
-        if self.max_running < 1 or self.max_queued < 0:
-            raise ValueError(
-                f"max_running {self.max_running} < 1 or max_queued {self.max_queued} < 0"
-            )
-
 
 @dataclass(eq=False, slots=True)
 class _Waiter:

@@ -30,13 +30,6 @@ async def test_requests_beyond_limit_and_queue_are_refused(
     assert requests.counts == (0, 0)
 
 
-@pytest.mark.parametrize(("max_running", "max_queued"), [(0, 1), (-1, 1), (1, -1)])
-def test_limits_without_permits_are_refused(max_running: int, max_queued: int) -> None:
-    """Guards against a setting with which every request would wait without end."""
-    with pytest.raises(ValueError, match="max_running"):
-        Admission(Limits(max_running, max_queued))
-
-
 async def test_a_new_request_does_not_overtake_the_queue() -> None:
     """Guards against a returned permit that a new request takes before the waiter resumes."""
     requests = Requests(1, 10)
