@@ -268,7 +268,6 @@ def _peers(limit_s: float) -> dict[str, Peer]:
 def _systems(
     client: Client, rewards: RewardClient, reward: str, peers: Mapping[str, Peer]
 ) -> dict[str, System]:
-    """All systems by name."""
     return {
         **{name: partial(_ours, client, own, reward) for name, own in OURS.items()},
         **{name: partial(peer.answer, rewards, reward) for name, peer in peers.items()},

@@ -84,7 +84,6 @@ def interleave(
 
 
 def medians(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each column."""
     return {name: statistics.median(values) for name, values in columns.items()}
 
 

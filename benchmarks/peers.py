@@ -104,7 +104,6 @@ class Bench:
                 self.measurements.speeds[name, case] = [speeds[name] for speeds in rounds]
 
     def stop(self) -> None:
-        """Stop all processes."""
         for worker in self._workers.values():
             worker.stop()
         self._workers.clear()

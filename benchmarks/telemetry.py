@@ -36,8 +36,6 @@ _SIGNALS = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 
 @dataclass(slots=True)
 class MeasuredStack:
-    """A stack and the measurements of its blocks."""
-
     stack: Stack
     client: Client
     tokens_per_s: list[float] = field(default_factory=list)

@@ -58,7 +58,6 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all candidates."""
         return sum(live * (until - previous) for live, previous, until in self.rounds)
 
 

@@ -206,7 +206,6 @@ class _Draft:
         )
 
     def add_tokens(self, ended: Round) -> None:
-        """Add the tokens of a round."""
         for candidate in ended.candidates:
             if len(candidate.new_logprobs) != len(candidate.new_token_ids):
                 raise CollectError("the generator returns no log-probabilities")
@@ -219,7 +218,6 @@ class _Draft:
                 self.texts[candidate.id] = candidate.text
 
     def add_scores(self, name: str, column: int, ended: Round, scores: Scores) -> None:
-        """Add a reward's scores of a round."""
         partial, final = self.rewards[name].partial, self.rewards[name].final
         for candidate, value in zip(ended.candidates, scores.values, strict=True):
             if candidate.finish:

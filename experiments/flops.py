@@ -50,7 +50,6 @@ class Sizes:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers' matrices."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
         mlp = self.num_mlp_matrices * self.hidden * self.intermediate
         return self.layers * (attention + mlp)
@@ -124,7 +123,6 @@ class ComputeModel:
     encoder: Sizes | None = None
 
     def flops(self, prompt_tokens: int, run: Replayed) -> float:
-        """FLOPs of one request."""
         if self.generator is None:
             return math.nan
         scoring = encoder_flops(self.encoder, run) if self.encoder else 0

@@ -169,7 +169,6 @@ class EndpointGenerator:
         return Load(SlotGauge(capacity, owned, 0), len(self._sessions), 0)
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.aclose()
 
     async def answer(self, spec: SessionSpec, candidate_id: int) -> tuple[Candidate, int]:

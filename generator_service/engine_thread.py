@@ -53,21 +53,18 @@ class EngineThread:
         return session.id, self._send(session.opened, lambda: self.engine.open(session))
 
     def extend(self, session_id: int, until_tokens: int) -> Future[PrefixBatch]:
-        """As `Engine.extend`."""
         future: Future[PrefixBatch] = Future()
         return self._send(future, lambda: self.engine.extend(session_id, until_tokens, future))
 
     def prune(
         self, session_id: int, keep: Collection[int], forks: Forks = NO_FORKS
     ) -> Future[Pruned]:
-        """As `Engine.prune`."""
         future: Future[Pruned] = Future()
         return self._send(
             future, lambda: resolve(future, self.engine.prune(session_id, keep, forks))
         )
 
     def close(self, session_id: int) -> Future[int]:
-        """As `Engine.close`."""
         future: Future[int] = Future()
         return self._send(future, lambda: resolve(future, self.engine.close(session_id)), 0)
 

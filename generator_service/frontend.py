@@ -106,8 +106,6 @@ class Frontend:
         )
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
-        """A prefix batch with texts."""
-
         def ended() -> Round:
             candidates = tuple(self._candidate(prefix, sampling) for prefix in batch.prefixes)
             tokens = named_tokens(candidates, self.text.token) if sampling.logprobs else ()

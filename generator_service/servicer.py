@@ -47,7 +47,6 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         self._generator = generator
 
     def service(self) -> Service:
-        """This servicer, for `specrej.serving.Server`."""
         return Service(
             pb.DESCRIPTOR.services_by_name["GeneratorService"].full_name,
             lambda server: generator_pb2_grpc.add_GeneratorServiceServicer_to_server(self, server),

@@ -255,7 +255,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
 
     @property
     def backend_credentials(self) -> Credentials:
-        """Credentials of the connections to the backends."""
         return Credentials(
             token_file=self.backend_token_file,
             tls=self.backend_tls,

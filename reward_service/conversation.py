@@ -173,7 +173,6 @@ class Turns:
 
 
 def load_conversation(spec: CausalSpec | PairwiseSpec, config: Any) -> Conversation:
-    """For the model that has this configuration."""
     tokenizer = load_tokenizer(spec.directory, trust_remote_code=spec.trust_remote_code)
     limit = tokenizer.model_max_length
     limit = getattr(config.get_text_config(), "max_position_embeddings", limit)

@@ -114,7 +114,6 @@ def score(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> Scores:
 
 
 def whole_answers(texts: Sequence[str]) -> list[Candidate]:
-    """Complete texts as candidates."""
     return [Candidate(i, text, 0, 0.0, FinishReason.STOP) for i, text in enumerate(texts)]
 
 

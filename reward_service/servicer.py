@@ -38,7 +38,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._workers = {worker.description.name: worker for worker in workers}
 
     def service(self) -> serving.Service:
-        """This servicer, for `specrej.serving.Server`."""
         return serving.Service(
             pb.DESCRIPTOR.services_by_name["RewardService"].full_name,
             lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server),

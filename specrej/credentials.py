@@ -80,7 +80,6 @@ class TLSFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The paths that are set."""
         return tuple(path for path in (self.cert, self.key, self.ca) if path)
 
     def read(self) -> PEM:

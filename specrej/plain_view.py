@@ -76,7 +76,6 @@ def survivors_bar(trace: RoundTrace, n: int) -> tuple[str, str, str]:
 
 
 def plain_line(trace: RoundTrace, n: int) -> str:
-    """A round as one line of plain text."""
     texts = round_texts(trace)
     finished = f"  finished {texts.finished}" if texts.finished else ""
     return (
@@ -137,7 +136,6 @@ def title(record: RequestRecord) -> str:
 
 
 def parameters(record: RequestRecord) -> str:
-    """The parameters of the request."""
     chosen = record.selection
     rewards = "+".join(
         reward.name if reward.weight == 1 else f"{reward.weight:g}*{reward.name}"

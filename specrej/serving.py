@@ -363,7 +363,6 @@ def _grace_ms(max_deadline_s: float | None) -> int:
 
 
 async def _within(seconds: float, end: Awaitable[object]) -> None:
-    """Await it, for `seconds` at most."""
     with suppress(TimeoutError):
         await asyncio.wait_for(end, seconds)
 

@@ -88,7 +88,6 @@ def _waits(record: RequestRecord) -> Iterator[Bar]:
 
 
 def rounds_bars(rounds: Sequence[RecordedRound]) -> Iterator[Bar]:
-    """The phases of the rounds."""
     for recorded in rounds:
         group, at_ms = f"round {recorded.trace.number}", recorded.start_ms
         for name in ("extend", "score", "prune"):
@@ -191,7 +190,6 @@ def rounds_table(record: RequestRecord) -> Table:
 
 
 def drawing(record: RequestRecord) -> RenderableType:
-    """All of it."""
     parts: list[RenderableType] = [
         Text(title(record), "bold"),
         Text(parameters(record), "dim"),

@@ -32,7 +32,6 @@ class Worker:
     def answer(
         self, score: Score, turns: list[dict[str, str]], n: int, max_tokens: int, seed: int
     ) -> tuple[str, int]:
-        """The best of n."""
         self._model.max_completion_tokens = max_tokens
         messages = [ChatMessage.from_dict(turn) for turn in turns]
         best_of_n = BestOfN(_Reward(score), LMOrchestrator(max_concurrency=-1))

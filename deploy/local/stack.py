@@ -39,8 +39,6 @@ _walk = itertools.count(secrets.randbelow(len(_PORTS)))
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The port of each process."""
-
     orchestrator: int = 50050
     generator: int = 50051
     reward: int = 50052

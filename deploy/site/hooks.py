@@ -82,7 +82,6 @@ def _unescaped(code: re.Match[str]) -> str:
 
 
 def _uris(nav: object) -> Iterator[str]:
-    """The URIs in a navigation."""
     if isinstance(nav, str):
         yield nav
     elif isinstance(nav, list | dict):

@@ -74,7 +74,6 @@ def write(
 
 
 def _shared_rewards(name: str, prompts: Sequence[Trajectories]) -> tuple[str, ...]:
-    """The rewards that all prompts have."""
     if not prompts:
         raise ValueError(f"{name} has no prompts")
     first, *others = (prompt.reward_names for prompt in prompts)

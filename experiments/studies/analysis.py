@@ -81,7 +81,6 @@ class Analysis:
         return re.sub(r"[^a-z0-9]+", "-", f"{self.collection} {self.reward}".lower()).strip("-")
 
     def tables(self) -> tuple[Table, ...]:
-        """Of all studies."""
         results: tuple[Result | None, ...] = (
             *(self.matched, self.lengths, self.best_of_n, self.frontier, self.correlation),
             *(self.perplexity, self.improvement, self.anatomy, self.failures),

@@ -56,8 +56,6 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class BestOfN:
-    """Best-of-N by N."""
-
     reward: str
     points: tuple[Point, ...]
 
@@ -173,7 +171,6 @@ class Lengths:
 
 
 def lengths(prompts: Sequence[Trajectories], reward: str) -> Lengths:
-    """Of all answers."""
     rows = []
     for prompt in prompts:
         best, num_tokens = prompt.best(reward), prompt.num_tokens

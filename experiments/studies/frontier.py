@@ -186,7 +186,6 @@ class _Objective:
         self._ns = doublings(min(prompt.n for prompt in prompts))
 
     def side(self, measured: Sequence[Measured], default: Measured) -> ObjectiveFrontier:
-        """The frontier of this objective."""
         choices = []
         for n in self._ns[-2:-6:-1]:
             chosen = self._held_out(measured, n * self._single)

@@ -36,7 +36,6 @@ class Base:
 
 
 def base_of(prompts: Sequence[Trajectories], reward: str, n: int) -> Base:
-    """The base for these prompts."""
     rising = [np.sort(prompt.final(reward)) for prompt in prompts]
     worst = np.array([expected_first(finals, n) for finals in rising])
     return Base(n, curve(prompts, reward, [n]).rewards[:, 0], worst)

@@ -65,8 +65,6 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """All settings."""
-
     reward: str
     max_tokens: int
     matches: tuple[Match, ...]

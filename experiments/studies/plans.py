@@ -67,7 +67,6 @@ class Plan:
         return None if self.memory_tokens else decision_tokens(self.schedule, max_tokens)
 
     def setting(self, reward: str, prompt_tokens: int) -> Setting:
-        """The setting for one prompt."""
         slots = prompt_tokens + self.n * self.memory_tokens if self.memory_tokens else 0
         return Setting(self.n, self.alpha, self.schedule, reward, slots, snap=True)
 

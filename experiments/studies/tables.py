@@ -45,8 +45,6 @@ class Table:
 
 
 class Result(Protocol):
-    """The result of a study."""
-
     def tables(self) -> tuple[Table, ...]:
         """The result as tables."""
 

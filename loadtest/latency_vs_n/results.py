@@ -85,7 +85,6 @@ class Results:
 
 
 def collate(settings: Settings, facts: Mapping[str, str], measured: Sequence[Measured]) -> Results:
-    """The results of all blocks."""
     by_cell: dict[tuple[Condition, Algorithm, int], list[Measured]] = {}
     for measurement in measured:
         block = measurement.block

@@ -32,7 +32,6 @@ class Resolver:
         self._known: dict[str, frozenset[Target]] = {}
 
     async def resolve(self) -> frozenset[Target]:
-        """The targets of all names."""
         for address in self._addresses:
             targets = await _resolved(address)
             # An empty result may be a failure of the name server. A backend that is really gone

@@ -57,7 +57,6 @@ class PlacedSession:
 
 @asynccontextmanager
 async def placed(spec: SessionSpec, backend: GeneratorBackend) -> AsyncIterator[PlacedSession]:
-    """A session at this backend."""
     async with backend.holding(backend.peer.open(spec)) as session:
         yield PlacedSession(session, backend)
 

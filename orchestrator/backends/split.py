@@ -162,7 +162,6 @@ class SplitSession:
 
 
 def together(gauges: Sequence[SlotGauge]) -> SlotGauge:
-    """The sum of all gauges."""
     return SlotGauge(
         sum(gauge.capacity for gauge in gauges),
         sum(gauge.owned for gauge in gauges),

@@ -31,7 +31,6 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._unread_s = unread_s
 
     def service(self) -> Service:
-        """This servicer, for `specrej.serving.Server`."""
         return Service(
             pb.DESCRIPTOR.services_by_name["OrchestratorService"].full_name,
             lambda server: orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(

@@ -96,7 +96,6 @@ class DeadlineController:
         self._num_grown_tokens += rows * num_tokens
 
     def note_scoring(self, num_candidates: int, seconds: float) -> None:
-        """`num_candidates` were scored in `seconds`."""
         self._score_s = seconds / max(1, num_candidates)
 
     def step_s(self, rows: int) -> float:

@@ -314,7 +314,6 @@ def _decision_token(request: GenerationRequest, num_tokens: int) -> int:
 
 
 def _attributes(trace: RoundTrace) -> Mapping[str, Attribute]:
-    """Attributes of a round's span."""
     return {
         names.NUM_STARTED: trace.num_started,
         names.NUM_FINISHED: trace.num_finished,

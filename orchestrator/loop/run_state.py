@@ -291,7 +291,6 @@ class RunState:
         )
 
     def generation(self, num_candidates: int, total_ms: float) -> Generation:
-        """The answer."""
         chosen = tuple(self._ranked(number) for number in self.answers()[:num_candidates])
         return Generation(
             candidates=chosen,

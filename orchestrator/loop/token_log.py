@@ -32,7 +32,6 @@ class TokenLog:
     _texts: dict[int, bytes] = field(default_factory=dict)
 
     def add(self, ended: Round) -> None:
-        """Add a round."""
         if self.is_kept:
             self._texts.update((text.token_id, text.token) for text in ended.token_texts)
             for candidate in ended.candidates:

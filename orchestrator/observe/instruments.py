@@ -141,7 +141,6 @@ def note_event(event: Event, *, with_texts: bool) -> None:
 
 
 def count_round(trace: RoundTrace) -> None:
-    """Count a round of a run."""
     metrics.add(names.ROUNDS, ended_by=trace.ended_by.value)
 
 

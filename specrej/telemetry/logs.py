@@ -131,7 +131,6 @@ def _facts_of(record: logging.LogRecord) -> dict[str, Fact]:
 
 
 def _span_ids() -> dict[str, Fact]:
-    """The ids of the current span."""
     context = trace.get_current_span().get_span_context()
     if not context.is_valid:
         return {}
