@@ -36,6 +36,7 @@ T = TypeVar("T")
 # Operation names of OpenTelemetry's conventions for generative AI.
 _CHAT, _COMPLETION = "chat", "text_completion"
 _MAX_TENANTS = 10  # in a metric
+_MAX_NAMED = 1000  # ever: OpenTelemetry keeps all labels, and mixes up those beyond 2,000
 _PHASES = ("queue_ms", "open_ms", "extend_ms", "score_ms", "prune_ms", "first_round_ms")
 
 
@@ -63,9 +64,20 @@ async def admitted(stack: AsyncExitStack, permit: AbstractAsyncContextManager[No
 def observe_admission(admission: Admission) -> None:
     """Register gauges of the requests that run and wait; tenants are their digests."""
 
+    named: set[str] = set()
+
     def tenants() -> Iterator[Observed]:
+        others = 0
         for tenant, tokens in admission.heaviest(_MAX_TENANTS):
-            yield tokens, {"tenant": tenant_digest(tenant)}
+            digest = tenant_digest(tenant)
+            if len(named) < _MAX_NAMED:
+                named.add(digest)
+            if digest in named:
+                yield tokens, {"tenant": digest}
+            else:
+                others += tokens
+        if others:
+            yield others, {"tenant": "other"}
 
     metrics.observe(names.REQUESTS_RUNNING, lambda: [(admission.running, {})])
     metrics.observe(names.REQUESTS_QUEUED, lambda: [(admission.queued, {})])

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.cache import tenant_digest
+from orchestrator.observe import instruments
 from specrej.security import Share
+from specrej.telemetry import metrics, names
+from specrej.telemetry.metrics import Observe
+from specrej.telemetry.names import Metric
 from tests.orchestrator.held_requests import Requests
 from tests.serving import turns
 
@@ -281,3 +286,21 @@ async def test_the_heaviest_tenants_are_few_and_have_requests() -> None:
     assert heaviest(3) == [("d", 40), ("c", 30), ("a", 10)]
     await requests.finish_all()
     assert heaviest(3) == []
+
+
+async def test_a_metric_names_so_many_tenants_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against OpenTelemetry's limit of labels, beyond which tenants are mixed up."""
+    observed: dict[Metric, Observe] = {}
+    monkeypatch.setattr(metrics, "observe", observed.__setitem__)
+    monkeypatch.setattr(instruments, "_MAX_NAMED", 2)
+    requests = Requests(10, 100)
+    instruments.observe_admission(requests.admission)
+    for tenants, shown in (("ab", {"a": 20, "b": 10}), ("acd", {"a": 30, "other": 30})):
+        for number, tenant in enumerate(tenants):
+            await requests.arrive(tenant=tenant, tokens=10 * (len(tenants) - number))
+        expected = {
+            name if name == "other" else tenant_digest(name): n for name, n in shown.items()
+        }
+        values = observed[names.TENANT_TOKENS]()
+        assert {labels["tenant"]: value for value, labels in values} == expected
+        await requests.finish_all()
