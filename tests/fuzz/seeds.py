@@ -38,6 +38,28 @@ _REWARDS = [
     {"name": "h", "kind": "http", "url": "http://a/", "headers": {"x": "y"}},
     {"name": "g", "kind": "grpc", "address": "a:1"},
 ]
+_SPECREJ = {
+    "n": 16,
+    "alpha": 0.5,
+    "schedule": {"kind": "tokens", "tokens": [16, 32]},
+    "branching": {"width": 8, "keep": 2},
+    "rewards": {"a": 1.0},
+    "cache": "use",
+    "timeout_s": 3.5,
+}
+_BODIES = [
+    {
+        "model": "specrej",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": "object"}},
+        },
+        "logit_bias": {"7": -1},
+        "specrej": _SPECREJ,
+    },
+    {"model": "a", "prompt": ["Why?"], "logprobs": 2, "stop": "\n", "seed": 7, "temperature": 0.7},
+]
 # Python's JSON parser recurses, and RecursionError is not a ValueError.
 _DEEP = b"[" * 3_000
 
@@ -60,6 +82,7 @@ def seeds() -> Mapping[str, Sequence[bytes]]:
     line = new_token("team", [Role.GENERATE, Role.GATEWAY])[1]
     return {
         "request": [message.SerializeToString() for message in requests],
+        "gateway_request": [json.dumps(body).encode() for body in _BODIES],
         "messages": [bytes([5]) + generation, bytes([6]) + event],
         "stored_value": [packed, zlib.compress(packed)],
         "cache_index": [_SUMMARY.dump_json(Summary.of(_ENTRY))],

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from gateway.mapping import ChatRequest, CompletionRequest, call_of, parsed
 from loadtest.prompts import read_prompts
 from orchestrator.cache import Secret, cache_keys, tenant_digest
 from orchestrator.cache.answers import _SUMMARY, Summary, pack, unpack
@@ -32,6 +33,7 @@ from reward_service.specs import HTTPSpec
 from specrej import contracts as c
 from specrej import limits, wire
 from specrej.backend.v1 import generator_pb2, reward_pb2
+from specrej.client import build_request
 from specrej.credentials import Credentials, watch_token
 from specrej.errors import InvalidRequest, RewardInvalid, SpecrejError, Violation
 from specrej.security import read_tokens
@@ -70,6 +72,14 @@ def request(data: bytes) -> None:
             reward_fingerprint="r",
             secret=_SECRET,
         )
+
+
+def gateway_request(data: bytes) -> None:
+    """A body of OpenAI's API, as a conversation and as raw text: to the orchestrator's message."""
+    for kind in (ChatRequest, CompletionRequest):
+        with suppress(InvalidRequest):
+            call = call_of(parsed(kind, data), {})
+            build_request(call.prompt, **call.options)
 
 
 _UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
@@ -192,6 +202,7 @@ TARGETS: Mapping[str, Target] = {
     target.__name__: target
     for target in (
         request,
+        gateway_request,
         messages,
         stored_value,
         cache_index,
