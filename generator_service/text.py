@@ -12,6 +12,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -56,7 +57,7 @@ class Text:
         Control tokens in either are text, unless the prompt allows them.
 
         Raises:
-            InvalidRequest: messages for a model without a chat template.
+            InvalidRequest: messages for a model without a chat template, or that it refuses.
         """
         as_text = self._control_tokens.mark
         if prompt.text:
@@ -67,9 +68,14 @@ class Text:
                 [Violation("prompt.messages", "the model has no chat template: use prompt.text")]
             )
         turns = [{"role": turn.role, "content": as_text(turn.content)} for turn in prompt.messages]
-        rendered = self._tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=False
-        )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            # Templates reject what the model was not trained on, such as a system turn.
+            reason = f"the model's chat template refuses them: {str(error)[:200]}"
+            raise InvalidRequest([Violation("prompt.messages", reason)]) from error
         # The template has written the special tokens already.
         return self._encode(rendered, add_special_tokens=False)
 
@@ -183,7 +189,11 @@ def _starts(text: str, seen: int, stop: Sequence[str]) -> list[int]:
 
 
 def eos_ids(generation: Any, config: Any) -> frozenset[int]:
-    """End tokens, of the generation config if it names any, else of the model's config."""
+    """End tokens, of the generation config if it names any, else of the model's config.
+
+    Those beyond the vocabulary, which cannot be drawn, are left out.
+    """
     ids = getattr(generation, "eos_token_id", None)
     ids = config.eos_token_id if ids is None else ids
-    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+    known = () if ids is None else [ids] if isinstance(ids, int) else ids
+    return frozenset(known).intersection(range(config.get_text_config().vocab_size))

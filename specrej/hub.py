@@ -26,6 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from specrej import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,8 @@ _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHERS = ("*/*", "consolidated*")
 _CONFIGS = ("config.json", "adapter_config.json")
 _INDEX = "model.safetensors.index.json"
-_SAMPLE_BYTES = 1 << 24
+# Keys of a GGUF file after "rope.scaling." that are understood.
+_SCALING_KEYS = {"type", "factor", "original_context_length", "finetuned"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -220,12 +224,7 @@ def _line(error: BaseException) -> str:
 
 def _converted(gguf: Path) -> Path:
     """A directory in the user's cache with a GGUF file's model as float32 and its tokenizer."""
-    with gguf.open("rb") as file:
-        # The length, the beginning, which has all sizes and names, and the end.
-        size = gguf.stat().st_size
-        digest = hashlib.sha256(f"{size} ".encode() + file.read(_SAMPLE_BYTES))
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(file.read())
+    digest = hashlib.sha256(f"{gguf.stat().st_size} ".encode() + fingerprint.sample(gguf))
     target = cache_directory() / "gguf" / f"{gguf.stem}-{digest.hexdigest()[:16]}"
     if not target.exists():
         log.info("converting %s into %s, once: 4 bytes per weight", gguf, target)
@@ -256,6 +255,7 @@ def convert(gguf: Path, target: Path) -> None:
     if missing := sorted(map(str, loading["missing_keys"])):
         raise ValueError(f"{gguf}: lacks {', '.join(missing[:3])}")
     config = packed.config
+    _set_rotary_scaling(config, gguf)
     if hasattr(config, "quantization_config"):
         # The weights are unpacked by now; a config of packed ones cannot be saved.
         del config.quantization_config
@@ -268,6 +268,49 @@ def convert(gguf: Path, target: Path) -> None:
         tokenizer.save_pretrained(directory)
 
     write_directory(target, save)
+
+
+def _set_rotary_scaling(config: Any, gguf: Path) -> None:
+    """Set the rotary scaling of a GGUF file, which transformers does not read (5.23).
+
+    Raises:
+        ValueError: it is of a kind that is not known here.
+    """
+    import numpy as np
+    from gguf import GGUFReader
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    reader = GGUFReader(gguf)
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors if "rope_" in tensor.name}
+    keys = {
+        name.partition(".rope.scaling.")[2]: field.contents()
+        for name, field in reader.fields.items()
+        if ".rope.scaling." in name
+    }
+    kind, plain = keys.get("type", "none"), dict(getattr(config, "rope_parameters", None) or {})
+    if not (tensors or kind != "none") or plain.get("rope_type") != "default":
+        return
+    if tensors.keys() == {"rope_freqs.weight"} and kind == "none":
+        # As Llama 3.1 to 3.3 have it; the file has the divisors of the frequencies only.
+        divisors = tensors["rope_freqs.weight"]
+        scaled = {
+            "rope_type": "llama3",
+            "factor": float(divisors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        config.rope_parameters = plain | scaled
+        frequencies = plain["rope_theta"] ** -np.linspace(0, 1, len(divisors), False) / divisors
+        if np.allclose(ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0], frequencies, rtol=1e-3):
+            return
+    elif not tensors and kind in ("linear", "yarn") and keys.keys() <= _SCALING_KEYS:
+        scaled = {"rope_type": kind, "factor": float(keys["factor"])}
+        if "original_context_length" in keys:
+            scaled["original_max_position_embeddings"] = int(keys["original_context_length"])
+        config.rope_parameters = plain | scaled
+        return
+    raise ValueError(f"{gguf}: its rotary scaling is not known here: use the original checkpoint")
 
 
 @contextmanager

@@ -133,14 +133,20 @@ class SegmentedModel:
         if expected is None:
             return
         segment = PrefillSegment((PromptKV(self.shape, _TRIAL_TOKENS),), 0, 0, _TRIAL_TOKENS)
+        seen: list[attention.Scaling] = []
         try:
-            actual = self._run(model, token_ids, positions, [segment])[0]
+            actual = self._run(model, token_ids, positions, [segment], seen=seen)[0]
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"its attention cannot be replaced: {error}") from error
         largest = expected.abs().max().item()
         tolerance = largest * (_TOLERANCE if model.dtype.itemsize >= 4 else _HALF_TOLERANCE)
         if not torch.allclose(actual, expected, rtol=0, atol=tolerance):
             raise ValueError("its attention does more than scores, soft caps and windows")
+        if len(seen) != self.sizes.layers:
+            raise ValueError("its layers do not have one attention each")
+        window = _window(model.config.get_text_config())
+        if window and all(scaled.window != window for scaled in seen):
+            raise ValueError("its window is not that of its attention")
 
     def _speed_up(self) -> None:
         """Replace what is slow with few rows, where there is something faster for the device."""
@@ -161,3 +167,13 @@ class SegmentedModel:
             # What is left of the weights would keep the file that all of them came from in memory.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window of some of a model's layers; None: they see all tokens."""
+    kinds = getattr(config, "layer_types", None)
+    is_used = getattr(config, "use_sliding_window", True) if not kinds else None
+    if not (is_used or (kinds and "sliding_attention" in kinds)):
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window

@@ -15,6 +15,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from generator_service.loading import load_generator
 from generator_service.settings import GeneratorSettings
@@ -67,9 +68,11 @@ async def test_a_generator_and_a_reward_by_name(directory: Path, fetched: str) -
     assert rewards[0].fingerprint == rewards[1].fingerprint
 
 
-def small_llama() -> Any:
+def small_llama(**rope: Any) -> Any:
     torch.manual_seed(1)
-    config = LlamaConfig(**families._SIZES | {"num_hidden_layers": 2, "head_dim": 8})
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, **rope}
+    sizes = {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": rope}
+    config = LlamaConfig(**families._SIZES | sizes)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -84,7 +87,15 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(10_000.0)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":
+        scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].double()
+        plain = rope["rope_theta"] ** -torch.linspace(0, 1, len(scaled) + 1)[:-1].double()
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).float().numpy())
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     first, second, *others = (chr(256 + n) for n in range(config.vocab_size - 4))
@@ -126,6 +137,42 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(hub, "convert", refuse)
     assert hub.find(str(path)) == found
+
+
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {**_LLAMA_3, "factor": 8.0, "original_max_position_embeddings": 8192},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0},
+    ],
+)
+def test_rotary_scaling_of_a_gguf_file(
+    rope: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against wrong logits: transformers drops the scaling of Llama 3.1 and others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_gguf(model := small_llama(**rope), tmp_path / "scaled.gguf")
+    plain = AutoModelForCausalLM.from_pretrained(hub.find(str(tmp_path / "scaled.gguf")).directory)
+    ids = torch.tensor([[(7 * number) % 50 + 5 for number in range(60)]])
+    with torch.inference_mode():
+        torch.testing.assert_close(plain.eval()(ids).logits, model(ids).logits)
+
+
+def test_unknown_rotary_scaling_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    of_64_tokens = {**_LLAMA_3, "factor": 8.0, "original_max_position_embeddings": 64}
+    write_gguf(small_llama(**of_64_tokens), tmp_path / "other.gguf")
+    with pytest.raises(ValueError, match="its rotary scaling is not known here"):
+        hub.find(str(tmp_path / "other.gguf"))
 
 
 async def test_a_gguf_file_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,18 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
 from generator_service.frontend import ModelCard
 from generator_service.local import LocalGenerator
-from generator_service.text import Text
+from generator_service.text import Text, eos_ids
 from specrej.contracts import Candidate, FinishReason, Message, Prompt, Sampling, SessionSpec
 from specrej.errors import InvalidRequest
 from specrej.inference.attention import Segment
@@ -350,3 +356,18 @@ async def test_a_stop_text_ends_a_candidate_with_the_token_that_completes_it(
     )
     assert (final.finish, final.text) == (FinishReason.STOP, BEFORE)
     assert all((BEFORE + stop).startswith(candidate.text) for candidate in earlier)
+
+
+def test_a_conversation_that_the_template_refuses() -> None:
+    """Guards against INTERNAL for a caller's mistake, as a system turn for Gemma 2."""
+    strict = copy(tokenizer())
+    strict.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(InvalidRequest, match=r"prompt\.messages: .* refuses them: System role not"):
+        Text(strict, frozenset({END})).encode(Prompt(messages=(Message("system", "Be brief."),)))
+
+
+def test_end_tokens_beyond_the_vocabulary_are_left_out() -> None:
+    """Guards against writes outside of a row of logits, which ended the process."""
+    config = LlamaConfig(vocab_size=100, eos_token_id=7)
+    assert eos_ids(GenerationConfig(eos_token_id=[2, 99, 100, 10**9]), config) == {2, 99}
+    assert eos_ids(None, config) == {7}
