@@ -196,4 +196,5 @@ def eos_ids(generation: Any, config: Any) -> frozenset[int]:
     ids = getattr(generation, "eos_token_id", None)
     ids = config.eos_token_id if ids is None else ids
     known = () if ids is None else [ids] if isinstance(ids, int) else ids
-    return frozenset(known).intersection(range(config.get_text_config().vocab_size))
+    vocabulary = config.get_text_config().vocab_size
+    return frozenset(number for number in known if number < vocabulary)

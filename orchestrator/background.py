@@ -30,7 +30,6 @@ _LARGE = 1000
 # Reading so many bytes, which are compressed, takes about as long.
 _LARGE_BYTES = 8192
 
-
 # Not the event loop's own threads, which all rounds need.
 _THREADS = ThreadPoolExecutor(4, "messages")
 _turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

@@ -214,11 +214,8 @@ def read_tokens(path: Path) -> Tokens:
         digest, entry = _entry(line, f"{path}, line {number}")
         if entries.setdefault(digest, entry) is not entry:
             raise ValueError(f"{path}: the same token twice")
-        caller = entry.caller
-        if (
-            caller.share != Share()
-            and shares.setdefault(caller.tenant, caller.share) != caller.share
-        ):
+        tenant, share = entry.caller.tenant, entry.caller.share
+        if share != Share() and shares.setdefault(tenant, share) != share:
             raise ValueError(f"{path}: two weights or limits of one tenant")
     for digest, entry in entries.items():
         share = shares.get(entry.caller.tenant, Share())

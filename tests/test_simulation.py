@@ -68,12 +68,12 @@ def _without_wake_up(self: Any, init: Any = Flight.__init__) -> None:
     self._over = mock.Mock(wait=asyncio.Event().wait)
 
 
-_enter, _keys = Admission.enter, vars(planning)["cache_keys"]
+_enter, _land, _keys = Admission.enter, Flight.land, vars(planning)["cache_keys"]
 # Each with a seed from which on it is searched for.
 DEFECTS: dict[str, tuple[int, Any, str, Any]] = {
     "a cancelled request keeps its permit": (0, Admission, "_release", _release_unless_cancelled),
-    "turns ignore the tenant": (0, Admission, "enter", lambda s, _, *rest: _enter(s, "", *rest)),
-    "a lease is not released": (0, Lease, "release", _nothing),
+    "turns ignore the tenant": (5, Admission, "enter", lambda s, _, *rest: _enter(s, "", *rest)),
+    "a lease is not released": (2, Lease, "release", _nothing),
     "sessions stay open": (0, FailoverSession, "__aexit__", _nothing),
     "keys ignore the tenant": (
         0,
@@ -82,8 +82,9 @@ DEFECTS: dict[str, tuple[int, Any, str, Any]] = {
         lambda request, **rest: _keys(request, **{**rest, "tenant": ""}),
     ),
     "the leader wakes no follower": (0, Flight, "__init__", _without_wake_up),
-    "followers get the leader's deadline": (0, single_flight, "OWN_REASONS", ()),
-    "degraded answers are stored": (0, answers, "is_shareable", lambda _: True),
+    "followers get the leader's deadline": (9, single_flight, "OWN_REASONS", ()),
+    "hurried answers are for all": (63, Flight, "land", lambda f, result, **_: _land(f, result)),
+    "degraded answers are stored": (13, answers, "is_shareable", lambda _: True),
 }
 
 

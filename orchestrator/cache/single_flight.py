@@ -89,17 +89,17 @@ class Flight(Generic[T]):
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(self._lead_s, self._lose)
 
-    def land(self, result: T) -> None:
-        """Publish the result: waiting callers return now, even if the leader continues."""
-        self._result = result
-        self.landed = True
-        self._over.set()
+    def land(self, result: T, *, is_final: bool = True) -> None:
+        """Publish the result: waiting callers return now, even if the leader continues.
 
-    def offer(self, result: T) -> None:
-        """Publish a result that more time would have made better, when the leader leaves: to
-        callers that then have less time than it has taken."""
+        One that is not final, as more time would have made it better, is for callers that have less
+        time than it has taken when the leader leaves.
+        """
         self._result, self.landed = result, True
-        self._within_s = asyncio.get_running_loop().time() - self._began
+        if is_final:
+            self._over.set()
+        else:
+            self._within_s = asyncio.get_running_loop().time() - self._began
 
     def _suits(self, left_s: float | None) -> bool:
         return self.landed and (math.inf if left_s is None else left_s) <= self._within_s

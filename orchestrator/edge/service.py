@@ -356,8 +356,7 @@ class Orchestrator:
         if lead.flight:
             # A run without the reward would end alike: requests of a flight allow the same.
             is_final = not generation.hurried and {*generation.degradations} <= {Degradation.REWARD}
-            land = lead.flight.land if is_final else lead.flight.offer
-            land(generation)
+            lead.flight.land(generation, is_final=is_final)
         return Finished(generation)
 
 

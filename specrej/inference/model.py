@@ -172,8 +172,6 @@ class SegmentedModel:
 def _window(config: Any) -> int | None:
     """The sliding window of some of a model's layers; None: they see all tokens."""
     kinds = getattr(config, "layer_types", None)
-    is_used = getattr(config, "use_sliding_window", True) if not kinds else None
-    if not (is_used or (kinds and "sliding_attention" in kinds)):
-        return None
+    is_used = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
     window: int | None = getattr(config, "sliding_window", None)
-    return window
+    return window if is_used else None

@@ -39,7 +39,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scrape, Collecto
     try:
         return asyncio.run(busy_scrape(directory))
     except Exception as error:
-        error.add_note((directory / "orchestrator.log").read_text()[-8000:])
+        for log in directory.glob("orchestrator.log"):
+            error.add_note(log.read_text()[-8000:])
         raise
 
 

@@ -118,7 +118,7 @@ async def test_a_leader_that_does_not_land_hands_over(callers: Callers) -> None:
     assert (await leader, await waiter) == ("", "answer")
 
 
-async def test_an_offer_is_for_those_with_less_time_than_it_took() -> None:
+async def test_a_result_that_is_not_final_is_for_those_with_less_time_than_it_took() -> None:
     """Guards against errors of equal requests with one deadline, where one has used all the time;
     a caller with more time gets a better answer."""
     flights: SingleFlight[str] = SingleFlight()
@@ -130,7 +130,7 @@ async def test_an_offer_is_for_those_with_less_time_than_it_took() -> None:
     async with flights.join("k") as flight:
         waiting = [asyncio.create_task(request(left_s)) for left_s in (0.0, 60.0, None)]
         await turns()
-        flight.offer("hurried")
+        flight.land("hurried", is_final=False)
         await turns()
         assert not any(task.done() for task in waiting)
     assert await asyncio.gather(*waiting) == ["hurried", "a run", "a run"]

@@ -279,7 +279,8 @@ class Simulation:
             answer, kinds = events[-1], [type(event) for event in events]
             if kinds.index(contracts.Finished) < len(kinds) - 1:
                 raise Violation("the answer is not the last event")
-            self._check(request, tenant, answer)
+            left_s = began_s + deadline_s - self.loop.time()
+            self._check(request, tenant, answer, left_s)
             outcome = answer.source.name
             self._note(answer.generation.best.text)
         except (Exception, asyncio.CancelledError) as error:
@@ -302,12 +303,21 @@ class Simulation:
         self.outcomes[outcome] += 1
         self._note(f"{tenant} {outcome}")
 
-    def _check(self, request: GenerationRequest, tenant: str, answer: contracts.Finished) -> None:
-        """The answer may be given to this request, and has its own texts."""
+    def _check(
+        self, request: GenerationRequest, tenant: str, answer: contracts.Finished, left_s: float
+    ) -> None:
+        """The answer may be given to this request, and has its own texts; `left_s`: to the
+        deadline."""
         generation, source = answer.generation, answer.source.name
         is_weak = generation.degraded or generation.hurried
         # Requests of a flight have the same `allow_degraded`, and weak answers are not stored.
-        is_lent = source == "FLIGHT" and (request.allow_degraded or not generation.degraded)
+        is_late = left_s <= generation.timings.total_ms / 1e3 + _LATE_S
+        only_reward = {*generation.degradations} == {contracts.Degradation.REWARD}
+        is_lent = (
+            source == "FLIGHT"
+            and (request.allow_degraded or not generation.degraded)
+            and (is_late or (only_reward and not generation.hurried))
+        )
         may_have = request.cache is CacheControl.USE and (is_lent or not is_weak)
         if source != "RUN" and not may_have:
             raise Violation(f"a {source} must not have this answer for {request.cache}")
