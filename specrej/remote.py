@@ -68,7 +68,7 @@ class _CommandStream(Generic[Request, Response]):
         self._may_restart = True
         self._make = make
         self._sequence = 0
-        self._is_waiting = False
+        self._is_waiting = self._is_abandoned = False
 
     @property
     def can_finish(self) -> bool:
@@ -83,16 +83,19 @@ class _CommandStream(Generic[Request, Response]):
             Unavailable: the command before was abandoned, which has cancelled the stream.
             InternalError: the answer belongs to another command.
         """
-        if self._is_waiting:  # grpc would raise CancelledError in a task that is not cancelled
+        if self._is_abandoned:  # grpc would raise CancelledError in a task that is not cancelled
             raise Unavailable("a backend's stream was abandoned")
         self._sequence += 1
         self._is_waiting = True
         (kind,) = command
-        await self._send(self._make(sequence=self._sequence, **command))
         try:
+            await self._send(self._make(sequence=self._sequence, **command))
             answer = await self._call.read()
         except grpc.aio.AioRpcError as failure:
             raise self._failed(failure) from failure
+        except asyncio.CancelledError:
+            self._is_abandoned = True
+            raise
         if answer is grpc.aio.EOF:
             raise InternalError("a backend ended its stream before it answered")
         response: Any = answer

@@ -125,6 +125,15 @@ async def test_a_session_with_an_abandoned_command_is_unavailable(service: Whole
             await session.prune([0])
 
 
+async def test_a_command_after_a_failed_one_has_its_status(service: Whole) -> None:
+    """Guards against UNAVAILABLE in place of the status of a stride ahead of a cut."""
+    with pytest.raises(InvalidRequest):
+        async with service.remote_generator.open(SessionSpec(PROMPT, 4, Sampling(), 8)) as session:
+            with pytest.raises(InvalidRequest):
+                await session.extend(10**6)
+            await session.prune([0])
+
+
 async def test_a_generator_that_ends_while_it_closes_a_session_costs_no_answer(
     service: Whole,
 ) -> None:
