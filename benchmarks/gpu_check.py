@@ -3,9 +3,9 @@
 For machines with CUDA and vLLM; without CUDA it runs on vLLM's CPU build, so that only the figures
 are missing. It writes gpu-check.json and gpu-check.md:
 
-* conformance: the suite of all generators, on vLLM here;
-* agreement: tokens and log-probabilities of a small model, against the own engine in float32 on the
-  processor, greedy and drawn;
+* conformance: the suite of all generators, on vLLM and the own engine here, and rewards;
+* agreement: tokens and log-probabilities of a small model on both engines, against the own engine
+  in float32 on the processor, greedy and drawn;
 * speed: tokens per second, the share of the roofline bound, and the time of a prune of half of the
   candidates, with random weights in the shape of a model;
 * memory: one request with n = 0 and the memory schedule, its slots by round.
@@ -52,7 +52,7 @@ from specrej.contracts import (
     SessionSpec,
 )
 from specrej.inference.sizes import ModelSizes
-from tests.conformance.subjects import own, save_model, vllm
+from tests.conformance.subjects import VLLM_OPTIONS, own, save_model, vllm
 from tests.reward_service.tiny import make_tokenizer
 
 ON_CUDA = torch.cuda.is_available()
@@ -117,8 +117,9 @@ def _conformance() -> dict[str, Any]:
     """The suite's result, and the names of the tests that failed."""
     log("conformance: some minutes")
     command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default"]
-    files = [f"tests/conformance/test_{part}.py" for part in ("generators", "sampling")]
-    suite = [*command, *files, "-k", "vllm"]
+    parts = ("generators", "sampling", "cuda")
+    files = [f"tests/conformance/test_{part}.py" for part in parts]
+    suite = [*command, *files, "-k", "vllm or cuda"]
     output = subprocess.run(suite, capture_output=True, text=True, check=False).stdout
     failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
     return {"summary": output.strip().splitlines()[-1].strip("= "), "failed": failed}
@@ -133,7 +134,7 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         model=str(arguments.out / arguments.shape),
         max_candidates=max(arguments.n),
         memory_fraction=0.9 if ON_CUDA else 0.2,
-        vllm_options={"load_format": "dummy"} | ({} if ON_CUDA else {"enforce_eager": True}),
+        vllm_options={"load_format": "dummy", "enforce_eager": not ON_CUDA} | VLLM_OPTIONS,
         # Without CUDA few slots, so that the memory decides.
         kv_slots=0 if ON_CUDA else max(arguments.n) * (arguments.prompt + arguments.new) // 2,
     )
@@ -157,20 +158,27 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 async def _agreement(directory: Path) -> list[dict[str, Any]]:
     """Shares of candidates with equal tokens, and the largest difference of log-probabilities
-    before the first token that differs."""
+    before the first token that differs, of each engine here."""
     samplings = {
         "greedy": Sampling(_AGREEMENT_TOKENS, temperature=0.0, ignore_eos=True, logprobs=True),
         "drawn": Sampling(_AGREEMENT_TOKENS, seed=5, ignore_eos=True, logprobs=True),
     }
-    rounds: dict[str, list[Round]] = {}
-    for subject in (own, vllm):
+    engines: dict[str, Any] = {"reference": own, "vllm": vllm}
+    if ON_CUDA:
+        engines["own"] = partial(own, device="cuda")
+    rounds: dict[tuple[str, str], Round] = {}
+    for engine, subject in engines.items():
         async with subject(directory) as started:
-            for name, sampling in samplings.items():
-                n = 1 if name == "greedy" else 8
-                rounds.setdefault(name, []).append(
-                    await _whole(started.generator, n, sampling, "Name three uses of a brick.")
+            for draws, sampling in samplings.items():
+                n = 1 if draws == "greedy" else 8
+                rounds[engine, draws] = await _whole(
+                    started.generator, n, sampling, "Name three uses of a brick."
                 )
-    return [{"draws": name, **_compared(*pair)} for name, pair in rounds.items()]
+    return [
+        {"engine": engine, "draws": draws, **_compared(rounds["reference", draws], made)}
+        for (engine, draws), made in rounds.items()
+        if engine != "reference"
+    ]
 
 
 async def _whole(generator: Generator, n: int, sampling: Sampling, prompt: str) -> Round:
@@ -334,9 +342,9 @@ def _page(result: dict[str, Any]) -> Iterator[str]:
         yield from (f"* {name}" for name in conformance["failed"])
     for line in result["agreement"]:
         yield (
-            f"Against the own engine in float32, {line['draws']}: {line['equal']} of "
-            f"{line['candidates']} candidates have equal tokens; log-probabilities differ by at"
-            f" most {line['largest_difference']}.\n"
+            f"{line['engine']} against the own engine in float32, {line['draws']}:"
+            f" {line['equal']} of {line['candidates']} candidates have equal tokens;"
+            f" log-probabilities differ by at most {line['largest_difference']}.\n"
         )
     yield "| N | tokens/s | of the bound | step ms | prune of half, ms |\n|---|---|---|---|---|"
     yield from (f"| {' | '.join(map(str, _row(point)))} |" for point in result["speed"])

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,8 @@ from benchmarks.workers.engines import Limits, all_engines
 from benchmarks.workers.process import WorkerProcess
 
 _FIRST_DECISION_TOKEN = 16
+# Of results, where it is not that of the run.
+_NAMES = {"verbs": "whole", "verbs_cut": "cut"}
 _PROMPT_WORDS = ("amber", "birch", "cloud", "delta", "ember", "field", "grove", "heath")
 
 
@@ -71,6 +74,8 @@ def main() -> None:
         new=(64, "new tokens of the last candidate"),
         rounds=(3, "measured rounds"),
         threads=(len(os.sched_getaffinity(0)), "threads of each engine"),
+        vllm_options=("{}", "more engine arguments of vLLM"),
+        without_own=(False, "leave out the own engine, which is a reference on CUDA"),
     )
     with ExitStack() as stack:
         workers = dict(_workers(arguments))
@@ -83,7 +88,7 @@ def main() -> None:
         f"tokens/s of {arguments.new} tokens (median of the rounds)",
         (
             *("N", "bare", "verbs", "verbs / bare", "bare, cut", "verbs, cut", "verbs / bare"),
-            *("own", "own, cut", "own / verbs"),
+            *(() if arguments.without_own else ("own", "own, cut", "own / verbs")),
         ),
         map(_row, results),
         {
@@ -112,10 +117,15 @@ def _workers(arguments: argparse.Namespace) -> Iterator[tuple[str, WorkerProcess
     slots = most * (arguments.new + 64) + 4 * arguments.words + 64
     limits = Limits(slots, context_tokens=1024)
     engines = {engine.name: engine for engine in all_engines(arguments.model, limits)}
-    yield "bare", engines["vllm"].start(arguments.threads)
-    for name, engine in (("verbs", "vllm"), ("own", "specrej")):
-        spec = engines[engine].behind_verbs(arguments.model, slots, most)
-        yield name, spec.start(arguments.threads)
+    more = {"vllm_options": json.loads(arguments.vllm_options)}
+    bare = engines["vllm"]
+    verbs = bare.behind_verbs(arguments.model, slots, most)
+    for name, spec in (("bare", bare), ("verbs", verbs)):
+        with_more = replace(spec, options={**spec.options, **more})
+        yield name, with_more.start(arguments.threads)
+    if not arguments.without_own:
+        own = engines["specrej"].behind_verbs(arguments.model, slots, most)
+        yield "own", own.start(arguments.threads)
 
 
 def _measure(
@@ -133,7 +143,11 @@ def _measure(
     runs, tokens = {}, {}
     for suffix, case in cases.items():
         request = {"n": n, "prompt": prompt, "decision_tokens": case.decision_tokens}
-        verbs = {name: partial(workers[name].measure, request) for name in ("verbs", "own")}
+        verbs = {
+            name: partial(worker.measure, request)
+            for name, worker in workers.items()
+            if name != "bare"
+        }
         for name, run in {"bare": partial(bare, case), **verbs}.items():
             runs[f"{name}{suffix}"], tokens[f"{name}{suffix}"] = run, case.num_tokens
     seconds = interleave(runs, arguments.rounds, SETTLE_S)
@@ -141,12 +155,7 @@ def _measure(
     middle = {name: round(speed, 1) for name, speed in medians(speeds).items()}
     return {
         "n": n,
-        "bare": middle["bare"],
-        "whole": middle["verbs"],
-        "bare_cut": middle["bare_cut"],
-        "cut": middle["verbs_cut"],
-        "own": middle["own"],
-        "own_cut": middle["own_cut"],
+        **{_NAMES.get(name, name): speed for name, speed in middle.items()},
         "rounds": {name: rounded(values) for name, values in speeds.items()},
     }
 
@@ -176,7 +185,7 @@ def _row(result: Mapping[str, Any]) -> Sequence[object]:
     return (
         *(speeds["n"], speeds["bare"], speeds["whole"], ratio("whole", "bare")),
         *(speeds["bare_cut"], speeds["cut"], ratio("cut", "bare_cut")),
-        *(speeds["own"], speeds["own_cut"], ratio("own", "whole")),
+        *((speeds["own"], speeds["own_cut"], ratio("own", "whole")) if "own" in speeds else ()),
     )
 
 

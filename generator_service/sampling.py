@@ -202,7 +202,8 @@ def uniforms(seed: int, candidate_ids: list[int], step: int, device: torch.devic
     state = np.full(len(candidate_ids), seed, np.uint64)
     for key in (candidate_ids, [step], [0]):
         state = _mix(state + np.array(key, np.uint64) * _GAMMA + _GAMMA)
-    return torch.from_numpy((state >> np.uint64(11)) * 2.0**-53).to(device)
+    values = torch.from_numpy((state >> np.uint64(11)) * 2.0**-53)
+    return values.to(device, non_blocking=True)  # without waiting for the device's other work
 
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

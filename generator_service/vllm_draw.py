@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,35 +32,27 @@ KEY = "specrej"
 _FIELDS = [item.name for item in fields(Sampling) if isinstance(item.default, (int, float))]
 
 
+# By identity: rows of a session have one.
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Session:
+    """What the rows of a session have in common."""
+
+    sampling: Sampling
+    ends: tuple[int, ...]  # not drawn before min_tokens
+    adjustment: Adjustment | None = None
+    matchers: Matchers | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """A request in the batch; `made` is vLLM's own list of its tokens so far, and grows."""
 
-    sampling: Sampling
+    session: _Session
     candidate: int
     first_step: int
-    ends: tuple[int, ...]  # not drawn before min_tokens
     made: Sequence[int]
     # The candidate's tokens of earlier requests, only for an adjustment or a grammar.
     before: Sequence[int] = ()
-    adjustment: Adjustment | None = None
-    matchers: Matchers | None = None
-
-    @property
-    def step(self) -> int:
-        return self.first_step + len(self.made)
-
-    @property
-    def forbidden(self) -> tuple[int, ...]:
-        return self.ends if self.step < self.sampling.min_tokens else ()
-
-    @property
-    def text(self) -> list[int]:
-        return [*self.before, *self.made]
-
-
-# What the rows that are drawn together have in common.
-_Draw = tuple[Sampling, int, tuple[int, ...], Adjustment | None, Matchers | None]
 
 
 def arguments(
@@ -97,10 +89,10 @@ class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
-        # Of a session, which its rows share: while some are in the batch.
-        self._adjustments: WeakValueDictionary[str, Adjustment] = WeakValueDictionary()
-        self._matchers: WeakValueDictionary[str, Matchers] = WeakValueDictionary()
+        # While some of its rows are in the batch.
+        self._sessions: WeakValueDictionary[str, _Session] = WeakValueDictionary()
         self._compiled = vllm_config and _compiler(vllm_config.model_config)
+        self._certain = torch.tensor(torch.inf, device=device)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -109,22 +101,26 @@ class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """logits: float32 [requests, vocabulary], changed in place."""
-        groups: dict[_Draw, list[int]] = {}
+        """logits: float32 [requests, vocabulary], changed in place.
+
+        Never waits for a GPU, unless top_p, a grammar or an adjustment needs it.
+        """
+        groups: dict[tuple[_Session, int], list[int]] = {}
         for index in range(len(logits)):
             if row := self._rows.get(index):
-                draw = (row.sampling, row.step, row.forbidden, row.adjustment, row.matchers)
-                groups.setdefault(draw, []).append(index)
-        for (sampling, step, forbidden, adjustment, matchers), indices in groups.items():
-            part = logits if len(indices) == len(logits) else logits[indices]
+                step = row.first_step + len(row.made)
+                groups.setdefault((row.session, step), []).append(index)
+        for (session, step), indices in groups.items():
+            rows = torch.tensor(indices).to(logits.device, non_blocking=True)
+            part = logits if len(indices) == len(logits) else logits[rows]
             ids = [self._rows[index].candidate for index in indices]
-            needs_texts = adjustment or matchers
-            texts = [self._rows[index].text for index in indices] if needs_texts else ()
-            allowed = None
+            sampling, adjustment, matchers = session.sampling, session.adjustment, session.matchers
+            texts = [_text(self._rows[i]) for i in indices] if adjustment or matchers else ()
+            forbidden, allowed = session.ends if step < sampling.min_tokens else (), None
             if matchers:
                 allowed, forbidden = matchers.allowed(ids, texts, forbidden), ()
             tokens, _ = sample(part, sampling, ids, step, forbidden, adjustment, texts, allowed)
-            logits[torch.tensor(indices, device=logits.device), tokens] = torch.inf
+            logits[rows, tokens] = self._certain
         return logits
 
     def _row(
@@ -134,34 +130,29 @@ class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
         draw = (params.extra_args or {}).get(KEY)
         if draw is None:
             return None
+        assert prompt is not None
+        before = prompt[draw["prompt_tokens"] :]
+        session = self._sessions.get(draw["session"])
+        if session is None:
+            session = self._session(draw, prompt[: draw["prompt_tokens"]])
+            self._sessions[draw["session"]] = session
+        return _Row(session, draw["candidate"], draw["step"], made, before)
+
+    def _session(self, draw: Any, prompt: list[int]) -> _Session:
         biases = tuple(TokenBias(*pair) for pair in draw["logit_bias"])
         sampling = Sampling(**{name: draw[name] for name in _FIELDS}, logit_bias=biases)
-        is_adjusted_ = is_adjusted(sampling) or draw["bad_words"]
-        row = _Row(sampling, draw["candidate"], draw["step"], tuple(draw["ends"]), made)
-        if not (is_adjusted_ or draw["grammar"]):
-            return row
-        assert prompt is not None
-        prompt, before = prompt[: draw["prompt_tokens"]], prompt[draw["prompt_tokens"] :]
-        return replace(
-            row,
-            before=before,
-            adjustment=self._adjustment(draw, sampling, prompt) if is_adjusted_ else None,
-            matchers=self._matchers_of(draw) if draw["grammar"] else None,
+        ends, bad_words, grammar = tuple(draw["ends"]), draw["bad_words"], draw["grammar"]
+        is_adjusted_ = is_adjusted(sampling) or bad_words
+        return _Session(
+            sampling,
+            ends,
+            Adjustment(sampling, prompt, bad_words) if is_adjusted_ else None,
+            self._compiled(grammar, ends).matchers() if grammar else None,
         )
 
-    def _adjustment(self, draw: Any, sampling: Sampling, prompt: list[int]) -> Adjustment:
-        adjustment = self._adjustments.get(draw["session"])
-        if adjustment is None:
-            adjustment = Adjustment(sampling, prompt, draw["bad_words"])
-            self._adjustments[draw["session"]] = adjustment
-        return adjustment
 
-    def _matchers_of(self, draw: Any) -> Matchers:
-        matchers = self._matchers.get(draw["session"])
-        if matchers is None:
-            grammar = self._compiled(draw["grammar"], tuple(draw["ends"]))
-            matchers = self._matchers[draw["session"]] = grammar.matchers()
-        return matchers
+def _text(row: _Row) -> list[int]:
+    return [*row.before, *row.made]
 
 
 def _compiler(config: Any) -> Callable[[str, tuple[int, ...]], CompiledGrammar]:

@@ -18,12 +18,18 @@ from generator_service import embedded
 VLLM, PEERS = Path(".vllm"), Path(".peers")
 LLAMACPP = PEERS / "llamacpp"
 _BUILD = Path("build/peers").absolute()
+# A machine with CUDA has vLLM in this environment.
+_VLLM_IS_HERE = importlib.util.find_spec("vllm") is not None
 _VLLM_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": str(_BUILD / "vllm"),
+    "TORCHINDUCTOR_CACHE_DIR": str(_BUILD / "inductor"),
+}
+_VLLM_CPU_ENVIRONMENT = _VLLM_ENVIRONMENT | {
     # One process: with two, the idle one polls while other engines are measured.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "4",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
     # This version cannot load what it stores.
     "VLLM_USE_AOT_COMPILE": "0",
     # Recommended by vLLM's manual, with the settings of its own launcher. Idle threads sleep after
@@ -31,8 +37,6 @@ _VLLM_ENVIRONMENT = {
     "LD_PRELOAD": str((VLLM / "lib/libiomp5.so").absolute()),
     "KMP_BLOCKTIME": "5",
     "KMP_TPAUSE": "0",
-    "VLLM_CACHE_ROOT": str(_BUILD / "vllm"),
-    "TORCHINDUCTOR_CACHE_DIR": str(_BUILD / "inductor"),
 }
 
 
@@ -105,8 +109,8 @@ def all_engines(model: Path, limits: Limits) -> list[EngineSpec]:
             "vllm",
             "float32, compiled, prefix caching in blocks of 32 tokens",
             {"model": str(model), "context_tokens": limits.context_tokens},
-            VLLM,
-            _VLLM_ENVIRONMENT,
+            None if _VLLM_IS_HERE else VLLM,
+            _VLLM_ENVIRONMENT if _VLLM_IS_HERE else _VLLM_CPU_ENVIRONMENT,
         ),
         EngineSpec(
             "llamacpp",
@@ -127,7 +131,7 @@ def vllm_pooling(model: Path, context_tokens: int) -> EngineSpec:
         "float32, compiled, pooling runner",
         {"model": str(model), "context_tokens": context_tokens},
         VLLM,
-        _VLLM_ENVIRONMENT,
+        _VLLM_CPU_ENVIRONMENT,
     )
 
 
@@ -136,7 +140,7 @@ def answering_engines(model: Path, port: int, context_tokens: int) -> list[Engin
     served = {"model": str(model), "port": port, "context_tokens": context_tokens}
     client = {"url": f"http://127.0.0.1:{port}/v1"}
     direct = {"NO_PROXY": "127.0.0.1"}
-    environment = {**_VLLM_ENVIRONMENT, **direct}
+    environment = {**_VLLM_CPU_ENVIRONMENT, **direct}
     own_rating = "vLLM's server, own ratings choose"
     return [
         EngineSpec("vllm", "server, n = N", served, VLLM, environment, worker="vllm_server"),

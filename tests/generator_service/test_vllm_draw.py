@@ -27,7 +27,7 @@ SAMPLINGS = [
 
 def added(index: int) -> Any:
     """A row of a request at its first token; token 2 would end it."""
-    arguments = vllm_draw.arguments(SAMPLINGS[index], index, 0, [2], "1", 3)
+    arguments = vllm_draw.arguments(SAMPLINGS[index], index, 0, [2], f"{index}", 3)
     params = SamplingParams(temperature=0.0, max_tokens=9, extra_args=arguments)
     return (index, params, [1, 2, 3], [])
 

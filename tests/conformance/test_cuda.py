@@ -1,0 +1,67 @@
+"""Rewards on CUDA against the processor, with growing texts and cuts: `make gpu-check`.
+
+The own engine on CUDA is a subject of the suite where there is CUDA (subjects.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig
+
+from reward_service.reward import score_batch
+from tests.reward_service.tiny import (
+    CONFIGS,
+    PAD,
+    PROMPT,
+    SIZES,
+    batch,
+    load,
+    make_config,
+    make_tokenizer,
+    save,
+    save_language_model,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA")
+
+_WORDS = ["Mix", "flour", "and", "yeast,", "then", "wait:", "né", "面包", "🍞", "twice."]
+
+
+@pytest.mark.parametrize("kind", ["classifier", "likelihood"])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_causal_rewards_score_as_on_the_processor(tmp_path: Path, kind: str, family: str) -> None:
+    store = save if kind == "classifier" else save_language_model
+    store(tmp_path, make_config(family, None))
+    assert _largest_difference(kind, tmp_path) < 1e-3
+
+
+def test_encoders_score_as_on_the_processor(tmp_path: Path) -> None:
+    config = BertConfig(**SIZES, max_position_embeddings=260, pad_token_id=0)
+    save(tmp_path, config, make_tokenizer(PAD))
+    assert _largest_difference("cross-encoder", tmp_path) < 1e-3
+
+
+def _largest_difference(kind: str, directory: Path) -> float:
+    here, there = (_scores(kind, directory, device) for device in ("cpu", "cuda"))
+    assert max(here) - min(here) > 0.1
+    return max(abs(a - b) for a, b in zip(here, there, strict=True))
+
+
+def _scores(kind: str, directory: Path, device: str) -> list[float]:
+    """Of six texts that grow over four rounds, in which two are rejected."""
+    reward = load(kind, directory, device=device, token_budget=100)
+    session: Any = reward.open(PROMPT)
+    return [
+        value for texts in _rounds() for value in score_batch(session, reward, batch(texts)).values
+    ]
+
+
+def _rounds() -> Iterator[dict[int, str]]:
+    for number in range(1, 5):
+        rows = range(6 if number < 3 else 4)
+        yield {row: " ".join(_WORDS[row % 3 : row % 3 + number * (1 + row % 2)]) for row in rows}
