@@ -8,7 +8,8 @@ interface of vLLM's first model runner; the second one has another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -25,8 +26,15 @@ from generator_service.grammar import CompiledGrammar, Matchers, TokenizerSpec, 
 from generator_service.sampling import Adjustment, is_adjusted, sample
 from specrej.contracts import Sampling, TokenBias
 
-# The key of a request's extra arguments.
-KEY = "specrej"
+# The keys of a request's extra arguments. A session's requests have its first PROMPT_TOKENS in
+# common (vllm_prompts.py).
+SESSION, PROMPT_TOKENS, _DRAW, _CANDIDATE, _STEP = (
+    "session",
+    "prompt_tokens",
+    "draw",
+    "number",
+    "step",
+)
 
 # The numbers of a Sampling.
 _FIELDS = [item.name for item in fields(Sampling) if isinstance(item.default, (int, float))]
@@ -55,33 +63,32 @@ class _Row:
     before: Sequence[int] = ()
 
 
-def arguments(
-    sampling: Sampling,
-    candidate: int,
-    step: int,
-    ends: Sequence[int],
+def common_arguments(
     session: str,
     prompt_tokens: int,
+    sampling: Sampling,
+    ends: Sequence[int],
     bad_words: Sequence[Sequence[int]] = (),
     grammar: str = "",
 ) -> dict[str, Any]:
-    """A request's extra arguments: its candidate, the step of its first token, and how to draw.
+    """What a session's requests have in common.
 
-    `ends` are tokens that are not drawn before min_tokens, and that end a `grammar`. The requests
-    of a `session` have their first `prompt_tokens` in common (vllm_prompts.py).
+    `ends` are tokens that are not drawn before min_tokens, and that end a `grammar`.
     """
     draw = {
         **{name: getattr(sampling, name) for name in _FIELDS},
-        "candidate": candidate,
-        "step": step,
         "ends": list(ends),
-        "session": session,
-        "prompt_tokens": prompt_tokens,
         "logit_bias": [(item.token_id, item.bias) for item in sampling.logit_bias],
         "bad_words": [list(word) for word in bad_words],
         "grammar": grammar,
     }
-    return {KEY: draw}
+    # A text: vLLM checks and sends every request's arguments item by item.
+    return {SESSION: session, PROMPT_TOKENS: prompt_tokens, _DRAW: json.dumps(draw)}
+
+
+def arguments(common: Mapping[str, Any], candidate: int, step: int) -> dict[str, Any]:
+    """A request's extra arguments: its candidate, and the step of its first token."""
+    return {**common, _CANDIDATE: candidate, _STEP: step}
 
 
 class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
@@ -127,16 +134,16 @@ class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
         self, params: SamplingParams, prompt: list[int] | None, made: list[int]
     ) -> _Row | None:
         """`prompt` contains the candidate's tokens of earlier requests."""
-        draw = (params.extra_args or {}).get(KEY)
-        if draw is None:
+        given = params.extra_args or {}
+        if _DRAW not in given:
             return None
         assert prompt is not None
-        before = prompt[draw["prompt_tokens"] :]
-        session = self._sessions.get(draw["session"])
+        length = given[PROMPT_TOKENS]
+        session = self._sessions.get(given[SESSION])
         if session is None:
-            session = self._session(draw, prompt[: draw["prompt_tokens"]])
-            self._sessions[draw["session"]] = session
-        return _Row(session, draw["candidate"], draw["step"], made, before)
+            session = self._session(json.loads(given[_DRAW]), prompt[:length])
+            self._sessions[given[SESSION]] = session
+        return _Row(session, given[_CANDIDATE], given[_STEP], made, prompt[length:])
 
     def _session(self, draw: Any, prompt: list[int]) -> _Session:
         biases = tuple(TokenBias(*pair) for pair in draw["logit_bias"])

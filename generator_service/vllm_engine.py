@@ -15,13 +15,14 @@ of vllm_draw.py.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import logging
 import math
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from generator_service import vllm_draw, vllm_prompts
 from generator_service.admission import SPARE_BLOCKS
 from generator_service.capacity import batched_tokens
-from generator_service.commands import Top
+from generator_service.commands import OpenCommand, Top
 from generator_service.sampling import LEAST_LOGPROB
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import OnStep, Step
@@ -89,46 +90,98 @@ class Shape:
         )
 
 
+class SessionRequests:
+    """Makes the requests of a session's candidates."""
+
+    def __init__(
+        self,
+        llm: Any,
+        names: Iterator[int],
+        eos_ids: frozenset[int],
+        adapter: LoRARequest | None,
+        session: str,
+        command: OpenCommand,
+    ) -> None:
+        sampling = command.sampling
+        ends = eos_ids.union(sampling.stop_token_ids)
+        self._llm = llm
+        self._names = names
+        self._adapter = adapter
+        self._command = command
+        self._stop_ids = sorted(sampling.stop_token_ids if sampling.ignore_eos else ends)
+        self._common = vllm_draw.common_arguments(
+            session,
+            len(command.prompt_ids),
+            sampling,
+            sorted(ends) if sampling.min_tokens or command.grammar else (),
+            command.bad_words,
+            command.grammar.source if command.grammar else "",
+        )
+        self._params: SamplingParams | None = None  # the last ones
+
+    def request(self, candidate: int, given: Sequence[int] = ()) -> CandidateRequest:
+        """A candidate's request, which takes no resources before `generate`.
+
+        `given` are tokens that it has already. The prompt is read once for all candidates.
+        """
+        command, name = self._command, f"{next(self._names)}"
+        prompt = tokens_input([*command.prompt_ids, *given], cache_salt=command.cache_salt or None)
+        return CandidateRequest(
+            *(self, self._llm, name, prompt, candidate, len(given)),
+            *(command.sampling, self._adapter),
+        )
+
+    def params(self, candidate: int, step: int, count: int) -> SamplingParams:
+        """Of a request for `count` tokens, of which `step` is the number of the first."""
+        if self._params is None or self._params.max_tokens != count:
+            self._params = SamplingParams(
+                max_tokens=count,
+                temperature=0.0,  # KeyedDraws leaves one possible token
+                ignore_eos=True,
+                stop_token_ids=self._stop_ids,
+                detokenize=False,
+                logprobs=self._command.sampling.top_logprobs,  # and of the drawn token
+                output_kind=RequestOutputKind.DELTA,
+                # Each token at once only for stop texts, else all at the end.
+                stream_interval=1 if self._command.stop_texts is not None else max(2, count),
+                skip_clone=True,  # what a request changes is its own
+            )
+        params = copy.copy(self._params)
+        params.extra_args = vllm_draw.arguments(self._common, candidate, step)
+        return params
+
+
 class CandidateRequest:
     """One candidate's request to vLLM."""
 
     def __init__(
         self,
+        session: SessionRequests,
         llm: Any,
         name: str,
-        prompt_ids: Sequence[int],
-        given: Sequence[int],
-        sampling: Sampling,
+        prompt: Any,
         candidate: int,
-        eos_ids: frozenset[int],
-        session: str,
-        salt: str,
-        streams: bool,
+        num_tokens: int,
+        sampling: Sampling,
         adapter: LoRARequest | None,
-        bad_words: Sequence[Sequence[int]],
-        grammar: str,
     ) -> None:
-        """`streams`: vLLM returns each token as soon as it is drawn, not at the end of a chunk."""
         self.name = name
-        self._sampling = sampling
-        self._candidate = candidate
-        self._eos_ids = eos_ids
-        self._bad_words = bad_words
-        self._grammar = grammar
         self._session = session
-        self._streams = streams
+        self._candidate = candidate
+        self._num_tokens = num_tokens
+        self._most = sampling.top_logprobs
         self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
-        self._prompt_tokens = len(prompt_ids)
-        self._next = tokens_input([*prompt_ids, *given], cache_salt=salt or None)
-        self._num_tokens = len(given)
+        self._next = prompt
+        params = session.params(candidate, num_tokens, sampling.max_tokens)
         self._outputs: AsyncGenerator[Any, None] = llm.generate(
-            self._inputs(), self._params(sampling.max_tokens), name, lora_request=adapter
+            self._inputs(), params, name, lora_request=adapter
         )
 
     async def generate(self, count: int) -> AsyncGenerator[Token, None]:
         """At most `count` more tokens, fewer if one of them ends the text; then it pauses."""
-        self._chunks.put_nowait(StreamingInput(self._next, self._params(count)))
-        finished, most = None, self._sampling.top_logprobs
+        params = self._session.params(self._candidate, self._num_tokens, count)
+        self._chunks.put_nowait(StreamingInput(self._next, params))
+        finished, most = None, self._most
         while finished is None:
             output = await self._output()
             finished = output.finish_reason
@@ -156,30 +209,6 @@ class CandidateRequest:
     async def _inputs(self) -> AsyncGenerator[StreamingInput, None]:
         while True:
             yield await self._chunks.get()
-
-    def _params(self, count: int) -> SamplingParams:
-        sampling = self._sampling
-        ends = self._eos_ids.union(sampling.stop_token_ids)
-        return SamplingParams(
-            max_tokens=count,
-            temperature=0.0,  # KeyedDraws leaves one possible token
-            ignore_eos=True,
-            stop_token_ids=sorted(sampling.stop_token_ids if sampling.ignore_eos else ends),
-            detokenize=False,
-            logprobs=sampling.top_logprobs,  # and of the drawn token
-            output_kind=RequestOutputKind.DELTA,
-            stream_interval=1 if self._streams else max(2, count),
-            extra_args=vllm_draw.arguments(
-                sampling,
-                self._candidate,
-                self._num_tokens,
-                sorted(ends) if sampling.min_tokens or self._grammar else (),
-                self._session,
-                self._prompt_tokens,
-                self._bad_words,
-                self._grammar,
-            ),
-        )
 
 
 def _top(logprobs: Mapping[int, Any], most: int) -> Top:
@@ -227,29 +256,11 @@ class VLLMEngine:
             shape = replace(shape, context_tokens=longest)
         return cls(llm, shape, statistics, settings.adapters)
 
-    def request(
-        self,
-        prompt_ids: Sequence[int],
-        given: Sequence[int],
-        sampling: Sampling,
-        candidate: int,
-        *,
-        session: str,
-        salt: str = "",
-        streams: bool = False,
-        adapter: str = "",
-        bad_words: Sequence[Sequence[int]] = (),
-        grammar: str = "",
-    ) -> CandidateRequest:
-        """A candidate's request, which takes no resources before `generate`.
-
-        `given` are tokens that it has already. The prompt is read once for all of a `session`.
-        """
-        name = f"{next(self._names)}"
-        ends = self.eos_ids
-        return CandidateRequest(
-            *(self._llm, name, prompt_ids, given, sampling, candidate, ends, session, salt),
-            *(streams, self._adapters[adapter] if adapter else None, bad_words, grammar),
+    def session(self, session_id: int, command: OpenCommand) -> SessionRequests:
+        """The maker of a session's requests."""
+        adapter = self._adapters[command.adapter] if command.adapter else None
+        return SessionRequests(
+            self._llm, self._names, self.eos_ids, adapter, f"{session_id}", command
         )
 
     async def abort(self, requests: Sequence[CandidateRequest]) -> None:

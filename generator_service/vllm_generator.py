@@ -64,6 +64,7 @@ class VLLMSession:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.live: list[GrowingCandidate] = []
         self.num_tokens = 0  # of every live candidate
+        self._maker = generator.engine.session(session_id, command)
         self._requests: dict[int, CandidateRequest] = {}
         self._generator = generator
         self._ledger = generator.ledger
@@ -80,24 +81,9 @@ class VLLMSession:
         for candidate in live:
             for _ in range(self.num_tokens):
                 candidate.take_given()
-        self._requests = {c.id: self._request_of(c, c.given) for c in live}
+        self._requests = {c.id: self._maker.request(c.id, c.given) for c in live}
         self.live = live
         self.admitted.set_result(None)
-
-    def _request_of(self, candidate: GrowingCandidate, given: Sequence[int]) -> CandidateRequest:
-        command = self.command
-        return self._generator.engine.request(
-            command.prompt_ids,
-            given,
-            command.sampling,
-            candidate.id,
-            session=str(self.id),
-            salt=command.cache_salt,
-            streams=command.stop_texts is not None,
-            adapter=command.adapter,
-            bad_words=command.bad_words,
-            grammar=command.grammar.source if command.grammar else "",
-        )
 
     async def extend(self, until_tokens: int) -> Round:
         """As `Session.extend`; a failure or a cancellation ends the session."""
@@ -130,7 +116,7 @@ class VLLMSession:
             self._ledger.take(self.id, len(made) * own)
             for number, parent in made.items():
                 fork = live[parent].fork(number)
-                self._requests[number] = self._request_of(fork, fork.token_ids)
+                self._requests[number] = self._maker.request(number, fork.token_ids)
                 self.live.append(fork)
             # No list of the session has them any more: a cancellation must not keep them.
             await asyncio.shield(self._abort(rejected))

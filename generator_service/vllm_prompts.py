@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from generator_service.vllm_draw import KEY
+from generator_service.vllm_draw import PROMPT_TOKENS, SESSION
 
 
 @dataclass
@@ -115,14 +115,14 @@ class SharedPrompts(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _session(request: Any) -> str:
-    return str(_arguments(request).get("session", request.request_id))
+    return str(_arguments(request).get(SESSION, request.request_id))
 
 
 def _common(request: Any) -> int:
     """Tokens to share: the prompt's, but not the last token of the request."""
-    return int(min(_arguments(request)["prompt_tokens"], request.num_tokens - 1))
+    return int(min(_arguments(request)[PROMPT_TOKENS], request.num_tokens - 1))
 
 
 def _arguments(request: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = (request.sampling_params.extra_args or {}).get(KEY, {})
+    arguments: dict[str, Any] = request.sampling_params.extra_args or {}
     return arguments

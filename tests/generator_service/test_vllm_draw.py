@@ -27,7 +27,8 @@ SAMPLINGS = [
 
 def added(index: int) -> Any:
     """A row of a request at its first token; token 2 would end it."""
-    arguments = vllm_draw.arguments(SAMPLINGS[index], index, 0, [2], f"{index}", 3)
+    common = vllm_draw.common_arguments(f"{index}", 3, SAMPLINGS[index], [2])
+    arguments = vllm_draw.arguments(common, index, 0)
     params = SamplingParams(temperature=0.0, max_tokens=9, extra_args=arguments)
     return (index, params, [1, 2, 3], [])
 
@@ -80,7 +81,8 @@ def test_rows_of_a_session_draw_from_their_own_tokens() -> None:
 
     def row(index: int, session: str, sampling: Sampling) -> Any:
         bad_words = words if sampling.bad_words else ()
-        arguments = vllm_draw.arguments(sampling, index % 2, 3, [2], session, 3, bad_words)
+        common = vllm_draw.common_arguments(session, 3, sampling, [2], bad_words)
+        arguments = vllm_draw.arguments(common, index % 2, 3)
         params = SamplingParams(temperature=0.0, max_tokens=9, extra_args=arguments)
         return (index, params, [*prompt, *before[index % 2]], made[index % 2])
 

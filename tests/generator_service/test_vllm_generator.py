@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from generator_service.admission import Blocks
+from generator_service.commands import OpenCommand
 from generator_service.frontend import ModelCard
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_generator import VLLMGenerator, VLLMSession, fingerprint_of
@@ -103,6 +104,17 @@ class DoubleRequest:
 
 
 @dataclass(eq=False, slots=True)
+class DoubleSession:
+    """Makes the requests of a session."""
+
+    engine: DoubleEngine
+    prompt_tokens: int
+
+    def request(self, candidate: int, given: Sequence[int] = ()) -> DoubleRequest:
+        return DoubleRequest(self.engine, candidate, self.prompt_tokens, len(given))
+
+
+@dataclass(eq=False, slots=True)
 class DoubleEngine:
     """A double of VLLMEngine; `ends`: after how many tokens a candidate ends by itself."""
 
@@ -118,21 +130,8 @@ class DoubleEngine:
     num_growing: int = 0
     closed: bool = False
 
-    def request(
-        self,
-        prompt_ids: Sequence[int],
-        given: Sequence[int],
-        sampling: Sampling,
-        candidate: int,
-        *,
-        session: str,
-        salt: str = "",
-        streams: bool = False,
-        adapter: str = "",
-        bad_words: Sequence[Sequence[int]] = (),
-        grammar: str = "",
-    ) -> DoubleRequest:
-        return DoubleRequest(self, candidate, len(prompt_ids), len(given))
+    def session(self, session_id: int, command: OpenCommand) -> DoubleSession:
+        return DoubleSession(self, len(command.prompt_ids))
 
     def hold(self, request: DoubleRequest, count: int) -> None:
         """Blocks of its own for what is stored once it has written so many more tokens."""
