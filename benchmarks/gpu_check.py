@@ -150,7 +150,7 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
             await _speed(generator, n, arguments, steps, roofline) for n in arguments.n
         ]
         log("a request whose N the memory decides")
-        result["memory"] = await _memory(generator, arguments)
+        result["memory_run"] = await _memory(generator, arguments)
     finally:
         generator.close()
     return result
@@ -348,9 +348,9 @@ def _page(result: dict[str, Any]) -> Iterator[str]:
         )
     yield "| N | tokens/s | of the bound | step ms | prune of half, ms |\n|---|---|---|---|---|"
     yield from (f"| {' | '.join(map(str, _row(point)))} |" for point in result["speed"])
-    yield f"\nThe memory decides: N = {result['memory']['n']}.\n"
+    yield f"\nThe memory decides: N = {result['memory_run']['n']}.\n"
     yield "| tokens | ended by | started | live | slots | freed |\n|---|---|---|---|---|---|"
-    for line in result["memory"]["rounds"]:
+    for line in result["memory_run"]["rounds"]:
         names = ("tokens", "ended_by", "started", "live", "slots", "freed")
         yield f"| {' | '.join(str(line[name]) for name in names)} |"
 

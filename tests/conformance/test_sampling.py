@@ -69,13 +69,11 @@ async def test_no_candidate_ends_early(subject: Subject, changes: dict[str, int 
 
 
 async def test_min_tokens_counts_from_the_first_over_rounds(subject: Subject) -> None:
-    """Guards against a minimum that begins anew in each round."""
+    """Guards against a minimum that begins anew in each round: then all have at least 45."""
     sampling = replace(ENDING, min_tokens=20)
-    lengths = [c.num_tokens for c in await whole(subject.generator, 8, sampling)]
-    assert 20 <= min(lengths) < 60
     async with subject.generator.open(SessionSpec(PROMPT, 8, sampling, 8)) as session:
         tokens, _ = await to_the_end(session, [5, 10, 15, 25, 60])
-    assert [len(tokens[number]) for number in range(8)] == lengths
+    assert 20 <= min(len(tokens[number]) for number in range(8)) < 45
 
 
 async def test_stop_texts_end_a_candidate_before_them(subject: Subject) -> None:
@@ -112,8 +110,12 @@ async def test_adjustments_change_draws_as_defined(subject: Subject) -> None:
     for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         changes: dict[str, Any] = {penalty: 2.0}
         assert num_distinct(await drawn(**changes)) > num_distinct(plain), penalty
-    if not subject.is_toy:
-        assert {*await drawn(min_p=1.0)} == {*await drawn(1, temperature=0.0)}
+    if not subject.is_toy:  # of bfloat16 several tokens can be the most probable one
+        likely = replace(ENDLESS, max_tokens=1, min_p=1.0, logprobs=True)
+        best = replace(ENDLESS, max_tokens=1, temperature=0.0, logprobs=True)
+        (most,) = [c.new_logprobs[0] for c in await whole(subject.generator, 1, best)]
+        for candidate in await whole(subject.generator, 8, likely):
+            assert candidate.new_logprobs[0] == pytest.approx(most, abs=0.02)
 
 
 async def test_bad_words_never_appear(subject: Subject) -> None:
