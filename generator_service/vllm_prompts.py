@@ -97,11 +97,12 @@ class SharedPrompts(KVConnectorBase_V1):  # type: ignore[misc]
         copies = self._get_connector_metadata()
         if not copies.sources:
             return
+        device = self._caches[0].device
+        sources, targets = (
+            torch.tensor(blocks).to(device, non_blocking=True)
+            for blocks in (copies.sources, copies.targets)
+        )
         for cache in self._caches:
-            sources, targets = (
-                torch.tensor(blocks, device=cache.device)
-                for blocks in (copies.sources, copies.targets)
-            )
             cache[targets] = cache[sources]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
