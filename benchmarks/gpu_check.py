@@ -100,34 +100,50 @@ def main() -> None:
         (arguments.out / name).mkdir(parents=True, exist_ok=True)
     save_model(arguments.out / _AGREEMENT)
     _save_shape(arguments.out / arguments.shape, SHAPES[arguments.shape])
-    result: dict[str, Any] = {"device": _device(), "shape": arguments.shape, **describe_machine()}
-    result["conformance"] = None if arguments.skip_conformance else _conformance()
-    result |= asyncio.run(_measured(arguments))
-    (arguments.out / "gpu-check.json").write_text(json.dumps(result, indent=2) + "\n")
+    result = Result(arguments.out / "gpu-check.json")
+    result.add(device=_device(), shape=arguments.shape, **describe_machine())
+    result.add(conformance=None if arguments.skip_conformance else _conformance(arguments.out))
+    asyncio.run(_measure(arguments, result))
     (arguments.out / "gpu-check.md").write_text("\n".join(_page(result)) + "\n")
     headings = ("N", "tokens/s", "of the bound", "step ms", "prune of half, ms")
     report("vLLM behind the session verbs", headings, map(_row, result["speed"]), result)
+
+
+class Result(dict[str, Any]):
+    """The figures so far, which a file has too: a check that is interrupted keeps them."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def add(self, **figures: Any) -> None:
+        self.update(figures)
+        self._file.write_text(json.dumps(self, indent=2) + "\n")
+        log(f"{self._file.name}: {', '.join(figures)}")
 
 
 def _device() -> str:
     return torch.cuda.get_device_name() if ON_CUDA else "cpu"
 
 
-def _conformance() -> dict[str, Any]:
-    """The suite's result, and the names of the tests that failed."""
+def _conformance(out: Path) -> dict[str, Any]:
+    """The suite's result, and the names of the tests that failed; its output goes to a file."""
     log("conformance: some minutes")
     command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default"]
     parts = ("generators", "sampling", "cuda")
     files = [f"tests/conformance/test_{part}.py" for part in parts]
     suite = [*command, *files, "-k", "vllm or cuda"]
-    output = subprocess.run(suite, capture_output=True, text=True, check=False).stdout
+    file = out / "conformance.txt"
+    with file.open("w") as stream:
+        subprocess.run(suite, stdout=stream, check=False)
+    output = file.read_text()
     failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
     return {"summary": output.strip().splitlines()[-1].strip("= "), "failed": failed}
 
 
-async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
+async def _measure(arguments: argparse.Namespace, result: Result) -> None:
     log("agreement with the own engine")
-    result: dict[str, Any] = {"agreement": await _agreement(arguments.out / _AGREEMENT)}
+    result.add(agreement=await _agreement(arguments.out / _AGREEMENT))
     steps: list[float] = []
     settings = GeneratorSettings(
         engine="vllm",
@@ -144,16 +160,18 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         await generator.warm_up()
         config = LlamaConfig(**SHAPES[arguments.shape])
         roofline = Roofline(ModelSizes.of(partial(getattr, config)))
-        result["bandwidth_gb_per_s"] = round(roofline.bytes_per_s / 1e9, 1)
-        result["product_tflops"] = round(roofline.flops_per_s / 1e12, 2)
-        result["speed"] = [
-            await _speed(generator, n, arguments, steps, roofline) for n in arguments.n
-        ]
+        result.add(
+            bandwidth_gb_per_s=round(roofline.bytes_per_s / 1e9, 1),
+            product_tflops=round(roofline.flops_per_s / 1e12, 2),
+        )
+        speed: list[dict[str, Any]] = []
+        for n in arguments.n:
+            speed.append(await _speed(generator, n, arguments, steps, roofline))
+            result.add(speed=speed)
         log("a request whose N the memory decides")
-        result["memory_run"] = await _memory(generator, arguments)
+        result.add(memory_run=await _memory(generator, arguments))
     finally:
         generator.close()
-    return result
 
 
 async def _agreement(directory: Path) -> list[dict[str, Any]]:
