@@ -1,6 +1,6 @@
 """Go stubs that buf generates, under `go test`, on all services with toys.
 
-With the packages of Debian that .ci/run installs: no module is fetched.
+With the packages of Debian that docs/clients.md names: no module is fetched.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 async def test_the_stubs(stack: Stack, tmp_path: Path) -> None:
     await generate("go", tmp_path / "src/specrej.io/go")
     environment = {

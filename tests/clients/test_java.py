@@ -1,6 +1,6 @@
 """Java stubs that buf generates, on all services with toys.
 
-With a JDK and the packages of Debian that .ci/run installs.
+With a JDK and the packages of Debian that docs/clients.md names.
 """
 
 from __future__ import annotations
