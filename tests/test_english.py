@@ -9,8 +9,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PERSONS = r"who|whoever|whom|nobody|somebody|everybody|anybody|strangers?"
 VERBS = r"tells?|told|says?|said|kn[eo]ws?|believes?|forg[eo]ts?|speaks?|talks?|wants?|ask(s|ed)?"
@@ -33,8 +31,12 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
     return ((n, line) for t in parts for n, line in enumerate(t.string.splitlines(), t.start[0]))
 
 
-@pytest.mark.parametrize("name", [f for f in LISTED.split() if not f.startswith(SKIPPED)])
-def test_prose_has_no_persons(name: str) -> None:
-    lines = [(n, ALLOWED.sub("", line)) for n, line in prose(ROOT / name)]
-    hits = [f"{name}:{n}: {line.strip()}" for n, line in lines if BANNED.search(line)]
+def test_prose_has_no_persons() -> None:
+    hits = []
+    for name in LISTED.split():
+        # Most files have none of the words, and are not cut into tokens.
+        if name.startswith(SKIPPED) or not BANNED.search((ROOT / name).read_text("utf-8")):
+            continue
+        lines = [(n, ALLOWED.sub("", line)) for n, line in prose(ROOT / name)]
+        hits += [f"{name}:{n}: {line.strip()}" for n, line in lines if BANNED.search(line)]
     assert not hits, "\n".join(hits)
