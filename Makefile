@@ -62,8 +62,8 @@ PYTEST = $(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscop
 test: $(READY) models ## run the tests: make test ARGS="tests/specrej -k client"
 	@$(PYTEST) -m "not long" $(ARGS)
 
-test-long: $(READY) models ## run the tests of whole commands, which CI leaves out
-	@$(PYTEST) -m long $(ARGS)
+test-long: $(READY) models ## run the tests of whole commands, which CI leaves out, and long property tests
+	@$(PYTEST) -m "long or hypothesis" --hypothesis-profile long $(ARGS)
 
 conformance: $(VLLM) models ## test all generators by one suite, with vLLM
 	@NUMBA_CACHE_DIR=.vllm/numba .vllm/bin/python -m pytest -o filterwarnings=default tests/conformance \

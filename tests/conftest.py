@@ -22,7 +22,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before any test imports torch.
 threads.bound_spinning()
 # Examples have no deadline: their time depends on the machine's load. Benchmarks measure speed.
-settings.register_profile("specrej", deadline=None)
+# `make test-long` runs property tests with the profile `long`.
+settings.register_profile("specrej", deadline=None, max_examples=40)
+settings.register_profile("long", deadline=None, max_examples=200)
 settings.load_profile("specrej")
 
 _SERVICES = (

@@ -137,7 +137,7 @@ def _send(address: str, method: str, script: list[bytes]) -> grpc.StatusCode:
 def _fuzz(address: str, method: str, opening: Any, is_idle: Callable[[], bool]) -> None:
     codes: set[str] = set()
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)  # some of them with each status
     @given(script=_scripts(opening))
     def send(script: list[bytes]) -> None:
         code = _send(address, method, script)

@@ -25,7 +25,7 @@ def test_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=64), seed=st.integers(0, 2**32))
 def test_only_documented_errors_are_raised(name: str, data: bytes, seed: int) -> None:
     """Guards against crashes and leaked error texts by untrusted input."""

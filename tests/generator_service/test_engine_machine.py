@@ -413,4 +413,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=50, stateful_step_count=35, deadline=None)
+TestEngine.settings = settings(stateful_step_count=35)

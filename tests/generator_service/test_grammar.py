@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from generator_service.grammar import Grammars, Matchers, TokenizerSpec, unpacked
@@ -84,7 +84,6 @@ def test_tokens_that_may_come_next(
 
 
 @given(seed=st.integers(0, 10_000), output=st.sampled_from([SIZE, WORDS, SUMS, JsonObject()]))
-@settings(deadline=None, max_examples=60)
 def test_texts_that_end_conform(seed: int, output: StructuredOutput) -> None:
     """Random walks; each state is that of a candidate that reads all its tokens at once."""
     states, random, text = matchers(output), Random(seed), list[int]()

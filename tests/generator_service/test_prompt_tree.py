@@ -339,4 +339,4 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTree.settings = settings(stateful_step_count=40)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -190,7 +190,6 @@ def generator(engine: DoubleEngine) -> Iterator[VLLMGenerator]:
     check_idle(generator)
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(1, 64),
     prompt_tokens=st.integers(1, 300),
@@ -208,7 +207,6 @@ def test_reach_is_the_most_that_fits(size: int, prompt_tokens: int, tokens: int,
     assert blocks.reach(blocks.own(tokens)) >= tokens
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(1, 16),
     capacity=st.integers(60, 500),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -214,7 +214,6 @@ def test_a_rows_attention_does_not_depend_on_its_batch(group: int, rows: slice) 
     st.sampled_from([16, 48, 64, 80, 128]),
     st.none() | st.integers(1, 12),
 )
-@settings(max_examples=60, deadline=None)
 def test_equals_the_torch_operations_for_any_sessions(
     sessions: tuple[tuple[tuple[int, ...], int, int], ...],
     kv_heads: int,
@@ -266,7 +265,6 @@ def test_prompts_equal_the_torch_operations(name: str) -> None:
     st.none() | st.integers(1, 60),
     st.none() | st.just(3.0),
 )
-@settings(max_examples=60, deadline=None)
 def test_prompts_equal_the_torch_operations_for_any_sizes(
     chunks: tuple[Chunk, ...],
     kv_heads: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.edge.admission import Admission, Limits
@@ -226,7 +226,6 @@ async def test_a_request_with_less_time_than_the_wait_is_refused_at_once() -> No
 _ACTIONS = st.sampled_from(["start", "finish", "cancel", "turn"])
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     limit=st.integers(1, 3),
     queue=st.integers(0, 3),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache import Secret
@@ -80,7 +80,6 @@ def test_a_value_of_another_length_is_rejected(answer: Generation) -> None:
             unpacked(wrong)
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data(), answer=st.sampled_from([SMALL, LARGE]))
 def test_a_flipped_byte_is_detected(data: st.DataObject, answer: Generation) -> None:
     """Guards against corrupt text in an answer: the value is rejected, or reads the same."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache import tenant_digest
@@ -135,7 +135,6 @@ _ONE_SIZE = st.builds(lambda count, size: [[size]] * count, st.integers(2, 5), s
 _EVENTS = st.lists(st.sampled_from(["turn", "turn", "guest", "cancel"]), min_size=20, max_size=60)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     sizes=_ONE_SIZE | _SIZES,
     weights=st.just([1.0] * 5) | st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=5, max_size=5),
@@ -227,7 +226,6 @@ async def test_a_tenant_is_charged_for_spare_permits() -> None:
     await requests.finish_all()
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     max_running=st.integers(1, 3),
     spare_running=st.integers(0, 3),

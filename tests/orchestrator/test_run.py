@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
@@ -68,7 +68,6 @@ def promising(any_request: GenerationRequest, most: int) -> GenerationRequest:
 PROMISING = st.builds(promising, REQUESTS, st.integers(1, 12))
 
 
-@settings(max_examples=100, deadline=None)
 @given(REQUESTS | PROMISING, st.integers(70, 2000), st.integers(2, 80))
 async def test_every_request_ends_with_an_answer_and_all_slots_free(
     any_request: GenerationRequest, capacity: int, end_every: int

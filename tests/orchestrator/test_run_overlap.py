@@ -37,9 +37,7 @@ from tests.orchestrator.runs import (
 
 
 @pytest.mark.usefixtures("at_once")
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS, st.integers(2, 80), st.integers(0, 40))
 async def test_an_answer_is_the_same_if_scores_overlap(
     any_request: GenerationRequest, end_every: int, turns: int

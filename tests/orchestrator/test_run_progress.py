@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
@@ -33,7 +33,6 @@ from tests.orchestrator.runs import (
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(REQUESTS, st.integers(2, 80))
 async def test_progress_changes_nothing_and_text_is_the_answers(
     any_request: GenerationRequest, end_every: int

@@ -147,8 +147,6 @@ async def test_an_unknown_method_is_unimplemented(service: Whole) -> None:
 
 
 @settings(
-    max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # one service for all examples
 )
 @given(message=messages_of(pb.GenerateRequest.DESCRIPTOR), stream=st.booleans())

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
@@ -106,7 +106,6 @@ async def run_watched(request: GenerationRequest) -> tuple[WatchedRun, Generatio
 # No request changes
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     n=st.integers(1, 24),
@@ -146,7 +145,6 @@ async def test_neither_an_answer_nor_the_next_request_waits_for_shadows() -> Non
 # Their texts and scores
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     n=st.integers(2, 24),

@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.loop import rejection
@@ -187,7 +187,6 @@ def test_tau_is_kendalls() -> None:
     assert tau_b([pairs((weight, 1.0, final) for weight, _, final in rows)]) is None
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 40), alpha=st.sampled_from([0.1, 0.5, 0.8]))
 def test_the_weights_of_the_sample_add_up_to_all_candidates(
     seed: int, n: int, alpha: float
@@ -236,7 +235,6 @@ def test_regret_is_about_how_often_the_best_was_rejected(
     assert statistics.mean(observation.lost[0] > 0 for observation in observations) <= estimate
 
 
-@settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 40), alpha=st.sampled_from(ALPHAS))
 def test_replaying_the_alpha_of_the_run_rejects_the_same(seed: int, n: int, alpha: float) -> None:
     """The policy replayed on the sample, against the policy itself."""

@@ -7,7 +7,7 @@ import time
 import traceback
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache.single_flight import SingleFlight
@@ -225,7 +225,6 @@ async def test_waiters_return_when_the_leader_lands() -> None:
     assert flights.num_flying == 0
 
 
-@settings(max_examples=150, deadline=None)
 @given(script=st.lists(ACTIONS, max_size=40))
 async def test_one_run_at_a_time_in_any_order_of_events(script: Script) -> None:
     """Guards the invariants: one run per key, an outcome for every caller, no flight left."""

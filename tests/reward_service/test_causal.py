@@ -64,9 +64,7 @@ def grow(text: str, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), limits=st.sampled_from([(8192, 65_536), (40, 400), (1, 1)]))
 def test_scores_over_rounds_and_cuts_are_those_from_scratch(
     models: dict[str, Path], family: str, seed: int, limits: tuple[int, int]
