@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+from huggingface_hub import close_session, constants
+
 _API = re.compile(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/?]+)")
 _FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 # How one file is damaged: lost after this many bytes once, cut short, changed, or not found.
@@ -54,6 +57,22 @@ class Hub:
         return [match[3] for match in found if match]
 
 
+def use(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, home: Path, *, is_offline: bool = False
+) -> None:
+    """Let the client library in this process use a hub, and a cache in `home`, without a token.
+
+    It read the variables of the environment, other than HF_TOKEN, when it was imported.
+    """
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    url = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+
+
 @contextmanager
 def running() -> Iterator[Hub]:
     """A hub on a free port of loopback."""
@@ -71,6 +90,7 @@ def running() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        close_session()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
-import huggingface_hub.constants
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -48,15 +43,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fetched(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def fetched(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a model that `specrej pull` fetched."""
     with hubs.running() as server:
         server.add("tiny/llama", directory, "v1")
-        own = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-m", "specrej.cli", "pull", "tiny/llama@v1"]
-        subprocess.run(command, env={**os.environ, **own}, check=True, timeout=60)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    yield "tiny/llama@v1"
+        hubs.use(monkeypatch, server.endpoint, tmp_path)
+        hub.main(["tiny/llama@v1"])
+    return "tiny/llama@v1"
 
 
 async def test_a_generator_and_a_reward_by_name(directory: Path, fetched: str) -> None:
@@ -179,17 +172,12 @@ async def test_a_gguf_file_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Guards against a download of all of the repository's quantisations, and a start that does it
     again: from the file's name to an answer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     write_gguf(small_llama(), tmp_path / "small.gguf")
     files = {"sub/small.gguf": (tmp_path / "small.gguf").read_bytes(), "other.gguf": b"GGUF"}
     model = "tiny/packed/sub/small.gguf@v1"
     with hubs.running() as server:
         server.add("tiny/packed", files, "v1")
-        # In this process: converting imports transformers.
-        constants, path = huggingface_hub.constants, "{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.endpoint}/{path}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        hubs.use(monkeypatch, server.endpoint, tmp_path)
         pulled = hub.pull(model)
         assert set(server.downloads()) == {"sub/small.gguf"}
     assert hub.find(model) == pulled

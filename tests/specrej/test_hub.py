@@ -1,4 +1,4 @@
-"""Models by name, from a hub on loopback with the real client library, each in a process."""
+"""Models by name, from a hub on loopback with the real client library."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,8 +26,18 @@ FILES = {
     "onnx/model.safetensors": b"a copy",
 }
 USED = ["config.json", "model.safetensors", "tokenizer.json"]
+OR_TOKEN = ", or it needs a token: HF_TOKEN"
 
-Pull = Callable[..., subprocess.CompletedProcess[str]]
+
+class Outcome(NamedTuple):
+    """Of a command: its exit code, and what it prints."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Pull = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -36,28 +47,47 @@ def server() -> Iterator[hubs.Hub]:
 
 
 @pytest.fixture
-def pull(server: hubs.Hub, tmp_path: Path) -> Pull:
-    """`specrej pull` with an empty cache and no token."""
+def pull(
+    server: hubs.Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Pull:
+    """`specrej pull` with an empty cache and no token, in this process."""
+    hubs.use(monkeypatch, server.endpoint, tmp_path)
 
-    def run(
-        *arguments: str, stderr: int = subprocess.PIPE, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str) -> Outcome:
+        code = 0
+        try:
+            hub.main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def process(server: hubs.Hub, tmp_path: Path) -> Pull:
+    """`specrej pull` in a process, which reads the variables of the environment."""
+
+    def run(*arguments: str, stderr: int = subprocess.PIPE) -> Outcome:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        own = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "hub")}
-        return subprocess.run(
-            [sys.executable, "-m", "specrej.hub", *arguments],
-            env={**inherited, **own, **variables},
+        ended = subprocess.run(
+            [sys.executable, "-m", "specrej.cli", "pull", *arguments],
+            env={**inherited, "HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
             timeout=60,
             check=False,
         )
+        return Outcome(ended.returncode, ended.stdout, ended.stderr)
 
     return run
 
 
-def stored(outcome: subprocess.CompletedProcess[str]) -> list[str]:
+def stored(outcome: Outcome) -> list[str]:
     """The names of the files in the directory that was printed."""
     assert outcome.returncode == 0, outcome.stderr
     directory = Path(outcome.stdout.strip())
@@ -75,19 +105,21 @@ def test_a_model_is_fetched_once(server: hubs.Hub, pull: Pull) -> None:
     assert stored(pull("tiny/llama", "--with-code")) == [*USED[:2], "modeling.py", USED[2]]
 
 
-def test_progress_is_shown_on_a_terminal(server: hubs.Hub, pull: Pull, tmp_path: Path) -> None:
-    """Guards against a silent download of gigabytes, and bars in a file."""
+def test_progress_is_shown_on_a_terminal(server: hubs.Hub, process: Pull) -> None:
+    """Guards against a silent download of gigabytes, and bars or warnings in a file."""
     server.add("tiny/llama", FILES)
+    server.add("tiny/other", FILES)
     terminal, theirs = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
     try:
-        assert stored(pull("tiny/llama", stderr=theirs)) == USED
+        assert stored(process("tiny/llama", stderr=theirs)) == USED
         shown = os.read(terminal, 4096).decode()
     finally:
         os.close(terminal)
         os.close(theirs)
     assert "0/3" in shown and "%|" in shown
-    assert pull("tiny/llama", HF_HOME=str(tmp_path / "empty")).stderr == ""
+    assert process("tiny/other").stderr == ""
+    assert process("tiny/gone").stderr == f"specrej: the hub has no model tiny/gone{OR_TOKEN}\n"
 
 
 def test_a_revision_is_the_one_named(server: hubs.Hub, pull: Pull) -> None:
@@ -163,48 +195,40 @@ def test_an_incomplete_model_is_refused(
     assert not {"pytorch_model.bin", "README.md"} & set(server.downloads())
 
 
-def test_a_token_is_sent_and_a_missing_one_named(server: hubs.Hub, pull: Pull) -> None:
+def test_a_token_is_sent_and_a_missing_one_named(
+    server: hubs.Hub, pull: Pull, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.add("tiny/llama", FILES)
     server.token = "secret"
-    for variables in ({}, {"HF_TOKEN": "wrong"}):
-        outcome = pull("tiny/llama", **variables)
-        expected = "specrej: the hub has no model tiny/llama, or it needs a token: HF_TOKEN\n"
-        assert (outcome.returncode, outcome.stderr) == (1, expected)
-    assert stored(pull("tiny/llama", HF_TOKEN="secret")) == USED
+    expected = f"specrej: the hub has no model tiny/llama{OR_TOKEN}\n"
+    assert pull("tiny/llama") == (1, "", expected)
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    assert pull("tiny/llama") == (1, "", expected)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert stored(pull("tiny/llama")) == USED
+    monkeypatch.delenv("HF_TOKEN")
     server.gated = True
     outcome = pull("tiny/other")
     assert "tiny/other is gated: its terms must be accepted on the hub" in outcome.stderr
 
 
-FIND = "import sys; from specrej import hub; print(hub.find(sys.argv[1]).directory)"
-
-
-def test_a_stored_model_needs_no_network(server: hubs.Hub, pull: Pull, tmp_path: Path) -> None:
+def test_a_stored_model_needs_no_network(
+    server: hubs.Hub, pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a start that waits for the hub, and an incomplete model that starts."""
     commit = server.add("tiny/llama", FILES)
-    fetched = pull("tiny/llama").stdout
+    fetched = Path(pull("tiny/llama").stdout.strip())
     server.requests.clear()
-    variables = {"HF_HOME": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-
-    def find(model: str, **more: str) -> subprocess.CompletedProcess[str]:
-        # A generator that other tests load in this process leaves HF_HUB_OFFLINE.
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        return subprocess.run(
-            [sys.executable, "-c", FIND, model],
-            env={**inherited, **variables, **more},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    for model in ("tiny/llama", f"tiny/llama@{commit}"):
-        assert find(model).stdout == find(model, HF_HUB_OFFLINE="1").stdout == fetched
-    assert "tiny/other: the hub does not answer" in find("tiny/other").stderr
-    way = "specrej pull tiny/other, with HF_HUB_OFFLINE=0, fetches it"
-    assert f"tiny/other is not in the cache: {way}" in find("tiny/other", HF_HUB_OFFLINE="1").stderr
-    (Path(fetched.strip()) / "model.safetensors").unlink()
-    assert find("tiny/llama", HF_HUB_OFFLINE="1").returncode == 1
+    not_cached = "is not in the cache: specrej pull tiny/other, with HF_HUB_OFFLINE=0, fetches it"
+    for is_offline, reason in ((False, ": the hub does not answer"), (True, f" {not_cached}")):
+        hubs.use(monkeypatch, "http://127.0.0.1:9", tmp_path, is_offline=is_offline)
+        for model in ("tiny/llama", f"tiny/llama@{commit}"):
+            assert hub.find(model).directory == fetched
+        with pytest.raises(hub.HubError, match=f"tiny/other{reason}"):
+            hub.find("tiny/other")
+    (fetched / "model.safetensors").unlink()
+    with pytest.raises(hub.HubError, match="tiny/llama is not in the cache"):
+        hub.find("tiny/llama")
     assert not server.requests
 
 
