@@ -32,6 +32,7 @@ from specrej.contracts import Candidate, FinishReason, Message, Prompt, Sampling
 from specrej.errors import InvalidRequest
 from specrej.inference.attention import Segment
 from specrej.inference.kv import KVShape
+from tests.generator_service import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,7 +58,9 @@ def cached_text() -> Text:
 
 
 @pytest.fixture
-def text() -> Text:
+def text(monkeypatch: pytest.MonkeyPatch) -> Text:
+    # Its own grammars, which no test here uses, take half a second per generator.
+    monkeypatch.setattr(Text, "grammars", lambda text, vocabulary: tiny.grammars())
     return cached_text()
 
 
