@@ -101,6 +101,7 @@ def _extend(overlay: Path, components: Iterable[str], settings: dict[str, str]) 
     values.write_text(yaml.safe_dump({**metadata, "data": given | settings}))
 
 
+@cache
 def kustomized(directory: Path) -> str:
     """Return what kustomize builds; skips the test where there is none."""
     fetched = ROOT / ".tools" / "kustomize"
