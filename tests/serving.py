@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Unpack
@@ -124,15 +125,19 @@ async def describe_service(address: str) -> ServiceDescription:
 
 
 async def until(
-    condition: Callable[[], bool | Awaitable[bool]], bound_s: float = 60, every_s: float = 0
+    condition: Callable[[], bool | Awaitable[bool]], bound_s: float = 60, every_s: float = 0.002
 ) -> None:
-    """Return once the condition holds; raise TimeoutError after `bound_s` seconds."""
+    """Return once the condition holds; raise TimeoutError after `bound_s` seconds.
+
+    It is checked at each of the event loop's next 100 turns, then every `every_s` seconds, so that
+    a wait for other threads and processes leaves them the processor.
+    """
     async with asyncio.timeout(bound_s):
-        while True:
+        for turn in itertools.count():
             holds = condition()
             if await holds if isinstance(holds, Awaitable) else holds:
                 return
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(0 if turn < 100 else every_s)
 
 
 async def turns(count: int = 20) -> None:
