@@ -1,4 +1,4 @@
-"""One stack for all examples: a generator of toys, and the real rewards that examples name."""
+"""One stack of toys for all examples, with the rewards that they name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 REWARDS = [
     {"name": "toy", "kind": "toy"},
     *json.loads((EXAMPLES / "coding/rewards.json").read_text()),
-    {"name": "relevance", "kind": "relevance", "directory": ".models/relevance"},
+    {"name": "relevance", "kind": "toy"},
 ]
 SETTINGS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=2",
