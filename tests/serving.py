@@ -125,19 +125,28 @@ async def describe_service(address: str) -> ServiceDescription:
 
 
 async def until(
-    condition: Callable[[], bool | Awaitable[bool]], bound_s: float = 60, every_s: float = 0.002
+    condition: Callable[[], bool | Awaitable[bool]], bound_s: float = 60, every_s: float = 0
 ) -> None:
     """Return once the condition holds; raise TimeoutError after `bound_s` seconds.
 
-    It is checked at each of the event loop's next 100 turns, then every `every_s` seconds, so that
-    a wait for other threads and processes leaves them the processor.
+    It is checked every `every_s` seconds. 0: at each of the event loop's next 100 turns, then every
+    2 ms, so that a wait for other threads and processes leaves them the processor.
     """
     async with asyncio.timeout(bound_s):
         for turn in itertools.count():
             holds = condition()
             if await holds if isinstance(holds, Awaitable) else holds:
                 return
-            await asyncio.sleep(0 if turn < 100 else every_s)
+            await asyncio.sleep(every_s or (0 if turn < 100 else 0.002))
+
+
+async def until_slots_are_free(generator_address: str, bound_s: float = 60) -> None:
+    """Return once no session has slots of the generator; raise TimeoutError after `bound_s`."""
+
+    async def are_free() -> bool:
+        return (await describe_generator(generator_address)).slots.owned == 0
+
+    await until(are_free, bound_s, every_s=0.05)
 
 
 async def turns(count: int = 20) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from deploy.local.stack import Stack
-from tests.serving import describe_generator, until
+from tests.serving import until_slots_are_free
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / "clients"
@@ -34,11 +34,7 @@ async def run(*command: str | Path, folder: Path, bound_s: float = 120, **enviro
 
 async def wait_for_free_slots(stack: Stack) -> None:
     """Less time than a request of the tests takes that no client cancels."""
-
-    async def is_free() -> bool:
-        return (await describe_generator(stack.generator_address)).slots.owned == 0
-
-    await until(is_free, bound_s=10, every_s=0.05)
+    await until_slots_are_free(stack.generator_address, bound_s=10)
 
 
 async def generate(language: str, output: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.local.stack import Stack
 from specrej import Client
-from tests.serving import describe_generator, until
+from tests.serving import until_slots_are_free
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("node")
@@ -33,11 +33,7 @@ async def test_the_official_client_for_node(stack: Stack) -> None:
     )
     output, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0, output.decode()
-
-    async def is_free() -> bool:
-        return (await describe_generator(stack.generator_address)).slots.owned == 0
-
-    await until(is_free)
+    await until_slots_are_free(stack.generator_address)
     async with Client(stack.orchestrator_address) as client:
         latest, *_ = await client.records()
     assert latest.outcome == "CANCELLED"  # of the last test, which aborts

@@ -255,16 +255,18 @@ async def test_a_finished_candidate_makes_room_within_the_round() -> None:
     ]
 
 
+async def visit(generator: VLLMGenerator) -> None:
+    """A session of 4 candidates and one round."""
+    async with opened(generator, 4) as session:
+        await session.extend(4)
+
+
 async def test_finished_candidates_make_room_for_a_waiting_session() -> None:
     """Guards against rows that stay empty where no round rejects anything."""
     generator = make(DoubleEngine(4000, max_rows=8, ends=dict.fromkeys(range(7), 4)))
 
-    async def visit() -> None:
-        async with opened(generator, 4) as session:
-            await session.extend(4)
-
     async with opened(generator, 8, Sampling(max_tokens=40)) as session:
-        waiting = asyncio.create_task(visit())
+        waiting = asyncio.create_task(visit(generator))
         await until(lambda: generator.load().waiting == 1)
         await session.extend(8)
         await asyncio.wait_for(waiting, 20)
@@ -292,15 +294,11 @@ async def test_no_more_requests_are_open_than_vllm_schedules() -> None:
     """Requests that wait between two rounds count."""
     generator = make(DoubleEngine(4000, max_rows=10))
 
-    async def visit() -> None:
-        async with opened(generator, 4) as session:
-            await session.extend(4)
-
     async with opened(generator, 7) as session:
         await session.extend(4)
         async with opened(generator, 0) as filling:
             assert filling.n == 3
-            waiting = asyncio.create_task(visit())
+            waiting = asyncio.create_task(visit(generator))
             await filling.extend(4)
             assert generator.load().waiting == 1
             await session.prune([0, 1, 2])
