@@ -7,31 +7,20 @@ of `HANGS_IN` makes the service hang in that method.
 
 from __future__ import annotations
 
+import pkgutil
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from generator_service import engine
 from generator_service.__main__ import main
 from generator_service.model import CausalLM
-from generator_service.prompt_tree import PromptTree
 from generator_service.session import Session
 from generator_service.text import Text
 from specrej.contracts import Prompt
+from tests.faults.breaks import ENDS, FAILS, HANGS, HANGS_IN
 
-ENDS, HANGS = signal.SIGUSR1, signal.SIGUSR2
-FAILS: Mapping[str, type[Exception]] = {
-    "fails in a step": RuntimeError,
-    "exhausts the memory in a step": MemoryError,
-}
-HANGS_IN: Mapping[str, tuple[type, str]] = {
-    "hangs in its template": (Text, "encode"),
-    "hangs in opening": (PromptTree, "acquire"),
-    "hangs in picking": (Session, "decode_rows"),
-    "hangs in reserving": (Session, "reserve"),
-    "hangs in pruning": (Session, "keep"),
-}
 _FAILING_TOKENS = 5
 
 
@@ -103,6 +92,7 @@ if __name__ == "__main__":
     _break_on_signals()
     prompts = _Prompts()
     prompts.fail_steps()
-    for text, (owner, name) in HANGS_IN.items():
-        prompts.hang(owner, name, text)
+    for text, path in HANGS_IN.items():
+        owner, _, name = path.rpartition(".")
+        prompts.hang(pkgutil.resolve_name(owner), name, text)
     main()

@@ -1,4 +1,4 @@
-"""The reward service, which hangs in the template of a prompt with the text `HANGS`."""
+"""The reward service, which hangs in the template of a prompt with the text `HANGS_IN_REWARD`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from reward_service.__main__ import main
 from reward_service.conversation import Conversation
 from specrej.contracts import Prompt
-
-HANGS = "hangs in the template of a reward"
+from tests.faults.breaks import HANGS_IN_REWARD
 
 
 def _break_on_prompts() -> None:
     render = Conversation.render
 
     def hanging(conversation: Conversation, prompt: Prompt, texts: Sequence[str]) -> list[str]:
-        if HANGS in prompt.turns[-1].content:
+        if HANGS_IN_REWARD in prompt.turns[-1].content:
             threading.Event().wait()
         return render(conversation, prompt, texts)
 

@@ -130,6 +130,6 @@ CASES: tuple[Case, ...] = (
         for way in WAYS
     ),
     Case("cancel/blocked-write/unary", not_here="a unary call writes once, at its end"),
-    here("cancel/half-of-100", half_of_many, "OK x 50", "CANCELLED x 50", limit_s=200, fast=True),
+    here("cancel/half-of-100", half_of_many, "OK x 50", "CANCELLED x 50", limit_s=200),
     here("cancel/1000-open-and-cancel", open_and_cancel, "CANCELLED x 1000", limit_s=120),
 )

@@ -19,10 +19,9 @@ import psutil  # type: ignore[import-untyped]
 
 from deploy.local.stack import Stack
 from specrej.contracts import TokensSchedule
-from tests.faults.broken_engine import ENDS, HANGS
+from tests.faults.breaks import ENDS, HANGS
 from tests.faults.case import Case, here
 from tests.faults.world import World, until, world
-from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 
 _START_S = 60.0
 _LIMIT_S = 180.0
@@ -67,6 +66,9 @@ async def engine_world(
 
 
 def _save_model(directory: Path) -> None:
+    # Imports torch; the cases of `make test` need no model.
+    from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
+
     sizes = {
         "hidden_size": _WIDTH,
         "num_hidden_layers": _LAYERS,

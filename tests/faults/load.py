@@ -163,7 +163,6 @@ CASES: tuple[Case, ...] = (
         f"CANCELLED|OK x {_FULL - _NUM_LIGHT + 1}",
         f"RESOURCE_EXHAUSTED x {_NUM_LIGHT - 1}",
         limit_s=2 * _MANY_S,
-        fast=True,
     ),
     here("load/two-large", two_large, "OK x 2", limit_s=2 * _MANY_S),
     here("load/large-beside-small", large_beside_small, "OK x 9", limit_s=2 * _MANY_S),
@@ -174,7 +173,5 @@ CASES: tuple[Case, ...] = (
         limit_s=60,
     ),
     here("load/many-rounds", many_rounds, "OK", limit_s=2 * _MANY_S),
-    here(
-        "load/equal-requests", equal_requests, f"OK x {_NUM_EQUAL}", limit_s=2 * _MANY_S, fast=True
-    ),
+    here("load/equal-requests", equal_requests, f"OK x {_NUM_EQUAL}", limit_s=2 * _MANY_S),
 )

@@ -106,11 +106,10 @@ CASES: tuple[Case, ...] = (
         unread,
         f"CANCELLED x {2 * MAX_RUNNING}",
         limit_s=3 * _BOUND_S,
-        fast=True,
     ),
     here("readers/leader-crawls", partial(slow_leader, 0.3), "OK", limit_s=2 * _BOUND_S, fast=True),
     here(
         "readers/leader-unread", partial(slow_leader, _NEVER_S), "CANCELLED", limit_s=2 * _BOUND_S
     ),
-    here("readers/leader-cancels", cancelled_leader, f"OK x {_NUM_FOLLOWERS}", fast=True),
+    here("readers/leader-cancels", cancelled_leader, f"OK x {_NUM_FOLLOWERS}"),
 )

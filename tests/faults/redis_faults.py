@@ -177,7 +177,7 @@ CASES: tuple[Case, ...] = (
         for number, (name, spoil) in enumerate(_VALUES.items())
     ),
     here("faults/redis-absent-at-start", redis_absent, "OK x 2"),
-    here("faults/redis-killed-under-load", redis_killed, f"OK x {_NUM_KILLED}", fast=True),
-    here("faults/redis-read-cancelled", redis_read_cancelled, "CANCELLED x 8", "OK x 8", fast=True),
+    here("faults/redis-killed-under-load", redis_killed, f"OK x {_NUM_KILLED}"),
+    here("faults/redis-read-cancelled", redis_read_cancelled, "CANCELLED x 8", "OK x 8"),
     *(Case(f"faults/redis-{name}", elsewhere=f"tests/{test}") for name, test in _ELSEWHERE.items()),
 )

@@ -100,8 +100,8 @@ async def gone(world: World) -> list[str]:
 
 
 CASES: tuple[Case, ...] = (
-    here("remote/slow-endpoint", slow_endpoint, "OK x 16", fast=True),
-    here("remote/cancelled", cancelled, "CANCELLED", fast=True),
+    here("remote/slow-endpoint", slow_endpoint, "OK x 16"),
+    here("remote/cancelled", cancelled, "CANCELLED"),
     here("remote/late", late, "DEADLINE_EXCEEDED"),
     here("remote/endpoint-gone", gone, "UNAVAILABLE", "OK"),
 )

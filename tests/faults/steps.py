@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from specrej.contracts import TokensSchedule
-from tests.faults.broken_engine import FAILS, HANGS_IN
-from tests.faults.broken_reward import HANGS
+from tests.faults.breaks import FAILS, HANGS_IN, HANGS_IN_REWARD
 from tests.faults.case import Case, here
 from tests.faults.engines import BreakableStack, engine_world
 from tests.faults.world import Outcome, World, until
-from tests.reward_service.tiny import save_language_model
 
 _LIMIT_S = 180.0
 _HANGS_LIMIT_S = 600.0
@@ -68,6 +66,8 @@ async def generator_hangs(_: World) -> list[str]:
 
 async def reward_hangs(_: World) -> list[str]:
     """If a reward's thread hangs between two passes, the process is replaced."""
+    from tests.reward_service.tiny import save_language_model  # imports torch
+
     with tempfile.TemporaryDirectory(prefix="specrej-") as directory:
         save_language_model(Path(directory))
         rewards = [{"name": "reader", "kind": "likelihood", "directory": directory}]
@@ -76,7 +76,7 @@ async def reward_hangs(_: World) -> list[str]:
             "SPECREJ_REWARD_STUCK_S": _STUCK_S,
         }
         async with engine_world(_RewardStack, **environment) as running:
-            return [await _replaced(running, "reward", f"This one {HANGS}")]
+            return [await _replaced(running, "reward", f"This one {HANGS_IN_REWARD}")]
 
 
 async def _replaced(running: World, name: str, prompt: str) -> str:
