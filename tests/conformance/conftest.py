@@ -18,6 +18,14 @@ from tests.serving import until
 _BOUND_S = 60.0
 
 _NO_VLLM = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make vllm")
+_ALL = [
+    pytest.param(name, marks=_NO_VLLM if name.endswith("vllm") else ())
+    for name in (*SUBJECTS, *REMOTE)
+]
+_REMOTE_OWN = "remote-own"
+# Every test has the own engine, and over the network the toy. These have the own engine over the
+# network, too: one per verb, and those of which the toy has nothing to send.
+also_remote_own = pytest.mark.parametrize("subject", _ALL, indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -64,11 +72,7 @@ async def started(model_directory: Path) -> AsyncIterator[Started]:
 
 
 @pytest_asyncio.fixture(
-    loop_scope="session",
-    params=[
-        pytest.param(name, marks=_NO_VLLM if name.endswith("vllm") else ())
-        for name in (*SUBJECTS, *REMOTE)
-    ],
+    loop_scope="session", params=[one for one in _ALL if one.values != (_REMOTE_OWN,)]
 )
 async def subject(request: pytest.FixtureRequest, started: Started) -> AsyncIterator[Subject]:
     """Afterwards no session is open and no slot is owned."""

@@ -20,6 +20,7 @@ from specrej.contracts import (
     TokenBias,
 )
 from specrej.errors import InvalidRequest, Overloaded, SpecrejError
+from tests.conformance.conftest import also_remote_own
 from tests.conformance.sessions import (
     ENDING,
     ENDLESS,
@@ -55,6 +56,7 @@ IN_ALL_WAYS = pytest.mark.parametrize(
 )
 
 
+@also_remote_own
 async def test_a_round_ends_at_its_decision_token(subject: Subject) -> None:
     async with subject.generator.open(SessionSpec(PROMPT, 5, ENDLESS, 8)) as session:
         assert session.n == 5
@@ -92,6 +94,7 @@ async def test_rounds_without_live_candidates_are_empty(subject: Subject) -> Non
         assert (ended.candidates, ended.ended_by) == ((), RoundEnd.ALL_FINISHED)
 
 
+@also_remote_own
 async def test_a_cut_frees_slots_at_once(subject: Subject) -> None:
     before = (await subject.generator.describe()).slots
     async with subject.generator.open(SessionSpec(PROMPT, 6, ENDLESS, 8)) as session:
@@ -177,6 +180,7 @@ async def test_tokens_that_are_given_are_read_without_a_draw(subject: Subject) -
     assert len(tokens[3]) == len(tokens[2])
 
 
+@also_remote_own
 async def test_a_fork_of_a_fork_and_its_text(subject: Subject) -> None:
     """Texts and log-probabilities are of all tokens, also of those before the forks."""
     sampling = replace(ENDLESS, logprobs=True)
@@ -272,6 +276,7 @@ async def test_a_session_goes_on_from_given_tokens(subject: Subject, sampling: S
         assert all(c.logprob < -4.0 for c in ended.candidates)
 
 
+@also_remote_own
 async def test_given_tokens_are_kept_where_others_would_be_drawn(subject: Subject) -> None:
     """Guards a survivor's text against the rounding of another batch."""
     expected = await tokens_in_one_round(subject.generator, 6, ENDLESS)
@@ -332,6 +337,7 @@ async def test_a_session_that_never_fits_is_refused(subject: Subject) -> None:
         assert (await session.extend(150)).ended_by is RoundEnd.ALL_FINISHED
 
 
+@also_remote_own
 async def test_a_session_beyond_the_context_is_refused(subject: Subject) -> None:
     if subject.is_toy:
         pytest.skip("a toy has no context")
@@ -347,6 +353,7 @@ async def test_a_session_beyond_the_context_is_refused(subject: Subject) -> None
     assert made[0].num_tokens == longest
 
 
+@also_remote_own
 async def test_a_cancelled_round_leaves_nothing(subject: Subject) -> None:
     """A caller may be cancelled at any moment of a round; other sessions are not affected."""
     long = Sampling(max_tokens=150, seed=5, ignore_eos=True)

@@ -24,7 +24,7 @@ from specrej.contracts import (
     TokenBias,
 )
 from specrej.errors import InvalidRequest
-from tests.conformance.conftest import Started
+from tests.conformance.conftest import Started, also_remote_own
 from tests.conformance.sessions import (
     ENDING,
     ENDLESS,
@@ -76,6 +76,7 @@ async def test_min_tokens_counts_from_the_first_over_rounds(subject: Subject) ->
     assert 20 <= min(len(tokens[number]) for number in range(8)) < 45
 
 
+@also_remote_own
 async def test_stop_texts_end_a_candidate_before_them(subject: Subject) -> None:
     if subject.is_toy:
         pytest.skip("a toy has no stop texts")
@@ -164,6 +165,7 @@ async def test_stop_tokens_end_a_candidate(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.kind)
+@also_remote_own
 async def test_answers_conform_to_a_structured_output(
     subject: Subject, output: StructuredOutput
 ) -> None:
@@ -246,6 +248,7 @@ async def test_logprobs_are_reported_if_requested(subject: Subject) -> None:
     assert {c.new_logprobs for c in await whole(subject.generator, 4, ENDLESS)} == {()}
 
 
+@also_remote_own
 async def test_the_most_probable_tokens_are_reported_if_requested(subject: Subject) -> None:
     """As many of each step, best first, over rounds, with the bytes of each token."""
     sampling = replace(ENDLESS, top_k=3, temperature=2.0, logprobs=True, top_logprobs=5)
@@ -272,6 +275,7 @@ async def test_the_most_probable_tokens_are_reported_if_requested(subject: Subje
     assert {(c.new_top_token_ids, c.new_top_logprobs) for c in plain} == {((), ())}
 
 
+@also_remote_own
 async def test_the_likeliest_token_is_the_same_for_all(subject: Subject) -> None:
     if subject.is_toy:
         pytest.skip("a toy has no likeliest token")
