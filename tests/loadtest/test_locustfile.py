@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from deploy.local.stack import Stack
+from deploy.local.processes import Processes
+from deploy.local.stack import Ports, Stack
 from tests.loadtest.commands import locust
-from tests.loadtest.conftest import TOYS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -41,22 +42,19 @@ async def test_both_algorithms_and_both_kinds_of_users(toys: Stack) -> None:
     assert (ended - began).total_seconds() > 1.9
 
 
-async def test_cache_answers_repeated_requests(toys: Stack, tmp_path: Path) -> None:
-    """Guards against cached answers that count as generated ones, or never come."""
+async def test_steps_end_with_the_last_n_and_the_cache_answers(toys: Stack, tmp_path: Path) -> None:
+    """Guards against cached answers that count as generated ones, or never come, and against a
+    step without its own requests."""
     (tmp_path / "prompts").write_text("Why?\nHow?\n", "utf-8")
     cached = ("--cache", "on", "--prompts", str(tmp_path / "prompts"))
-    run = await locust(*USERS, *cached, "--host", toys.orchestrator_address)
-    assert run.code == 0, run.err
-    answers = run.rows("cached answer")[FAST]
-    assert answers["num_requests"] > 0
-    assert answers["total_content_length"] == 0
-
-
-async def test_steps_end_with_the_last_n(toys: Stack) -> None:
     steps = ("--shape", "steps", "--n", "1,4", "--step-seconds", "1")
-    run = await locust(*USERS[:2], *steps, "--host", toys.orchestrator_address)
+    run = await locust(*USERS[:2], *steps, *cached, "--host", toys.orchestrator_address)
     assert run.code == 0, run.err
-    assert set(run.rows("answer")) == {"speculative-rejection n=1", "speculative-rejection n=4"}
+    names = {"speculative-rejection n=1", "speculative-rejection n=4"}
+    assert set(run.rows("answer")) == set(run.rows("cached answer")) == names
+    for row in run.rows("cached answer").values():
+        assert row["num_requests"] > 0
+        assert row["total_content_length"] == 0
 
 
 async def test_shape_ends_with_the_run_time(toys: Stack) -> None:
@@ -99,25 +97,26 @@ async def test_open_loop_counts_requests_it_did_not_send(toys: Stack) -> None:
     assert "limit broken: late ratio" in run.err
 
 
-async def test_refusals_are_one_row_by_status_name() -> None:
-    """They break a limit unless --max-failure-ratio allows them."""
+async def test_refusals_are_one_row_by_status_name(toys: Stack, tmp_path: Path) -> None:
+    """They break no limit that --max-failure-ratio allows."""
     limits = {"SPECREJ_ORCHESTRATOR_MAX_RUNNING": "1", "SPECREJ_ORCHESTRATOR_MAX_QUEUED": "0"}
-    async with Stack(environment={**TOYS, **limits}) as stack:
-        where = (*USERS, "--host", stack.orchestrator_address)
-        strict = await locust(*where)
-        tolerant = await locust(*where, "--max-failure-ratio", "0.99")
-    assert strict.code == 1
-    assert " RESOURCE_EXHAUSTED" in strict.err
-    assert "limit broken: failure ratio" in strict.err
-    assert tolerant.code == 0, tolerant.err
-    failed = tolerant.rows("failed")[FAST]
+    backends = {name: getattr(toys.ports, name) for name in ("generator", "reward", "redis")}
+    narrow = Stack(replace(Ports.free(), **backends), environment=limits)
+    program = narrow._replica(narrow._orchestrators[0])
+    async with Processes([program], tmp_path, start_timeout_s=60):
+        where = ("--host", narrow.orchestrator_address)
+        run = await locust(*USERS, *where, "--max-failure-ratio", "0.99")
+    assert run.code == 0, run.err
+    assert " RESOURCE_EXHAUSTED" in run.err
+    failed = run.rows("failed")[FAST]
     assert failed["num_failures"] == failed["num_requests"] > 0
-    assert tolerant.rows("answer")[FAST]["num_failures"] == 0
+    assert run.rows("answer")[FAST]["num_failures"] == 0
 
 
-@pytest.mark.parametrize("rate", ["0", "5"])
-async def test_unreachable_service_fails_the_run(rate: str) -> None:
-    unreachable = (*USERS, "--rate", rate, "--host", "127.0.0.1:1", "--request-timeout", "1")
+async def test_unreachable_service_fails_the_run() -> None:
+    """Failures break the default limit."""
+    unreachable = (*USERS, "--rate", "5", "--host", "127.0.0.1:1", "--request-timeout", "1")
     run = await locust(*unreachable)
     assert run.code == 1
     assert "UNAVAILABLE" in run.err or "DEADLINE_EXCEEDED" in run.err
+    assert "limit broken: failure ratio" in run.err

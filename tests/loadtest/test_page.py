@@ -115,9 +115,9 @@ async def check_tables(page: Page) -> None:
     assert "missed" in {row["Type"] for row in await table(page, "Late arrivals")}
 
 
-async def test_forms_of_other_sites_are_refused(server: tuple[str, Process]) -> None:
-    """Guards against a page of another site that sends the token and a file to its own host."""
-    request = Request(f"{server[0]}/swarm", b"user_count=1", {"Origin": "http://other.example"})
+async def check_forms_of_other_sites(url: str) -> None:
+    """A page of another site cannot send the token and a file to its own host."""
+    request = Request(f"{url}/swarm", b"user_count=1", {"Origin": "http://other.example"})
     with pytest.raises(HTTPError, match="403"):
         await asyncio.to_thread(build_opener(ProxyHandler({})).open, request, timeout=60)
 
@@ -125,11 +125,13 @@ async def test_forms_of_other_sites_are_refused(server: tuple[str, Process]) -> 
 async def test_short_test_in_the_page(
     toys: Stack, server: tuple[str, Process], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Guards against totals that count rounds, options that have no effect or no error, and a tab
-    that is drawn once the test has stopped, or never."""
+    """Guards against totals that count rounds, options that have no effect or no error, a tab
+    that is drawn once the test has stopped, or never, and forms of other sites that start a test.
+    """
+    url, process = server
+    await check_forms_of_other_sites(url)
     need(CHROMIUM, "chromium")
     need(DRIVER, "chromedriver")
-    url, process = server
     async with browser(tmp_path_factory.mktemp("profile")) as page:
         await page.open(url, 1600)
         await shown(page, "document.querySelector('form [name=alpha]')")
