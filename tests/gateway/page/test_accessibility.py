@@ -221,55 +221,56 @@ async def test_one_sentence_per_round_is_said(fresh: Window, client: Client) -> 
         assert re.match(r"24 candidates have started|Each candidate gets|Round \d+ at token", text)
 
 
-@pytest.mark.parametrize("width", [400, 860, 900, 1600])
-async def test_nothing_is_wider_than_the_window(fresh: Window, width: int) -> None:
-    """Guards against a page that scrolls sideways."""
-    await fresh.load(width=width)
+WIDTHS = (400, 860, 900, 1600)
+CUT = """
+    const inside = '.panel, .panel *:not(.scroll, .scroll *)';
+    const parts = [...document.querySelectorAll(inside)];
+    const isCut = (each) => each.clientWidth && each.scrollWidth > each.clientWidth + 1;
+    return parts.filter(isCut).map((each) => each.outerHTML.slice(0, 60));"""
+
+
+async def test_nothing_is_wider_than_the_window(fresh: Window) -> None:
+    """Guards against a page that scrolls sideways: loaded narrow, and at every width later."""
+    await fresh.load(width=WIDTHS[0])
     await fresh.run(**SEEDED, compare=True)
     await fresh.ended()
     await fresh.ended("other")
     await fresh.js("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
     request_id = (await fresh.state())["id"]
-    for fragment in ("#watch", f"#record={request_id}", "#operate"):
-        await fresh.go(fragment)
-        await fresh.frames(5)
-        sizes = "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
-        scrolled, seen = await fresh.js(sizes)
-        assert scrolled <= seen == width, fragment
-        cut = await fresh.js(
-            """
-            const inside = '.panel, .panel *:not(.scroll, .scroll *)';
-            const parts = [...document.querySelectorAll(inside)];
-            const isCut = (each) => each.clientWidth && each.scrollWidth > each.clientWidth + 1;
-            return parts.filter(isCut).map((each) => each.outerHTML.slice(0, 60));"""
-        )
-        assert cut == [], fragment
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_finds_nothing(fresh: Window, scheme: str) -> None:
-    """Guards against missing names, roles and contrast, in every view."""
-    source = need(AXE, "axe-core").read_text()
-    await fresh.page.prefer(scheme)
-    try:
-        await fresh.run(**SEEDED, compare=True)
-        await fresh.ended()
-        await fresh.ended("other")
-        await fresh.js("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
-        await fresh.js(source)
-        request_id = (await fresh.state())["id"]
+    for width in WIDTHS:
+        await fresh.page.resize(width, 900)
         for fragment in ("#watch", f"#record={request_id}", "#operate"):
             await fresh.go(fragment)
-            await fresh.frames(10)
-            found = await fresh.js(
-                """
-                const { violations } = await axe.run(document, { resultTypes: ['violations'] });
-                return violations.map(({ id, nodes }) => [id, nodes[0].html]);"""
-            )
-            assert found == [], fragment
-        await fresh.press("Token")
-        found = await fresh.js("return (await axe.run(document)).violations.map((each) => each.id)")
-        assert found == []
-        await fresh.page.press(ESCAPE)
+            await fresh.frames(5)
+            sizes = "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
+            scrolled, seen = await fresh.js(sizes)
+            assert scrolled <= seen == width, (width, fragment)
+            assert await fresh.js(CUT) == [], (width, fragment)
+
+
+VIOLATIONS = """
+    const { violations } = await axe.run(document, { resultTypes: ['violations'] });
+    return violations.map(({ id, nodes }) => [id, nodes[0].html]);"""
+
+
+async def test_axe_finds_nothing(fresh: Window) -> None:
+    """Guards against missing names, roles and contrast, in every view and both color schemes."""
+    source = need(AXE, "axe-core").read_text()
+    await fresh.run(**SEEDED, compare=True)
+    await fresh.ended()
+    await fresh.ended("other")
+    await fresh.js("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    await fresh.js(source)
+    request_id = (await fresh.state())["id"]
+    try:
+        for scheme in ("light", "dark"):
+            await fresh.page.prefer(scheme)
+            for fragment in ("#watch", f"#record={request_id}", "#operate"):
+                await fresh.go(fragment)
+                await fresh.frames(10)
+                assert await fresh.js(VIOLATIONS) == [], (scheme, fragment)
+            await fresh.press("Token")
+            assert await fresh.js(VIOLATIONS) == [], scheme
+            await fresh.page.press(ESCAPE)
     finally:
         await fresh.page.prefer("light")

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.local.stack import Stack
 from specrej.client import Client
-from specrej.contracts import AnswerSource, Fate
+from specrej.contracts import AnswerSource, Fate, RequestRecord
 from tests.gateway.gateways import gateway_at
 from tests.gateway.page.window import (
     DOWN,
@@ -25,7 +25,7 @@ from tests.serving import describe_generator, until
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_lanes_have_the_fates_of_the_response(fresh: Window, client: Client) -> None:
+async def test_lanes_are_those_of_the_response(fresh: Window, client: Client) -> None:
     """Guards against lanes that show another cut than the service's, and another answer."""
     await fresh.run(**SEEDED)
     assert await fresh.ended() == "finished"
@@ -39,14 +39,13 @@ async def test_lanes_have_the_fates_of_the_response(fresh: Window, client: Clien
     assert usage and await fresh.text("#live .made") == f"{usage.generated_tokens:,}"
     saved = 1 - usage.generated_tokens / usage.best_of_n_tokens_estimate
     assert await fresh.text("#live .saved") == f"{round(100 * saved)} %"
+    await check_ends(fresh, record)
+    await check_card(fresh, record)
 
 
-async def test_lanes_end_where_their_candidates_did(fresh: Window, client: Client) -> None:
-    """Guards against a cut drawn at another decision token."""
-    await fresh.run(**SEEDED)
-    await fresh.ended()
-    rounds = (await record_of(fresh, client)).rounds
-    ends = {c.id: c.num_tokens for done in rounds for c in done.trace.candidates}
+async def check_ends(fresh: Window, record: RequestRecord) -> None:
+    """No cut is drawn at another decision token."""
+    ends = {c.id: c.num_tokens for done in record.rounds for c in done.trace.candidates}
     await fresh.until("document.querySelector('#live [data-fate=winner] .mark')")
     await fresh.frames(60)
     drawn = await fresh.js(
@@ -60,6 +59,32 @@ async def test_lanes_end_where_their_candidates_did(fresh: Window, client: Clien
         ends,
     )
     assert len(drawn) == 24 and all(abs(distance) < 0.6 for distance in drawn)
+
+
+async def check_card(fresh: Window, record: RequestRecord) -> None:
+    """The keyboard chooses a lane, and the text, scores and fate of its candidate are shown, also
+    of a rejected one."""
+    await fresh.js("document.querySelector('#live .lane[tabindex=\"0\"]').focus()")
+    await fresh.page.press(END)
+    await fresh.page.press(UP)
+    await fresh.frames(3)
+    number = int(await fresh.js("return document.activeElement.dataset.candidate"))
+    assert number == 22 and await fresh.text("#live .card-head") == "Candidate 22"
+    scores = [c.score for done in record.rounds for c in done.trace.candidates if c.id == number]
+    shown = await fresh.js(
+        """
+        const rows = [...document.querySelectorAll('#live .scores tbody tr')];
+        return rows.map((row) => row.cells[2].textContent);"""
+    )
+    assert shown == [f"{score:.3f}" for score in scores]
+    words = (await fresh.text("#live .text-so-far")).split()
+    ends = [c.num_tokens for done in record.rounds for c in done.trace.candidates if c.id == number]
+    assert len(words) == ends[-1]
+    assert (await fresh.text("#live .fate-text")).startswith(
+        {"rejected": "rejected at token", "finished": "finished at", "winner": "the answer"}[
+            fates_of(record)[number]
+        ]
+    )
 
 
 async def test_lanes_grow_while_a_round_runs(fresh: Window) -> None:
@@ -135,34 +160,6 @@ async def test_forks_grow_out_of_their_parents(fresh: Window, client: Client) ->
         numbers = [float(number) for number in re.findall(r"-?[\d.]+", path)]
         away = height * (rows[candidate] - rows[parents[candidate]])
         assert numbers[-1] - numbers[1] == pytest.approx(away, abs=0.01), candidate
-
-
-async def test_a_candidate_shows_its_text_scores_and_fate(fresh: Window, client: Client) -> None:
-    """Guards against texts of rejected candidates that are lost, and lanes without the keyboard."""
-    await fresh.run(**SEEDED)
-    await fresh.ended()
-    record = await record_of(fresh, client)
-    await fresh.js("document.querySelector('#live .lane[tabindex=\"0\"]').focus()")
-    await fresh.page.press(END)
-    await fresh.page.press(UP)
-    await fresh.frames(3)
-    number = int(await fresh.js("return document.activeElement.dataset.candidate"))
-    assert number == 22 and await fresh.text("#live .card-head") == "Candidate 22"
-    scores = [c.score for done in record.rounds for c in done.trace.candidates if c.id == number]
-    shown = await fresh.js(
-        """
-        const rows = [...document.querySelectorAll('#live .scores tbody tr')];
-        return rows.map((row) => row.cells[2].textContent);"""
-    )
-    assert shown == [f"{score:.3f}" for score in scores]
-    words = (await fresh.text("#live .text-so-far")).split()
-    ends = [c.num_tokens for done in record.rounds for c in done.trace.candidates if c.id == number]
-    assert len(words) == ends[-1]
-    assert (await fresh.text("#live .fate-text")).startswith(
-        {"rejected": "rejected at token", "finished": "finished at", "winner": "the answer"}[
-            fates_of(record)[number]
-        ]
-    )
 
 
 async def test_the_same_by_best_of_n_runs_beside_it(fresh: Window, client: Client) -> None:
