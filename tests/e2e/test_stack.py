@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(
-    n=16, max_tokens=24, schedule=GeometricSchedule(first=8), seed=3, cache=CacheControl.BYPASS
+    n=16, max_tokens=16, schedule=GeometricSchedule(first=4), seed=3, cache=CacheControl.BYPASS
 )
 PROMPT = "Explain why leaves are green."
 
@@ -35,13 +35,13 @@ PROMPT = "Explain why leaves are green."
 async def test_speculative_rejection_makes_fewer_tokens_than_best_of_n(stack: Stack) -> None:
     """The main claim, measured: both algorithms run with the same N and seed."""
     async with Client(stack.orchestrator_address) as client:
-        options = OPTIONS | Options(max_tokens=32, seed=1, ignore_eos=True)
+        options = OPTIONS | Options(seed=1, ignore_eos=True)
         speculative = await client.generate(PROMPT, **options)
         options["algorithm"] = Algorithm.BEST_OF_N
         best_of_n = await client.generate(PROMPT, **options)
-    assert best_of_n.usage.generated_tokens == 16 * 32
-    assert speculative.usage.generated_tokens == 16 * 8 + 8 * 8 + 4 * 16
-    assert speculative.usage.best_of_n_tokens_estimate == 16 * 32
+    assert best_of_n.usage.generated_tokens == 16 * 16
+    assert speculative.usage.generated_tokens == 16 * 4 + 8 * 4 + 4 * 8
+    assert speculative.usage.best_of_n_tokens_estimate == 16 * 16
     # A survivor's text is that of the uncut run; only rejected candidates differ.
     assert speculative.best.score <= best_of_n.best.score + 1e-4
     assert [trace.num_live for trace in speculative.rounds] == [8, 4, 0]
@@ -49,7 +49,7 @@ async def test_speculative_rejection_makes_fewer_tokens_than_best_of_n(stack: St
 
 async def test_the_second_equal_request_comes_from_the_cache(stack: Stack) -> None:
     async with Client(stack.orchestrator_address) as client:
-        options = Options(n=4, max_tokens=16, seed=9)
+        options = Options(n=4, max_tokens=8, seed=9)
         first = await client.generate("Say hello.", **options)
         second = await client.generate("Say hello.", **options)
     assert (first.cached, second.cached) == (False, True)
@@ -79,7 +79,7 @@ async def _run(*arguments: str) -> tuple[int, str, str]:
 async def test_the_command_line(stack: Stack) -> None:
     specrej, address = str(BIN / "specrej"), ("--address", stack.orchestrator_address)
     code, out, err = await _run(
-        specrej, "generate", PROMPT, *address, "-n", "8", "--max-tokens", "32", "--json"
+        specrej, "generate", PROMPT, *address, "-n", "8", "--max-tokens", "18", "--json"
     )
     answer = json.loads(out)
     assert code == 0
@@ -93,7 +93,7 @@ async def test_the_command_line(stack: Stack) -> None:
     assert json.loads(out)["rewards"] == ["relevance", "harmless", "likelihood"]
     flags = ("--reward", "relevance,batch", "--reward", "harmless=0.5,veto=1e6", "-n", "4")
     code, out, err = await _run(
-        specrej, "generate", PROMPT, *address, *flags, "--max-tokens", "20", "--json"
+        specrej, "generate", PROMPT, *address, *flags, "--max-tokens", "18", "--json"
     )
     best = json.loads(out)["candidates"][0]
     assert best["vetoed"]  # no answer reaches the veto limit: the best one is returned, flagged
