@@ -2,6 +2,9 @@
 
 Every test sends requests with the published retry policy, and none may fail. The answers equal
 those of a good network, because they do not depend on where candidates are generated.
+
+`make test` has the slow network alone. Lost and silent backends are tested in one process, too:
+orchestrator/backends/test_generators.py, test_remote_failures.py, test_fleet.py, test_placement.py.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ async def expected(running: Cluster) -> Texts:
     return _texts(await _answers(running))
 
 
+@pytest.mark.long
 async def test_every_backend_is_used(running: Cluster) -> None:
     """Guards against a backend that receives all requests, and one that receives none."""
     for kind in SEATS:
@@ -54,17 +58,14 @@ async def test_every_backend_is_used(running: Cluster) -> None:
     await running.settle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "links",
     [
         (("a", "c"), ("b", "c")),  # clients still reach c
-        # The orchestrators must not have to agree on the live backends.
-        pytest.param((("a", "c"),), marks=pytest.mark.long),
+        (("a", "c"),),  # the orchestrators must not have to agree on the live backends
         # A client of a silent orchestrator detects it after at most 40 s, by its own keepalive.
-        *(
-            pytest.param(tuple((n, o) for o in (US, *NODES) if o != n), marks=pytest.mark.long)
-            for n in NODES
-        ),
+        *(tuple((n, o) for o in (US, *NODES) if o != n) for n in NODES),
     ],
 )
 async def test_cut_links_fail_no_request(
@@ -103,6 +104,7 @@ async def test_a_slow_and_lossy_network_fails_no_request(
     await running.settle()
 
 
+@pytest.mark.long
 async def test_isolated_orchestrators_fail_requests(running: Cluster) -> None:
     """Guards against links that are not really cut, with which the other tests cannot fail."""
     running.switch.part(*product(SEATS["orchestrator"], (US, *NODES)))
