@@ -7,11 +7,9 @@ a test waits for its services, another one computes.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,22 +43,16 @@ _SERVICES = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """One process compiles the modules of a clean checkout; others wait, and load what it stored.
+    """No garbage collection while modules are imported, and none of them visits those later.
 
-    No garbage collection while modules are imported, and none of them visits those later. There are
-    a million of their objects: a full collection takes 0.6 s.
+    There are a million of their objects: a full collection takes 0.6 s.
     """
     gc.disable()
-    with Path(__file__).open() as lock:  # locked until it is closed
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        try:
-            return (yield)
-        finally:
-            gc.freeze()
-            gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
