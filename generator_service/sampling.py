@@ -181,7 +181,7 @@ def _sample_block(
 ) -> tuple[Tensor, Tensor]:
     highest = logits.amax(dim=-1, keepdim=True)
     weights = (logits - highest).exp_()
-    total = _block_sums(weights).sum(dim=-1)
+    sums = _block_sums(weights)
     allowed = adjusted
     if forbidden:
         index = torch.tensor(sorted(forbidden), device=logits.device)
@@ -190,11 +190,12 @@ def _sample_block(
         tokens = allowed.argmax(dim=-1)
     else:
         uniform = uniforms(sampling.seed, candidate_ids, step, logits.device)
-        if allowed is not logits or sampling.temperature != 1:
+        is_weighed = allowed is logits and sampling.temperature == 1
+        if not is_weighed:
             weights = _tempered(allowed, sampling.temperature)
-        tokens = _draw(allowed, weights, sampling, uniform)
+        tokens = _draw(allowed, weights, sums if is_weighed else None, sampling, uniform)
     chosen = logits.gather(1, tokens[:, None]) - highest
-    return tokens, (chosen[:, 0] - total.log()).float()
+    return tokens, (chosen[:, 0] - sums.sum(dim=-1).log()).float()
 
 
 def uniforms(seed: int, candidate_ids: list[int], step: int, device: torch.device) -> Tensor:
@@ -217,10 +218,13 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _draw(logits: Tensor, weights: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+def _draw(
+    logits: Tensor, weights: Tensor, sums: Tensor | None, sampling: Sampling, uniform: Tensor
+) -> Tensor:
     """Inverse-CDF draw from the tempered distribution `weights` cut by min_p, top_k, top_p.
 
-    The largest weight of a row is 1, so that min_p is a bound of the weights.
+    The largest weight of a row is 1, so that min_p is a bound of the weights. sums: `_block_sums`
+    of the weights, if they are known.
     """
     vocabulary = logits.shape[1]
     top_k = min(sampling.top_k or vocabulary, vocabulary)
@@ -228,15 +232,15 @@ def _draw(logits: Tensor, weights: Tensor, sampling: Sampling, uniform: Tensor) 
         values, tokens = logits.topk(top_k)
         weights = _tempered(values, sampling.temperature)
     if sampling.min_p:
-        weights = weights.masked_fill(weights < sampling.min_p, 0.0)
+        weights, sums = weights.masked_fill(weights < sampling.min_p, 0.0), None
     if top_k == vocabulary and sampling.top_p == 1:
-        return _invert(weights, uniform)
+        return _invert(weights, _block_sums(weights) if sums is None else sums, uniform)
     enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
     if top_k == vocabulary:
         weights, tokens = _heaviest(weights, enough)
     if sampling.top_p < 1:
         weights = _nucleus(weights, enough)
-    return tokens.gather(1, _invert(weights, uniform)[:, None])[:, 0]
+    return tokens.gather(1, _invert(weights, _block_sums(weights), uniform)[:, None])[:, 0]
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
@@ -261,20 +265,23 @@ def _nucleus(descending: Tensor, enough: Tensor) -> Tensor:
     return descending.masked_fill(before >= enough, 0.0)
 
 
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
     """[rows]: index at which the running sum of `weights` [rows, m] exceeds `uniform` of the total.
 
     First the block, then the token in it, so that the running sum of a vocabulary is not stored.
+    On a GPU the time is that of launching these few operations, not theirs.
     """
-    sums = _block_sums(weights)
     running = sums.cumsum(dim=-1)
     target = uniform[:, None] * running[:, -1:]
-    block = _pass(sums, running, target)
+    block = _pass(running, target)
     before = running.gather(1, block) - sums.gather(1, block)
     inside = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
-    within = weights.gather(1, inside.clamp(max=weights.shape[1] - 1)).double()
-    within.masked_fill_(inside >= weights.shape[1], 0.0)
-    at = _pass(within, within.cumsum(dim=-1), target - before)
+    if weights.shape[1] % DRAW_BLOCK == 0:
+        within = weights.gather(1, inside).double()
+    else:
+        within = weights.gather(1, inside.clamp(max=weights.shape[1] - 1)).double()
+        within.masked_fill_(inside >= weights.shape[1], 0.0)
+    at = _pass(within.cumsum(dim=-1), target - before)
     return (block * DRAW_BLOCK + at)[:, 0]
 
 
@@ -290,10 +297,11 @@ def _blocks(weights: Tensor) -> list[Tensor]:
     return [part for part in (blocks, weights[:, None, whole:]) if part.numel()]
 
 
-def _pass(weights: Tensor, running: Tensor, target: Tensor) -> Tensor:
-    """First index at which the running sum exceeds the target, [rows, 1]; its weight is > 0."""
-    index = torch.searchsorted(running, target, right=True)
-    # Rounding may move a target past the end: then the last index of positive weight.
-    places = torch.arange(weights.shape[1], device=weights.device)
-    last = torch.where(weights > 0, places, 0).amax(dim=-1, keepdim=True)
-    return torch.minimum(index, last)
+def _pass(running: Tensor, target: Tensor) -> Tensor:
+    """First index at which the running sum exceeds the target, [rows, 1]; its weight is > 0.
+
+    Rounding may move a target past the end or below 0: then the last or first index of such weight.
+    """
+    total = running[:, -1:]
+    below = torch.minimum(target.clamp(min=0.0), torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(running, below, right=True)
