@@ -327,5 +327,10 @@ def fingerprint_of(settings: GeneratorSettings, dtype: str, version: str) -> str
 
 
 def _prepare_environment(settings: GeneratorSettings) -> None:
-    # vllm_draw uses an interface that vLLM's second model runner does not have.
-    prepare_environment(settings.threads, VLLM_USE_V2_MODEL_RUNNER="0")
+    prepare_environment(
+        settings.threads,
+        # vllm_draw uses an interface that vLLM's second model runner does not have.
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        # vLLM draws nothing itself, but would compile these kernels when it starts.
+        VLLM_USE_FLASHINFER_SAMPLER="0",
+    )
