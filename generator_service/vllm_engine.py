@@ -314,15 +314,28 @@ class Statistics(StatLoggerBase):  # type: ignore[misc]
         now = time.monotonic()
         seconds, self._last_step = now - self._last_step, now
         self.usage = scheduler_stats.kv_cache_usage if scheduler_stats else self.usage
-        if self._on_step and iteration_stats:
-            prompts = iteration_stats.prompt_token_stats
-            generated = iteration_stats.num_generation_tokens
-            self._on_step(
-                Step(seconds, generated, generated, prompts.computed, prompts.cached_tokens)
-            )
+        if self._on_step and scheduler_stats:
+            for step in _steps(seconds, scheduler_stats.num_running_reqs, iteration_stats):
+                self._on_step(step)
 
     def log_engine_initialized(self) -> None:
         """Nothing is logged."""
+
+
+def _steps(seconds: float, running: int, stats: Any) -> list[Step]:
+    """The steps of one message: as many as a request has tokens in it (vllm_outputs.py), all alike.
+
+    running: requests that go on; stats: vLLM's of the tokens, None if there are none.
+    """
+    if not stats:
+        return [Step(seconds, running)]
+    rows = max(1, running + len(stats.finished_requests))
+    count = max(1, round(stats.num_generation_tokens / rows))
+    each, rest = divmod(stats.num_generation_tokens, count)
+    steps = [Step(seconds / count, rows, each + (number < rest)) for number in range(count)]
+    prompts = stats.prompt_token_stats
+    steps[0].prefilled, steps[0].reused = prompts.computed, prompts.cached_tokens
+    return steps
 
 
 def node_command(settings: GeneratorSettings) -> list[str]:
@@ -365,6 +378,7 @@ def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
         "gpu_memory_utilization": settings.memory_fraction,
         "logprobs_mode": "raw_logprobs",
         "logits_processors": [f"{vllm_draw.__name__}:{vllm_draw.KeyedDraws.__name__}"],
+        "scheduler_cls": "generator_service.vllm_outputs.scheduler",
         "kv_transfer_config": {
             "kv_connector": vllm_prompts.SharedPrompts.__name__,
             "kv_connector_module_path": vllm_prompts.__name__,

@@ -1,0 +1,84 @@
+"""Tokens leave vLLM's process together: runs inside vLLM, as its scheduler.
+
+After each step vLLM sends its tokens to the generator's process. There each takes some 70 us of
+processor time, and each message wakes a thread that the engine's threads wait for on CPUs. Here the
+outputs of a request are kept until it pauses or ends, but no more of them than of 16 steps or a
+second. A request that needs each token at once gets it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsLists
+
+_MOST_STEPS, _MOST_S = 16, 1.0
+
+
+def scheduler(vllm_config: Any, **options: Any) -> Any:
+    """vLLM's scheduler for this configuration, with kept outputs."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (_Async if is_async else _Sync)(vllm_config=vllm_config, **options)
+
+
+class _Kept:
+    """Before a scheduler: what it returns to the engine."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._kept: dict[str, list[Any]] = {}  # outputs by request
+        self._num_silent = 0  # steps without a message
+        self._last_message = 0.0
+
+    def update_from_output(self, *given: Any) -> dict[int, Any]:
+        """Outputs of a step by client, or none."""
+        made: dict[int, Any] = super().update_from_output(*given)  # type: ignore[misc]
+        now = time.monotonic()
+        is_due = self._num_silent + 1 >= _MOST_STEPS or now - self._last_message >= _MOST_S
+        for of_client in made.values():
+            joined = [self._joined(output, is_due) for output in of_client.outputs]
+            of_client.outputs = [output for output in joined if output]
+        if is_due or any(one.outputs or one.finished_requests for one in made.values()):
+            self._num_silent, self._last_message = 0, now
+            return made
+        self._num_silent += 1
+        return {}
+
+    def finish_requests(self, *given: Any) -> Any:
+        """Also the outputs of requests that are aborted are dropped."""
+        finished: Any = super().finish_requests(*given)  # type: ignore[misc]
+        for request in finished:
+            self._kept.pop(request.request_id, None)
+        return finished
+
+    def _joined(self, output: Any, is_due: bool) -> Any | None:
+        """The output with those that were kept; None if it is kept, too."""
+        name = output.request_id
+        if not (is_due or output.finished) and self._may_wait(name):
+            self._kept.setdefault(name, []).append(output)
+            return None
+        if kept := self._kept.pop(name, None):
+            outputs = [*kept, output]
+            output.new_token_ids = [token for one in outputs for token in one.new_token_ids]
+            output.prefill_stats = kept[0].prefill_stats
+            output.events = [event for one in outputs for event in one.events or ()] or None
+            if logprobs := [one.new_logprobs for one in outputs if one.new_logprobs]:
+                columns = zip(*(lists[:3] for lists in logprobs), strict=True)
+                output.new_logprobs = LogprobsLists(*map(np.concatenate, columns))
+        return output
+
+    def _may_wait(self, name: str) -> bool:
+        params = self.requests[name].sampling_params  # type: ignore[attr-defined]
+        return params is not None and (params.stream_interval or 1) > 1
+
+
+class _Sync(_Kept, Scheduler):  # type: ignore[misc]
+    """Without asynchronous scheduling, as on CPUs."""
+
+
+class _Async(_Kept, AsyncScheduler):  # type: ignore[misc]
+    """With it, as on GPUs."""

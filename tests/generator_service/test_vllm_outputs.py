@@ -1,0 +1,116 @@
+"""Outputs that vLLM's process keeps until a round ends. Where vLLM is (make conformance)."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
+
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from generator_service.steps import Step
+from generator_service.vllm_engine import _steps
+from generator_service.vllm_outputs import _Kept
+
+
+class Double:
+    """A double of vLLM's scheduler: what it is given is what it returns."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+
+    def update_from_output(self, *outputs: EngineCoreOutput) -> dict[int, EngineCoreOutputs]:
+        return {0: EngineCoreOutputs(outputs=list(outputs))}
+
+    def finish_requests(self, names: list[str]) -> list[Any]:
+        return [self.requests.pop(name) for name in names]
+
+
+class Scheduler(_Kept, Double):
+    """With kept outputs."""
+
+    def add(self, name: str, stream_interval: int) -> None:
+        params = SamplingParams(stream_interval=stream_interval)
+        self.requests[name] = SimpleNamespace(request_id=name, sampling_params=params)
+
+    def sent(self, *outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
+        message = self.update_from_output(*outputs)
+        return list(message[0].outputs) if message else []
+
+
+def recent() -> Scheduler:
+    """A scheduler that has just sent a message."""
+    scheduler = Scheduler()
+    scheduler._last_message = time.monotonic() + 60
+    return scheduler
+
+
+def output(name: str, token: int, finish: FinishReason | None = None) -> EngineCoreOutput:
+    row = np.array([[token]])
+    logprobs = LogprobsLists(row, -row / 10.0, row[0], None)
+    return EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=finish)
+
+
+def test_tokens_leave_together_at_the_end_of_a_round() -> None:
+    """Guards their order, each one's log-probability, and a second round."""
+    scheduler = recent()
+    scheduler.add("a", stream_interval=3)
+    scheduler.add("b", stream_interval=3)
+    assert scheduler.update_from_output(output("a", 1), output("b", 5)) == {}
+    assert scheduler.sent(output("a", 2), output("b", 6)) == []
+    (made,) = scheduler.sent(output("a", 3, FinishReason.LENGTH))
+    assert made.new_token_ids == [1, 2, 3]
+    assert made.new_logprobs.logprobs.tolist() == [[-0.1], [-0.2], [-0.3]]
+    assert made.new_logprobs.sampled_token_ranks.tolist() == [1, 2, 3]
+    (made,) = scheduler.sent(output("b", 7, FinishReason.STOP))
+    assert made.new_token_ids == [5, 6, 7]
+    assert scheduler.sent(output("a", 4)) == []
+    (made,) = scheduler.sent(output("a", 8, FinishReason.LENGTH))
+    assert made.new_token_ids == [4, 8]
+
+
+def test_tokens_with_stop_texts_are_sent_at_once() -> None:
+    scheduler = recent()
+    scheduler.add("a", stream_interval=1)
+    assert [one.new_token_ids for one in scheduler.sent(output("a", 1))] == [[1]]
+    (made,) = scheduler.sent(output("a", 2, FinishReason.LENGTH))
+    assert made.new_token_ids == [2]
+
+
+def test_nothing_is_kept_of_an_aborted_request() -> None:
+    scheduler = recent()
+    scheduler.add("a", stream_interval=3)
+    scheduler.sent(output("a", 1))
+    scheduler.finish_requests(["a"])
+    assert not scheduler._kept
+
+
+def test_a_long_round_reports_every_16_steps_and_every_second() -> None:
+    """Guards against a heartbeat that a long round stops."""
+    scheduler = recent()
+    scheduler.add("a", stream_interval=100)
+    lengths = [len(tokens) for tokens in (scheduler.sent(output("a", i)) for i in range(33))]
+    assert [at for at, length in enumerate(lengths) if length] == [15, 31]
+    scheduler._last_message -= 120
+    (made,) = scheduler.sent(output("a", 1))
+    assert made.new_token_ids == [32, 1]
+
+
+def test_steps_that_come_together_are_counted_each() -> None:
+    """Of three steps of four requests, one of which ends earlier."""
+    prompts = SimpleNamespace(computed=5, cached_tokens=2)
+    stats = SimpleNamespace(
+        num_generation_tokens=11, finished_requests=["b"], prompt_token_stats=prompts
+    )
+    steps = _steps(0.3, 3, stats)
+    assert [(step.rows, step.generated) for step in steps] == [(4, 4), (4, 4), (4, 3)]
+    assert sum(step.seconds for step in steps) == pytest.approx(0.3)
+    assert [(step.prefilled, step.reused) for step in steps] == [(5, 2), (0, 0), (0, 0)]
+    assert _steps(0.1, 7, None) == [Step(0.1, 7)]
