@@ -28,22 +28,16 @@ from specrej.contracts import Sampling, TokenBias
 
 # The keys of a request's extra arguments. A session's requests have its first PROMPT_TOKENS in
 # common (vllm_prompts.py).
-SESSION, PROMPT_TOKENS, _DRAW, _CANDIDATE, _STEP = (
-    "session",
-    "prompt_tokens",
-    "draw",
-    "number",
-    "step",
-)
+SESSION, PROMPT_TOKENS = "session", "prompt_tokens"
+_DRAW, _CANDIDATE, _STEP = "draw", "candidate", "step"
 
 # The numbers of a Sampling.
 _FIELDS = [item.name for item in fields(Sampling) if isinstance(item.default, (int, float))]
 
 
-# By identity: rows of a session have one.
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _Session:
-    """What the rows of a session have in common."""
+    """What the rows of a session have in common: one object, so that they are grouped by it."""
 
     sampling: Sampling
     ends: tuple[int, ...]  # not drawn before min_tokens
