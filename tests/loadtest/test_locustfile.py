@@ -113,9 +113,10 @@ async def test_refusals_are_one_row_by_status_name(toys: Stack, tmp_path: Path) 
     assert run.rows("answer")[FAST]["num_failures"] == 0
 
 
-async def test_unreachable_service_fails_the_run() -> None:
+@pytest.mark.parametrize("rate", ["0", "5"])
+async def test_unreachable_service_fails_the_run(rate: str) -> None:
     """Failures break the default limit."""
-    unreachable = (*USERS, "--rate", "5", "--host", "127.0.0.1:1", "--request-timeout", "1")
+    unreachable = (*USERS, "--rate", rate, "--host", "127.0.0.1:1", "--request-timeout", "1")
     run = await locust(*unreachable)
     assert run.code == 1
     assert "UNAVAILABLE" in run.err or "DEADLINE_EXCEEDED" in run.err
