@@ -43,6 +43,7 @@ _SCORE_SESSION = "specrej.backend.v1.RewardService/ScoreSession"
 _BACKEND = "a backend"
 _DESCRIBE_TIMEOUT_S = 5.0
 _AFTER_OURS_S = 1.0
+_MAX_RESTARTS = 8
 # The result field of each command.
 _RESULTS = {
     "open": "opened",
@@ -65,7 +66,7 @@ class _CommandStream(Generic[Request, Response]):
         self._span = telemetry.ClientSpan(method, outlives=True)
         self._start = partial(start, metadata=self._span.metadata, timeout=_backend_time_s())
         self._call = self._start()
-        self._may_restart = True
+        self._restarts_left = _MAX_RESTARTS
         self._make = make
         self._sequence = 0
         self._is_waiting = self._is_abandoned = False
@@ -101,7 +102,7 @@ class _CommandStream(Generic[Request, Response]):
         response: Any = answer
         if (response.sequence, response.WhichOneof("result")) != (self._sequence, _RESULTS[kind]):
             raise InternalError("a backend sent the answer of another command")
-        self._is_waiting = self._may_restart = False
+        self._is_waiting, self._restarts_left = False, 0
         return cast(Response, answer)
 
     async def finish(self) -> None:
@@ -136,11 +137,12 @@ class _CommandStream(Generic[Request, Response]):
             if failure.code() is not grpc.StatusCode.INTERNAL:
                 raise self._failed(failure) from failure
             # Not the peer's status: grpc reports so a stream that the peer ended before a write,
-            # and drops the status. A stream without an answer can be started again to receive it.
-            if not self._may_restart:
+            # and drops the status (grpc/grpc#36066). A stream without an answer can be started
+            # again to receive it, which can lose that status as well beside busy processes.
+            if not self._restarts_left:
                 self._span.end(grpc.StatusCode.UNAVAILABLE.name)
                 raise Unavailable("a backend ended the stream") from failure
-            self._may_restart = False
+            self._restarts_left -= 1
             self._call = self._start()
             await self._send(request)
 

@@ -88,22 +88,26 @@ async def _error_after(num_turns: int) -> type[SpecrejError] | None:
     return None
 
 
-async def test_the_status_of_a_stream_refused_before_the_first_write(service: Whole) -> None:
+@pytest.mark.parametrize("num_dropped", [1, 3])
+async def test_the_status_of_a_stream_refused_before_the_first_write(
+    service: Whole, num_dropped: int
+) -> None:
     """Guards against UNAVAILABLE in place of the peer's status, which grpc drops if the stream ends
-    before a write: the stream is started again, once."""
+    before a write: the stream is started again until the status arrives."""
     generator = service.remote_generator
     start = generator._stub.Session
     started: list[Any] = []
 
     def broken_first(**options: Any) -> Any:
-        started.append(start(**options) if started else _BrokenCall())
+        is_broken = len(started) < num_dropped
+        started.append(_BrokenCall() if is_broken else start(**options))
         return started[-1]
 
     generator._stub.Session = broken_first
     spec = SessionSpec(PROMPT, 10**6, Sampling(), 8)
     with pytest.raises(InvalidRequest, match="n:"):
         await AsyncExitStack().enter_async_context(generator.open(spec))
-    assert len(started) == 2
+    assert len(started) == num_dropped + 1
 
 
 class _BrokenCall:
