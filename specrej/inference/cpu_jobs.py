@@ -121,11 +121,14 @@ def _locked(name: str, *, waits: bool) -> Iterator[bool]:
 
 
 def _open_mp() -> Any:
-    """The library of torch's threads; None where torch is built without libgomp."""
-    path = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
-    if not path.exists():
+    """The library of torch's threads; None if it has another interface than GNU's.
+
+    Found as torch finds it: libiomp5, where it is preloaded, has the same functions, and a second
+    set of threads would wait for the cores on which the first one spins.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "GOMP_parallel"):
         return None
-    library = ctypes.CDLL(str(path))
     address, count = ctypes.c_void_p, ctypes.c_uint
     library.GOMP_parallel.argtypes = (address, address, count, count)
     library.GOMP_parallel.restype = None
