@@ -323,7 +323,7 @@ class Statistics(StatLoggerBase):  # type: ignore[misc]
 
 
 def _steps(seconds: float, running: int, stats: Any) -> list[Step]:
-    """The steps of one message: as many as a request has tokens in it (vllm_outputs.py), all alike.
+    """The steps of one message: as many as a request has tokens in it (vllm_scheduler.py), alike.
 
     running: requests that go on; stats: vLLM's of the tokens, None if there are none.
     """
@@ -378,7 +378,7 @@ def _arguments(settings: GeneratorSettings, shape: Shape) -> dict[str, Any]:
         "gpu_memory_utilization": settings.memory_fraction,
         "logprobs_mode": "raw_logprobs",
         "logits_processors": [f"{vllm_draw.__name__}:{vllm_draw.KeyedDraws.__name__}"],
-        "scheduler_cls": "generator_service.vllm_outputs.scheduler",
+        "scheduler_cls": "generator_service.vllm_scheduler.scheduler",
         "kv_transfer_config": {
             "kv_connector": vllm_prompts.SharedPrompts.__name__,
             "kv_connector_module_path": vllm_prompts.__name__,

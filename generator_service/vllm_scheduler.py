@@ -1,9 +1,11 @@
-"""Tokens leave vLLM's process together: runs inside vLLM, as its scheduler.
+"""Work of vLLM's scheduler that sessions of rounds do not need: runs inside vLLM.
 
-After each step vLLM sends its tokens to the generator's process. There each takes some 70 us of
-processor time, and each message wakes a thread that the engine's threads wait for on CPUs. Here the
-outputs of a request are kept until it pauses or ends, but no more of them than of 16 steps or a
-second. A request that needs each token at once gets it.
+After each step vLLM sends its tokens to the generator's process, where each takes some 70 us of
+processor time. Here the outputs of a request are kept until it pauses or ends, but no more of them
+than of 16 steps or a second. A request that needs each token at once gets it.
+
+In each step vLLM takes every paused request out of its queue and puts it back. Here these are in no
+queue until their next round.
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
 
 _MOST_STEPS, _MOST_S = 16, 1.0
 
 
 def scheduler(vllm_config: Any, **options: Any) -> Any:
-    """vLLM's scheduler for this configuration, with kept outputs."""
+    """vLLM's scheduler for this configuration, with less work."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (_Async if is_async else _Sync)(vllm_config=vllm_config, **options)
 
 
-class _Kept:
-    """Before a scheduler: what it returns to the engine."""
+class _Scheduler:
+    """Before one of vLLM's schedulers."""
+
+    # vLLM's: the number of paused requests, and those that wait and cannot run
+    num_waiting_for_streaming_input: int
+    deferred_waiting: set[Any]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -55,6 +62,24 @@ class _Kept:
             self._kept.pop(request.request_id, None)
         return finished
 
+    def get_request_counts(self) -> tuple[int, int]:
+        """Requests that run and that wait, the paused ones among them."""
+        running, waiting = super().get_request_counts()  # type: ignore[misc]
+        return running, waiting + self.num_waiting_for_streaming_input
+
+    def _enqueue_waiting_request(self, request: Any) -> None:
+        if _is_paused(request):
+            self.deferred_waiting.add(request)
+        else:
+            super()._enqueue_waiting_request(request)  # type: ignore[misc]
+
+    def _update_request_as_session(self, request: Any, update: Any) -> None:
+        """Begin a request's next round; one that was not paused yet is queued by the caller."""
+        was_paused = _is_paused(request)
+        super()._update_request_as_session(request, update)  # type: ignore[misc]
+        if was_paused:
+            self._enqueue_waiting_request(request)
+
     def _joined(self, output: Any, is_due: bool) -> Any | None:
         """The output with those that were kept; None if it is kept, too."""
         name = output.request_id
@@ -76,9 +101,14 @@ class _Kept:
         return params is not None and (params.stream_interval or 1) > 1
 
 
-class _Sync(_Kept, Scheduler):  # type: ignore[misc]
+def _is_paused(request: Any) -> bool:
+    is_paused: bool = request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    return is_paused
+
+
+class _Sync(_Scheduler, Scheduler):  # type: ignore[misc]
     """Without asynchronous scheduling, as on CPUs."""
 
 
-class _Async(_Kept, AsyncScheduler):  # type: ignore[misc]
+class _Async(_Scheduler, AsyncScheduler):  # type: ignore[misc]
     """With it, as on GPUs."""
