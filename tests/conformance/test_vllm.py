@@ -284,6 +284,8 @@ _ONE_MACHINE = {
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
+    # As `stuck_s` sets it: the loss may be noticed by nothing else.
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20",
 }
 
 
