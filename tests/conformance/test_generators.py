@@ -354,19 +354,24 @@ async def test_a_session_beyond_the_context_is_refused(subject: Subject) -> None
 
 
 @also_remote_own
-async def test_a_cancelled_round_leaves_nothing(subject: Subject) -> None:
-    """A caller may be cancelled at any moment of a round; other sessions are not affected."""
+@pytest.mark.parametrize("command", ["open", "extend", "prune"])
+async def test_a_cancelled_command_leaves_nothing(subject: Subject, command: str) -> None:
+    """A caller may be cancelled at any moment; other sessions are not affected."""
     long = Sampling(max_tokens=150, seed=5, ignore_eos=True)
     expected = await tokens_in_one_round(subject.generator, 2, ENDLESS)
+    begun = asyncio.Event()
 
-    async def run(begun: asyncio.Event) -> None:
+    async def run() -> None:
+        if command == "open":
+            begun.set()
         async with subject.generator.open(SessionSpec(PROMPT, 5, long, 4)) as session:
             await session.extend(2)
             begun.set()
+            if command == "prune":
+                await session.prune([1, 3], {5: 1, 6: 3})
             await session.extend(150)
 
-    begun = asyncio.Event()
-    running = asyncio.create_task(run(begun))
+    running = asyncio.create_task(run())
     async with asyncio.timeout(BOUND_S):
         await begun.wait()
     other = asyncio.create_task(tokens_in_one_round(subject.generator, 2, ENDLESS))
