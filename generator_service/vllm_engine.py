@@ -323,7 +323,7 @@ class Statistics(StatLoggerBase):  # type: ignore[misc]
 
 
 def _steps(seconds: float, running: int, stats: Any) -> list[Step]:
-    """The steps of one message: as many as a request has tokens in it (vllm_scheduler.py), alike.
+    """The steps of one message, all alike: as many as a request has tokens in it.
 
     running: requests that go on; stats: vLLM's of the tokens, None if there are none.
     """

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -334,6 +333,4 @@ def _prepare_environment(settings: GeneratorSettings) -> None:
         VLLM_USE_V2_MODEL_RUNNER="0",
         # vLLM draws nothing itself, but would compile these kernels when it starts.
         VLLM_USE_FLASHINFER_SAMPLER="0",
-        # Of a step. A lost node is noticed by nothing else if it was to answer a step without rows.
-        VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=str(math.ceil(settings.stuck_s)),
     )

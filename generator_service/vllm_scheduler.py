@@ -1,11 +1,11 @@
-"""Work of vLLM's scheduler that sessions of rounds do not need: runs inside vLLM.
+"""vLLM's scheduler, without two kinds of work that rounds do not need: runs inside vLLM.
 
 After each step vLLM sends its tokens to the generator's process, where each takes some 70 us of
 processor time. Here the outputs of a request are kept until it pauses or ends, but no more of them
 than of 16 steps or a second. A request that needs each token at once gets it.
 
-In each step vLLM takes every paused request out of its queue and puts it back. Here these are in no
-queue until their next round.
+In each step vLLM takes every paused request out of its queue and puts it back. Here paused requests
+are in no queue until their next round.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def scheduler(vllm_config: Any, **options: Any) -> Any:
 
 
 class _Scheduler:
-    """Before one of vLLM's schedulers."""
+    """Overrides methods of the scheduler that is the next base class."""
 
-    # vLLM's: the number of paused requests, and those that wait and cannot run
+    # Both are vLLM's: the number of paused requests; the waiting requests that cannot run yet.
     num_waiting_for_streaming_input: int
     deferred_waiting: set[Any]
 
@@ -63,7 +63,7 @@ class _Scheduler:
         return finished
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Requests that run and that wait, the paused ones among them."""
+        """The numbers of running and of waiting requests; paused ones count as waiting."""
         running, waiting = super().get_request_counts()  # type: ignore[misc]
         return running, waiting + self.num_waiting_for_streaming_input
 

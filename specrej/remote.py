@@ -32,7 +32,7 @@ from specrej.contracts import (
 )
 from specrej.errors import InternalError, SpecrejError, Unavailable
 from specrej.serving import time_left_s
-from specrej.status import from_backend_error
+from specrej.status import from_backend_error, has_details
 from specrej.v1 import common_pb2
 
 Request = TypeVar("Request")
@@ -43,7 +43,8 @@ _SCORE_SESSION = "specrej.backend.v1.RewardService/ScoreSession"
 _BACKEND = "a backend"
 _DESCRIBE_TIMEOUT_S = 5.0
 _AFTER_OURS_S = 1.0
-_MAX_RESTARTS = 8
+# Before the first write of a stream that is started again: in it the status may arrive.
+_RESTART_PAUSES_S = (0.02, 0.1, 0.5)
 # The result field of each command.
 _RESULTS = {
     "open": "opened",
@@ -64,9 +65,9 @@ class _CommandStream(Generic[Request, Response]):
         method: str,
     ) -> None:
         self._span = telemetry.ClientSpan(method, outlives=True)
-        self._start = partial(start, metadata=self._span.metadata, timeout=_backend_time_s())
-        self._call = self._start()
-        self._restarts_left = _MAX_RESTARTS
+        self._start = partial(start, metadata=self._span.metadata)
+        self._call = self._start(timeout=_backend_time_s())
+        self._restart_pauses_s: Sequence[float] = _RESTART_PAUSES_S
         self._make = make
         self._sequence = 0
         self._is_waiting = self._is_abandoned = False
@@ -102,7 +103,7 @@ class _CommandStream(Generic[Request, Response]):
         response: Any = answer
         if (response.sequence, response.WhichOneof("result")) != (self._sequence, _RESULTS[kind]):
             raise InternalError("a backend sent the answer of another command")
-        self._is_waiting, self._restarts_left = False, 0
+        self._is_waiting, self._restart_pauses_s = False, ()
         return cast(Response, answer)
 
     async def finish(self) -> None:
@@ -134,16 +135,17 @@ class _CommandStream(Generic[Request, Response]):
             with suppress(asyncio.InvalidStateError):
                 await self._call.write(request)
         except grpc.aio.AioRpcError as failure:
-            if failure.code() is not grpc.StatusCode.INTERNAL:
+            if failure.code() is not grpc.StatusCode.INTERNAL or has_details(failure):
                 raise self._failed(failure) from failure
             # Not the peer's status: grpc reports so a stream that the peer ended before a write,
-            # and drops the status (grpc/grpc#36066). A stream without an answer can be started
-            # again to receive it, which can lose that status as well beside busy processes.
-            if not self._restarts_left:
+            # and drops the status (grpc/grpc#36066). A stream without an answer is started again to
+            # receive it.
+            if not self._restart_pauses_s:
                 self._span.end(grpc.StatusCode.UNAVAILABLE.name)
                 raise Unavailable("a backend ended the stream") from failure
-            self._restarts_left -= 1
-            self._call = self._start()
+            pause_s, *self._restart_pauses_s = self._restart_pauses_s
+            self._call = self._start(timeout=_backend_time_s())
+            await asyncio.sleep(pause_s)
             await self._send(request)
 
 

@@ -121,6 +121,11 @@ def from_backend_error(failure: Any, backend: str) -> errors.SpecrejError:
     return without_foreign_text(error, failure, backend)
 
 
+def has_details(failure: grpc.aio.AioRpcError) -> bool:
+    """Whether one of our services sent this status: grpc's own have no details."""
+    return DETAILS_TRAILER in dict(failure.trailing_metadata() or ())
+
+
 def without_foreign_text(
     error: errors.SpecrejError, failure: BaseException | None, backend: str
 ) -> errors.SpecrejError:
@@ -129,9 +134,7 @@ def without_foreign_text(
     A text without our details is grpc's or a foreign service's: it may contain addresses, class
     names and paths.
     """
-    is_foreign = isinstance(failure, grpc.aio.AioRpcError) and DETAILS_TRAILER not in dict(
-        failure.trailing_metadata() or ()
-    )
+    is_foreign = isinstance(failure, grpc.aio.AioRpcError) and not has_details(failure)
     if is_foreign and isinstance(error, errors.Unavailable):
         return errors.Unavailable(f"{backend} cannot be reached")
     if is_foreign and isinstance(error, errors.InternalError):

@@ -123,8 +123,8 @@ def _locked(name: str, *, waits: bool) -> Iterator[bool]:
 def _open_mp() -> Any:
     """The library of torch's threads; None if it has another interface than GNU's.
 
-    Found as torch finds it: libiomp5, where it is preloaded, has the same functions, and a second
-    set of threads would wait for the cores on which the first one spins.
+    `import torch` makes its OpenMP library global, or uses a preloaded one: libiomp5 has the same
+    functions. A second set of threads would wait for the cores on which the first one spins.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "GOMP_parallel"):

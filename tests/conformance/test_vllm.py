@@ -284,7 +284,7 @@ _ONE_MACHINE = {
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
-    # As `stuck_s` sets it: the loss may be noticed by nothing else.
+    # In a step without rows, vLLM notices a lost node by this bound only; its own is 300 s.
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20",
 }
 

@@ -6,7 +6,6 @@ tests/conformance tests it on the real one.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -21,12 +20,7 @@ from generator_service.admission import Blocks
 from generator_service.commands import OpenCommand
 from generator_service.frontend import ModelCard
 from generator_service.settings import GeneratorSettings
-from generator_service.vllm_generator import (
-    VLLMGenerator,
-    VLLMSession,
-    _prepare_environment,
-    fingerprint_of,
-)
+from generator_service.vllm_generator import VLLMGenerator, VLLMSession, fingerprint_of
 from specrej.contracts import FinishReason, Prompt, RoundEnd, Sampling, SessionSpec
 from specrej.errors import InternalError, InvalidRequest, OutOfOrder, SessionExpired
 from tests.serving import until
@@ -57,15 +51,6 @@ def test_speculative_decoding_is_refused() -> None:
     """Guards against tokens that depend on what a draft model proposes."""
     with pytest.raises(ValidationError, match="speculative_config cannot be used"):
         GeneratorSettings(vllm_options={"speculative_config": {"model": "ngram"}})
-
-
-def test_a_step_of_vllm_ends_when_the_service_counts_as_stuck(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Guards against sessions that wait five minutes for a node that is lost."""
-    monkeypatch.setattr(os, "environ", {})
-    _prepare_environment(GeneratorSettings(engine="vllm", stuck_s=9.5))
-    assert os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "10"
 
 
 class Words:
