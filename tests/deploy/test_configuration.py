@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -237,11 +238,17 @@ async def test_redis_requires_the_password_that_orchestrators_send(
     command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(socket)]
     quiet = asyncio.subprocess.DEVNULL
     server = await asyncio.create_subprocess_exec(*command, *arguments, stdout=quiet)
+    url = f"unix://{socket}"
+
+    def refuses_callers_without_password() -> bool:
+        with contextlib.suppress(redis.ConnectionError), redis.Redis.from_url(url) as client:
+            with pytest.raises(redis.AuthenticationError):
+                client.ping()
+            return True
+        return False
+
     try:
-        await until(socket.exists, bound_s=10, every_s=0.01)
-        url = f"unix://{socket}"
-        with redis.Redis.from_url(url) as client, pytest.raises(redis.AuthenticationError):
-            client.ping()
+        await until(refuses_callers_without_password, bound_s=10, every_s=0.01)
         with redis.Redis.from_url(url, password="secret") as client:
             assert client.ping()
     finally:
