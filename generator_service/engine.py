@@ -282,10 +282,7 @@ class Engine:
             candidate.finish = command.finish_of(candidate, eos_ids)
         if count := command.sampling.top_logprobs:
             session.note_top(most_probable(logits, tokens, logprobs, count))
-        for row in reversed(range(len(session.rows))):
-            if session.rows[row].finish:
-                session.drop(row)
-                self.ledger.give_back(session.id, session.suffix.length)
+        self.ledger.give_back(session.id, session.drop_finished() * session.suffix.length)
 
     def _end_round_if_over(self, session: Session) -> None:
         if session.growing and not session.rows:

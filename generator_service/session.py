@@ -92,11 +92,15 @@ class Session:
         for candidate, top in zip(self.rows, tops, strict=True):
             candidate.note_top(top)
 
-    def drop(self, row: int) -> None:
-        """Remove a finished candidate: the last row takes its place."""
-        self.suffix.drop(row)
-        self.rows[row] = self.rows[-1]
-        self.rows.pop()
+    def drop_finished(self) -> int:
+        """Remove the finished candidates, into whose rows the last ones move; their number."""
+        before = len(self.rows)
+        for row in reversed(range(before)):
+            if self.rows[row].finish:
+                self.suffix.drop(row)
+                self.rows[row] = self.rows[-1]
+                self.rows.pop()
+        return before - len(self.rows)
 
     def reserve(self, share: int) -> None:
         """Make room for one more token per row in a share of so many slots.

@@ -57,9 +57,7 @@ from specrej.errors import (
 from specrej.status import from_rpc_error
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
-_ORCHESTRATOR = "specrej.v1.OrchestratorService"
 _LONGEST_S = 1e8  # three years: grpc counts nanoseconds in 64 bits
-_REWARD = "specrej.backend.v1.RewardService"
 
 _TRACED = importlib.util.find_spec("opentelemetry") is not None
 
@@ -229,7 +227,7 @@ class Client(_Connection):
         InvalidRequest: the credentials cannot be used, or not with this address.
     """
 
-    _service = _ORCHESTRATOR
+    _service = "specrej.v1.OrchestratorService"
 
     def __init__(
         self,
@@ -293,7 +291,7 @@ class Client(_Connection):
         event: Event | None = None
         while not isinstance(event, Finished):
             try:
-                with _calling(f"{_ORCHESTRATOR}/GenerateStream") as span:
+                with _calling(f"{self._service}/GenerateStream") as span:
                     sent = self._metadata(span, token, metadata)
                     call = self._stub.GenerateStream(
                         request, timeout=attempts.left_s, metadata=sent
@@ -324,7 +322,7 @@ class Client(_Connection):
     async def is_serving(self, *, timeout_s: float = 1.0) -> bool:
         """Whether the orchestrator reports that it serves; needs no token."""
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
-        request = health_pb2.HealthCheckRequest(service=_ORCHESTRATOR)
+        request = health_pb2.HealthCheckRequest(service=self._service)
         try:
             answer = await stub.Check(request, timeout=timeout_s)
         except grpc.aio.AioRpcError:
@@ -362,7 +360,7 @@ class Client(_Connection):
 class RewardClient(_Connection):
     """A client of the reward service at `address` ("host:port"); arguments as of `Client`."""
 
-    _service = _REWARD
+    _service = "specrej.backend.v1.RewardService"
 
     def __init__(
         self,
