@@ -34,7 +34,7 @@ _ROOM_TOKENS = 64
 Head = Callable[[Tensor, Tensor], Tensor]
 
 # From the outputs at each text's marks, [marks, width] per text, to a score per candidate.
-Judge = Callable[[list[Tensor]], list[float]]
+ToScores = Callable[[list[Tensor]], list[float]]
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class CausalTask:
     _sequences: Sequence[Tokens]
     _spans: Iterator[_Span]
     _known: Sequence[ChainMap[int, Value]]
-    _judge: Judge
+    _to_scores: ToScores
     _next: _Span | None = None
     _num_computed: int = 0
 
@@ -189,7 +189,7 @@ class CausalTask:
         ]
 
     def scores(self) -> Scores:
-        return Scores(tuple(self._judge(self.outputs())), self._num_computed)
+        return Scores(tuple(self._to_scores(self.outputs())), self._num_computed)
 
 
 class CausalScorer(SegmentedModel):
@@ -220,7 +220,9 @@ class CausalScorer(SegmentedModel):
         # Not by subtraction: what was reserved for an allocation that failed is in no session.
         self.kept_tokens = sum(other.num_tokens for other in self._sessions)
 
-    def task(self, session: KeptSession, sequences: Sequence[Tokens], judge: Judge) -> CausalTask:
+    def task(
+        self, session: KeptSession, sequences: Sequence[Tokens], to_scores: ToScores
+    ) -> CausalTask:
         """A task for these texts; what the session keeps of other texts is freed.
 
         If one of its passes fails, the session must be closed: it counts on all of them.
@@ -237,7 +239,7 @@ class CausalScorer(SegmentedModel):
         self._drop(session, session.texts.keys() - wanted)
         known: list[ChainMap[int, Value]] = []
         spans = self._spans(session, sequences, known)
-        return CausalTask(session, sequences, spans, known, judge)
+        return CausalTask(session, sequences, spans, known, to_scores)
 
     @torch.inference_mode()
     def compute(self, spans: Sequence[_Span]) -> None:

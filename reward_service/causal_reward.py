@@ -112,11 +112,11 @@ class CausalRewardSession:
             for place, tokens in enumerate(tokenized)
         ]
 
-        def judge(outputs: list[Tensor]) -> list[float]:
+        def to_scores(outputs: list[Tensor]) -> list[float]:
             scores = [reading.score(output) for output in outputs]
             return [scores[place] for place in where]
 
-        return self._reward.scorer.task(self._kept, sequences, judge)
+        return self._reward.scorer.task(self._kept, sequences, to_scores)
 
     def close(self) -> None:
         """Free what is kept."""

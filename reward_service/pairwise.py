@@ -88,8 +88,8 @@ class _PairwiseSession:
             Tokens(key, ids[-limit:], 0, [min(len(ids), limit) - 1])
             for key, ids in enumerate(encoded)
         ]
-        judge = partial(_mean_preferences, pairs, where)
-        return self._reward.scorer.task(self._kept, sequences, judge)
+        to_scores = partial(_mean_preferences, pairs, where)
+        return self._reward.scorer.task(self._kept, sequences, to_scores)
 
     def close(self) -> None:
         self._reward.scorer.close(self._kept)

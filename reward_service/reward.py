@@ -148,12 +148,12 @@ class Text:
 class TextTask:
     """A batch of texts, each of which is a piece; equal texts are computed once.
 
-    where: each candidate's index among the texts; judge: from their results to scores.
+    where: each candidate's index among the texts; to_scores: from their results to scores.
     """
 
     texts: Sequence[Text]
     where: Sequence[int]
-    judge: Callable[[list[Any]], list[float]]
+    to_scores: Callable[[list[Any]], list[float]]
     _taken: int = field(default=0, init=False)
 
     @property
@@ -165,7 +165,7 @@ class TextTask:
         return self.texts[self._taken - 1]
 
     def scores(self) -> Scores:
-        values = self.judge([self.texts[place].result for place in self.where])
+        values = self.to_scores([self.texts[place].result for place in self.where])
         return Scores(tuple(values), sum(text.num_computed for text in self.texts))
 
 

@@ -74,10 +74,10 @@ class VLLMClassifier:
         tokenized = turns.tokenize([candidate.text for candidate in candidates], closed)
         unique, where = distinct([tuple(tokens.token_ids) for tokens in tokenized])
 
-        def judge(logits: list[list[float]]) -> list[float]:
+        def to_scores(logits: list[list[float]]) -> list[float]:
             return [weighted(self._spec, of_text) for of_text in logits]
 
-        return TextTask([Text(token_ids) for token_ids in unique], where, judge)
+        return TextTask([Text(token_ids) for token_ids in unique], where, to_scores)
 
     async def _compute(self, pieces: Sequence[Text]) -> None:
         async with asyncio.TaskGroup() as group:

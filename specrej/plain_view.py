@@ -36,7 +36,7 @@ class RoundTexts(NamedTuple):
 
     number: str
     token: str  # the decision token
-    alive: str  # live candidates before and after
+    live: str  # candidates before and after
     finished: str  # candidates that finished in it
     best: str  # the best reward so far
     slots: str  # slots in use at the decision token, and what the cut freed
@@ -51,7 +51,7 @@ def round_texts(trace: RoundTrace) -> RoundTexts:
     return RoundTexts(
         number=str(trace.number),
         token=str(trace.decision_token),
-        alive=f"{trace.num_started}→{trace.num_live}{forks}{vetoed}",
+        live=f"{trace.num_started}→{trace.num_live}{forks}{vetoed}",
         finished=str(trace.num_finished or ""),
         best=f"{trace.best_score:.3f}",
         slots=f"{trace.session_slots:,}{freed}",
@@ -65,14 +65,14 @@ def tokens_per_s(trace: RoundTrace) -> float:
 
 
 def survivors_bar(trace: RoundTrace, n: int) -> tuple[str, str, str]:
-    """A bar of `n` candidates in three parts: alive, lost or finished in this round, gone before.
+    """A bar of `n` candidates in three parts: live, lost or finished in this round, gone before.
 
-    At least one cell is alive if a candidate is, however many there were.
+    At least one cell is live if a candidate is, however many there were.
     """
     total = max(n, trace.num_started, 1)
-    alive = _cells(trace.num_live, total)
-    started = max(alive, _cells(trace.num_started, total))
-    return "█" * alive, "▒" * (started - alive), "░" * (BAR_CELLS - started)
+    live = _cells(trace.num_live, total)
+    started = max(live, _cells(trace.num_started, total))
+    return "█" * live, "▒" * (started - live), "░" * (BAR_CELLS - started)
 
 
 def plain_line(trace: RoundTrace, n: int) -> str:
@@ -80,7 +80,7 @@ def plain_line(trace: RoundTrace, n: int) -> str:
     finished = f"  finished {texts.finished}" if texts.finished else ""
     return (
         f"round {texts.number}  {''.join(survivors_bar(trace, n))}  token {texts.token}"
-        f"  alive {texts.alive}{finished}  best {texts.best}  slots {texts.slots}  {texts.speed}"
+        f"  live {texts.live}{finished}  best {texts.best}  slots {texts.slots}  {texts.speed}"
     )
 
 

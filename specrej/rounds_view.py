@@ -24,17 +24,17 @@ def rounds_table(traces: list[RoundTrace], n: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("round", justify="right")
     table.add_column("candidates", no_wrap=True)
-    for name in ("token", "alive", "finished", "best", "slots", "speed"):
+    for name in ("token", "live", "finished", "best", "slots", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
     for trace in traces:
         texts = round_texts(trace)
-        alive, lost, gone = survivors_bar(trace, n)
-        bar = Text.assemble((alive, "green"), (lost, "red"), (gone, "dim"))
+        live, lost, gone = survivors_bar(trace, n)
+        bar = Text.assemble((live, "green"), (lost, "red"), (gone, "dim"))
         table.add_row(
             texts.number,
             bar,
             texts.token,
-            texts.alive,
+            texts.live,
             texts.finished,
             f"[bold]{texts.best}",
             texts.slots,

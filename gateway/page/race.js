@@ -98,7 +98,7 @@ export class Race extends HTMLElement {
     const { made, others, isFinal } = cost(state);
     const ms = state.totalMs ?? this.#clock();
     this.#write({
-      alive: state.n ? `${state.numLive} / ${state.n}` : '–',
+      live: state.n ? `${state.numLive} / ${state.n}` : '–',
       best: fixed(state.best),
       made: state.n ? count(made) : '–',
       'saved-head': isFinal ? 'tokens saved' : 'saved so far',

@@ -90,12 +90,12 @@ const lane = (id, row, from = 0) => {
 function round(state, at, { round: trace, survivors, best_text: bestText, texts }) {
   const known = new Map(trace.candidates.map((traced) => [traced.candidate_id, traced]));
   const written = new Map((texts ?? []).map((item) => [item.candidate_id, item.text]));
-  const alive = new Set(survivors ?? state.lanes.map(({ id }) => id));
+  const live = new Set(survivors ?? state.lanes.map(({ id }) => id));
   const lanes = state.lanes.map((old) => {
     if (!isLive(old)) return old;
     const traced = known.get(old.id);
     // A round of very many candidates is without them, and a record without survivors.
-    const isKept = alive.has(old.id);
+    const isKept = live.has(old.id);
     const fate = traced?.fate.slice(FATE.length).toLowerCase() ?? (isKept ? 'kept' : 'rejected');
     const tokens = (fate === 'finished' && traced?.num_tokens) || trace.decision_token;
     const score = { round: trace.number, token: tokens, score: traced?.score };

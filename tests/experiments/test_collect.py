@@ -105,7 +105,7 @@ async def test_chunks_change_nothing_on_engine() -> None:
         whole = await collected(plenty, SETTINGS)
         made = await collected(little, SETTINGS)
     np.testing.assert_array_equal(made.num_tokens, whole.num_tokens)
-    np.testing.assert_allclose(made.logprobs, whole.logprobs, atol=1e-5)
+    np.testing.assert_allclose(made.logprobs, whole.logprobs, atol=1e-4)
     assert made.texts == whole.texts
 
 

@@ -79,7 +79,7 @@ def test_scores_are_those_of_the_characters(classifier: Path) -> None:
         reward.scorer.check_integrity()
     grown = score_batch(session, reward, batch({0: EVIL}))
     assert grown.values == pytest.approx((expected,), abs=1e-4)
-    assert grown.values == pytest.approx(score(reward, prompt, [EVIL]).values, abs=1e-5)
+    assert grown.values == pytest.approx(score(reward, prompt, [EVIL]).values, abs=1e-4)
 
 
 def test_raw_text_may_allow_control_tokens(model: Path) -> None:

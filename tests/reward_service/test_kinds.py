@@ -101,7 +101,7 @@ async def test_a_worker_serves_every_kind(
             candidates = batch({0: "One.\n\nTw", 1: ""})
             first = await session.score(candidates)
             again = await session.score(candidates)
-            assert again.values == pytest.approx(first.values, abs=1e-5)
+            assert again.values == pytest.approx(first.values, abs=1e-4)
             assert len((await session.score(candidates[:1])).values) == 1
     finally:
         worker.close()
@@ -183,4 +183,4 @@ def test_code_that_comes_with_a_model_runs_only_if_trusted(
     trusted = load("classifier", custom, trust_remote_code=True)
     assert marker.exists()
     expected = score(load("classifier", plain), PROMPT, ["a", "b"]).values
-    assert score(trusted, PROMPT, ["a", "b"]).values == pytest.approx(expected, abs=1e-5)
+    assert score(trusted, PROMPT, ["a", "b"]).values == pytest.approx(expected, abs=1e-4)

@@ -144,7 +144,7 @@ def test_step_token_is_found_whatever_the_tokenizer_merges(labels: Path, tmp_pat
     whole = load("process", labels, step_token=STEP, step_text=STEP)
     spliced = load("process", labels, step_token=STEP)
     assert score(whole, PROMPT, ANSWERS).values == pytest.approx(
-        score(spliced, PROMPT, ANSWERS).values, abs=1e-5
+        score(spliced, PROMPT, ANSWERS).values, abs=1e-4
     )
 
 

@@ -24,10 +24,10 @@ from tests.specrej.fakes import EVENTS, GENERATION, trace
     [
         (
             {"num_started": 16, "num_live": 8, "num_rejected": 8},
-            "round 2  ████▒▒▒▒░░░░░░░░  token 32  alive 16→8  best 0.412"
+            "round 2  ████▒▒▒▒░░░░░░░░  token 32  live 16→8  best 0.412"
             "  slots 1,544 (\N{MINUS SIGN}512)  361 tok/s",
         ),
-        ({"num_finished": 3, "num_rejected": 1}, "alive 8→4  finished 3  best"),
+        ({"num_finished": 3, "num_rejected": 1}, "live 8→4  finished 3  best"),
         ({"freed_slots": 0, "extend_ms": 0.0}, "slots 1,544  0 tok/s"),
     ],
 )
@@ -41,10 +41,10 @@ def test_a_round_is_one_line(changes: dict[str, Any], text: str) -> None:
 def test_the_bar_is_whole_and_shows_survivors(n: int, data: st.DataObject) -> None:
     """Guards against bars of changing length, and against one survivor of many shown as none."""
     started = data.draw(st.integers(1, n))
-    alive = data.draw(st.integers(0, started))
-    bar = survivors_bar(trace(1, num_started=started, num_live=alive), n)
+    live = data.draw(st.integers(0, started))
+    bar = survivors_bar(trace(1, num_started=started, num_live=live), n)
     assert len("".join(bar)) == BAR_CELLS
-    assert bool(bar[0]) == (alive > 0)
+    assert bool(bar[0]) == (live > 0)
 
 
 def test_the_bar_has_all_cells_without_an_admission() -> None:
