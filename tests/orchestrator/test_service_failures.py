@@ -219,14 +219,14 @@ async def test_a_call_whose_client_does_not_read_ends(caplog: pytest.LogCaptureF
 @BY_METHOD
 async def test_a_long_deadline_is_shortened(stream: bool) -> None:
     """Guards against a client that holds a permit for eleven days."""
-    async with whole(server_settings={"max_deadline_s": 0.1}) as service:
+    async with whole(server_settings={"max_deadline_s": 1.0}) as service:
         service.shut("extend")
         error = await error_of_call(
             start_call(service, small_request(), stream, timeout=1e6), stream
         )
         assert reason_of(error) == "DEADLINE_EXCEEDED"
         (left_s,) = service.generator.times_left_s
-        assert left_s is not None and left_s < 2
+        assert left_s is not None and left_s < 3
 
 
 @BY_METHOD

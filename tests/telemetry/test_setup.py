@@ -76,7 +76,7 @@ async def _run_a_reward(collector: str, log_dir: Path) -> None:
         code = await asyncio.wait_for(running._running["reward"].wait(), 20)
         seconds = time.monotonic() - began
     assert code == 0
-    assert seconds < FLUSH_S + 2.5, f"ended after {seconds:.1f} s"
+    assert seconds < FLUSH_S + 10, f"ended after {seconds:.1f} s"
     (process,) = values["target_info"]
     assert ("service_name", "reward") in process.labels and "specrej_reward_batch_bucket" in values
     with pytest.raises(OSError, match="refused"):

@@ -232,6 +232,7 @@ async def test_both_sides_of_a_comparison_do_the_same_work(form: Window, client:
 
 async def test_stop_ends_both_sides_of_a_comparison(form: Window, stack: Stack) -> None:
     """Guards against a second side that waits for ever, and lanes that seem to grow."""
+    await form.send_endless()
     await form.fill(n=32, max_tokens=2000, first=1000, compare=True)
     await form.press("Run")
     await form.until("document.getElementById('live').state.position > 3")

@@ -75,6 +75,19 @@ class Window:
         await self.fill(**{"prompt": PROMPT, **fields})
         await self.press("Run")
 
+    async def send_endless(self) -> None:
+        """Let the candidates of requests from now on grow to `max_tokens`."""
+        await self.js(
+            """
+            const send = window.fetch;
+            window.fetch = (path, options) => {
+              if (!options?.body) return send(path, options);
+              const body = JSON.parse(options.body);
+              body.specrej = { ...body.specrej, ignore_eos: true };
+              return send(path, { ...options, body: JSON.stringify(body) });
+            };"""
+        )
+
     async def ended(self, race: str = "live") -> str:
         """The phase of a request, once it has ended."""
         state = f"document.getElementById('{race}').state.phase"
