@@ -58,11 +58,14 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def parse_branching(text: str) -> Branching:
-    """`WIDTH[,KEEP]`."""
+    """`WIDTH[,KEEP[,TAPER]]`."""
+    width, *rest = text.split(",")
     try:
-        return Branching(*(int(value) for value in text.split(",")))
+        return Branching(int(width), *map(int, rest[:1]), *map(float, rest[1:]))
     except (ValueError, TypeError):
-        raise argparse.ArgumentTypeError(f"{text!r}: use 16,4 (width, keep)") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: use 16,4 or 32,2,1 (width, keep, taper)"
+        ) from None
 
 
 def parse_reward(text: str) -> WeightedReward:

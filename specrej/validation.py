@@ -204,6 +204,8 @@ def _check_branching(selection: Selection, max_candidates: int, path: str) -> It
         yield _out_of(f"{path}.width", width, f"2 .. {max_candidates}")
     if not 1 <= keep < max(2, width):
         yield _out_of(f"{path}.keep", keep, f"1 .. width - 1 ({width - 1})")
+    if not 0 <= selection.branching.taper <= 1:
+        yield _out_of(f"{path}.taper", selection.branching.taper, "0 .. 1")
 
 
 def check_rewards(rewards: Sequence[WeightedReward], path: str) -> Iterator[Violation]:

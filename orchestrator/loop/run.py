@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from orchestrator.loop import rejection, schedule
-from orchestrator.loop.branching import forks_of
+from orchestrator.loop.branching import forks_of, width_at
 from orchestrator.loop.deadline import DeadlineController
 from orchestrator.loop.growth import Growth, OutOfTime, in_time
 from orchestrator.loop.progress import ProgressReporter, WithinRounds
@@ -278,8 +278,10 @@ class _Run:
         forks: Forks = {}
         if branching and state.live and not is_full:
             survivors = state.ranking(state.live)
-            width = min(branching.width, len(survivors) + state.forks_left)
-            width = self.deadline.width(state.num_tokens, width, len(survivors))
+            position, until = state.num_tokens, _decision_token(self.request, state.num_tokens)
+            width = width_at(branching, _decision_token(self.request, 0), until - position)
+            width = min(width, len(survivors) + state.forks_left)
+            width = self.deadline.width(position, width, len(survivors))
             forks = forks_of(survivors, width, state.next_id)
             state.next_id += len(forks)
             metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))

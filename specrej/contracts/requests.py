@@ -228,14 +228,17 @@ class Branching:
     """Forks fill the room of rejected candidates: at each decision token the best `keep` live
     candidates go on, and forks of them, in turn from the best one, bring their number to `width`.
 
-    `str` is the text that `specrej generate --branching` accepts.
+    Rounds that are longer than the first one have fewer: `width` times (tokens of the first round /
+    tokens of this one) to the power of `taper`, at least `keep`. With 1, all rounds generate about
+    as many tokens. `str` is the text that `specrej generate --branching` accepts.
     """
 
     width: int = 16
     keep: int = 4
+    taper: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.width},{self.keep}"
+        return f"{self.width},{self.keep}" + (f",{self.taper:g}" if self.taper else "")
 
 
 @dataclass(frozen=True, slots=True)

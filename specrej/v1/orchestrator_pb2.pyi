@@ -574,28 +574,39 @@ class Branching(_message.Message):
 
     WIDTH_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    TAPER_FIELD_NUMBER: _builtins.int
     width: _builtins.int
-    """Live candidates after a decision token, as far as slots and the deadline allow; 2 .. the server's
+    """Live candidates after a decision token, as far as taper, slots and the deadline allow; 2 .. the server's
     limit of n; default 16.
     """
     keep: _builtins.int
     """Live candidates that are kept, all others are rejected; 1 .. width - 1; default 4."""
+    taper: _builtins.float
+    """Rounds that are longer than the first one have fewer live candidates: width * (tokens of the first
+    round / tokens of this one)^taper, at least keep. 1: all rounds generate about as many tokens.
+    0 .. 1; default 0.
+    """
     def __init__(
         self,
         *,
         width: _builtins.int | None = ...,
         keep: _builtins.int | None = ...,
+        taper: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_width", b"_width", "keep", b"keep", "width", b"width"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_taper", b"_taper", "_width", b"_width", "keep", b"keep", "taper", b"taper", "width", b"width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_width", b"_width", "keep", b"keep", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep", b"_keep", "_taper", b"_taper", "_width", b"_width", "keep", b"keep", "taper", b"taper", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep: _TypeAlias = _typing.Literal["keep"]  # noqa: Y015
     _WhichOneofArgType__keep: _TypeAlias = _typing.Literal["_keep", b"_keep"]  # noqa: Y015
+    _WhichOneofReturnType__taper: _TypeAlias = _typing.Literal["taper"]  # noqa: Y015
+    _WhichOneofArgType__taper: _TypeAlias = _typing.Literal["_taper", b"_taper"]  # noqa: Y015
     _WhichOneofReturnType__width: _TypeAlias = _typing.Literal["width"]  # noqa: Y015
     _WhichOneofArgType__width: _TypeAlias = _typing.Literal["_width", b"_width"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep) -> _WhichOneofReturnType__keep | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__taper) -> _WhichOneofReturnType__taper | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__width) -> _WhichOneofReturnType__width | None: ...
 

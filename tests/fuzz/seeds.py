@@ -42,7 +42,7 @@ _SPECREJ = {
     "n": 16,
     "alpha": 0.5,
     "schedule": {"kind": "tokens", "tokens": [16, 32]},
-    "branching": {"width": 8, "keep": 2},
+    "branching": {"width": 8, "keep": 2, "taper": 0.5},
     "rewards": {"a": 1.0},
     "cache": "use",
     "timeout_s": 3.5,

@@ -113,7 +113,8 @@ REQUESTS = st.builds(
     schedule=SCHEDULES,
     rewards=st.lists(REWARDS, max_size=3, unique_by=lambda reward: reward.name).map(tuple),
     prefer_complete=st.booleans(),
-    branching=st.none() | st.builds(Branching, st.integers(4, 20), st.integers(1, 3)),
+    branching=st.none()
+    | st.builds(Branching, st.integers(4, 20), st.integers(1, 3), st.sampled_from([0.0, 0.5, 1.0])),
 )
 
 

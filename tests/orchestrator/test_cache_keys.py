@@ -118,6 +118,7 @@ _OTHER_ORDERS = [
         {"branching": Branching()},
         {"branching": Branching(keep=2)},
         {"branching": Branching(width=8)},
+        {"branching": Branching(taper=1)},
     )
 ]
 _OTHER_SEARCHES = [

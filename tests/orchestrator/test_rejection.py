@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.loop.branching import forks_of
+from orchestrator.loop.branching import forks_of, width_at
 from orchestrator.loop.rejection import cut, num_kept, num_released, rank
+from specrej.contracts import Branching
 
 SCORES = st.dictionaries(
     st.integers(0, 500), st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=60
@@ -171,3 +172,19 @@ def test_forks_fill_a_width_evenly(survivors: list[int], width: int) -> None:
     children = [list(forks.values()).count(survivor) for survivor in survivors]
     assert children == sorted(children, reverse=True)
     assert max(children, default=0) - min(children, default=0) <= 1
+
+
+@pytest.mark.parametrize("taper", [0.0, 0.5, 1.0])
+def test_a_taper_bounds_the_tokens_of_a_round(taper: float) -> None:
+    """Guards against a last round that generates more than all others, and against an exponent on
+    the wrong side. The rounds begin at 16, 32, 64, ... tokens."""
+    widths = [width_at(Branching(32, 2, taper), 16, 16 * 2**number) for number in range(6)]
+    assert (
+        widths
+        == {
+            0.0: [32] * 6,
+            0.5: [32, 23, 16, 11, 8, 6],
+            1.0: [32, 16, 8, 4, 2, 2],  # never below `keep`
+        }[taper]
+    )
+    assert width_at(Branching(32, 2, taper), 16, 4) == 32

@@ -239,6 +239,13 @@ async def test_the_forks_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert texts == [candidate.id for candidate in generation.candidates]
 
 
+async def test_a_taper_narrows_later_rounds() -> None:
+    """Guards against a width of the round that has ended, not of the one that begins."""
+    branching = request(16, 64, schedule=GeometricSchedule(8), branching=Branching(16, 2, 1.0))
+    generation = await answer(branching, ToyGenerator(end_every=10**9), FixedScorer())
+    assert [trace.num_live for trace in generation.rounds] == [16, 8, 4, 0]
+
+
 async def test_forks_that_there_cannot_be_do_not_make_an_answer_hurried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -52,7 +52,7 @@ REQUEST = c.GenerationRequest(
         return_candidates=2,
         min_answers=2,
         prefer_complete=False,
-        branching=c.Branching(8, 2),
+        branching=c.Branching(8, 2, 0.5),
     ),
     model="tiny",
     cache=c.CacheControl.REFRESH,

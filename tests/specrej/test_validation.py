@@ -94,6 +94,7 @@ BAD_BRANCHING = (
     (c.Branching(CAP + 1), "width"),
     (c.Branching(16, 0), "keep"),
     (c.Branching(16, 16), "keep"),
+    *((c.Branching(taper=value), "taper") for value in (-0.1, 1.1, NAN)),
 )
 BAD_TOKENS = ((), (0,), (-1, 4), (8, 8), (16, 8), tuple(range(1, 1026)))
 BAD_NUMBERS = (1.1e12, -1.1e12, NAN, INF, -INF)
@@ -212,7 +213,10 @@ def test_too_many_min_tokens_name_the_range() -> None:
     [
         *[with_selection(n=n) for n in (0, 1, CAP)],
         *[with_selection(alpha=alpha) for alpha in (0.0, 0.999)],
-        *[with_selection(branching=c.Branching(*values)) for values in ((2, 1), (CAP, CAP - 1))],
+        *[
+            with_selection(branching=c.Branching(*values))
+            for values in ((2, 1), (CAP, CAP - 1), (16, 4, 1.0))
+        ],
         *[with_selection(n=n, min_answers=n or CAP) for n in (0, 4)],
         with_selection(branching=c.Branching(8, 2), min_answers=2),
         *[with_sampling(temperature=value) for value in (0.01, 2.0)],
