@@ -21,7 +21,8 @@ from specrej.serving import Server, Service
 from specrej.settings import ServiceSettings
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
-_POLL_S = 2.0  # timeout of a health check or a description
+_POLL_S = 2.0  # timeout of a health check
+_DESCRIBE_S = 10.0  # of a description, whose failure raises
 
 
 @asynccontextmanager
@@ -111,7 +112,7 @@ async def describe_generator(address: str) -> GeneratorDescription:
     async with open_channel(address, retries=False) as channel:
         stub: Any = generator_pb2_grpc.GeneratorServiceStub(channel)
         request = generator_pb2.GeneratorServiceDescribeRequest()
-        reply = await stub.Describe(request, timeout=_POLL_S)
+        reply = await stub.Describe(request, timeout=_DESCRIBE_S)
         return wire.from_message(reply.generator, GeneratorDescription)
 
 
@@ -120,7 +121,7 @@ async def describe_service(address: str) -> ServiceDescription:
     async with open_channel(address, retries=False) as channel:
         stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
         request = orchestrator_pb2.OrchestratorServiceDescribeRequest()
-        reply = await stub.Describe(request, timeout=_POLL_S)
+        reply = await stub.Describe(request, timeout=_DESCRIBE_S)
         return wire.from_message(reply, ServiceDescription)
 
 

@@ -35,7 +35,7 @@ def options(answers: Path, stack: Stack) -> argparse.Namespace:
         questions=QUESTIONS,
         answers=answers,
         address=stack.orchestrator_address,
-        concurrency=6,
+        concurrency=3,
         n=4,
         timeout=60.0,
     )
@@ -46,7 +46,7 @@ async def test_a_killed_batch_continues_where_it_stopped(stack: Stack, tmp_path:
     answers = tmp_path / "answers.jsonl"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, COMMANDS["batch"][0], str(QUESTIONS), str(answers)),
-        *("--n", "4", "--concurrency", "2"),
+        *("--n", "4", "--concurrency", "1"),
         env={**os.environ, "SPECREJ_ADDRESS": stack.orchestrator_address},
     )
     try:
@@ -63,10 +63,13 @@ async def test_a_killed_batch_continues_where_it_stopped(stack: Stack, tmp_path:
     assert sorted(ids_of(answers)) == IDS
 
 
-async def test_refused_requests_are_sent_again(stack: Stack, tmp_path: Path) -> None:
+async def test_refused_requests_are_sent_again(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six at once, of which the server accepts three: none is lost."""
+    monkeypatch.setattr(batch, "ATTEMPTS", 1000)  # however slow the server is
     answers = tmp_path / "answers.jsonl"
-    uncached = argparse.Namespace(**vars(options(answers, stack)) | {"n": 5})
+    uncached = argparse.Namespace(**vars(options(answers, stack)) | {"n": 5, "concurrency": 6})
     assert await batch.run(uncached) == 0
     assert sorted(ids_of(answers)) == IDS
 

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 ARGUMENTS = {
     "batch": ("--n", "2", "--concurrency", "3"),  # as many as the services take
     "coding": ("--n", "2"),
-    "fastapi_app": ("--port", str(Ports.free().gateway)),
     "preferences": ("--n", "2", "--min-margin", "0"),
     "rag": ("--veto-below", "-100"),
 }
@@ -39,7 +38,8 @@ OUTPUT = {
 async def test_the_command(name: str, stack: Stack, tmp_path: Path) -> None:
     """Guards against a command that finds no file or reward, and never ends."""
     (tmp_path / "build" / "examples").mkdir(parents=True)
-    command = (*COMMANDS[name], *ARGUMENTS[name])
+    arguments = ARGUMENTS.get(name, ("--port", str(Ports.free().gateway)))
+    command = (*COMMANDS[name], *arguments)
     text = await _run(name, command, tmp_path, SPECREJ_ADDRESS=stack.orchestrator_address)
     assert OUTPUT[name] in text, text
 
@@ -70,7 +70,7 @@ async def _run(
     try:
         async with asyncio.timeout(60):
             if name == "fastapi_app":
-                await _answer(int(ARGUMENTS[name][1]))
+                await _answer(int(command[-1]))
                 os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
             out, err = await process.communicate()
     finally:

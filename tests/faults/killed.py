@@ -156,6 +156,7 @@ CASES: tuple[Case, ...] = (
             f"faults/kill-{name}/{point}",
             partial(kill, name, phase),
             "UNAVAILABLE",
+            limit_s=120,  # a process starts
             fast=point == "mid-round",
         )
         for name in ("generator", "reward", "orchestrator")

@@ -30,7 +30,7 @@ _PROBE_EVERY_S = 0.05
 async def refuses_exactly(world: World) -> list[str]:
     """With L running and Q queued, k more requests are refused with RetryInfo, and no other."""
     # A long deadline: requests that cannot be served in time may be refused earlier.
-    options: dict[str, Any] = {"max_tokens": 2000, "timeout_s": 3600.0}
+    options: dict[str, Any] = {"n": 4, "max_tokens": 4000, "timeout_s": 3600.0}
     calls = [world.call(seed=seed, **options) for seed in range(_FULL + _TOO_MANY)]
     try:
         await world.until_service(

@@ -84,11 +84,11 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def _through(run: Proxy, sent: bytes = b"hello") -> bytes:
+async def _through(run: Proxy, sent: bytes = b"hello", bound_s: float = 10) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
     try:
         writer.write(sent)
-        async with asyncio.timeout(0.2):
+        async with asyncio.timeout(bound_s):
             return await reader.read(100)
     except ConnectionResetError:  # which may overtake bytes sent before it
         return b""
@@ -103,7 +103,7 @@ async def test_proxy_applies_and_removes_faults() -> None:
         assert await _through(run) == b"hello"
         run.replies.shut()
         with pytest.raises(TimeoutError):
-            await _through(run)
+            await _through(run, bound_s=0.5)
         assert run.replies.held.is_set()
         await run.heal()
         run.replies.cut_after = 2
@@ -112,7 +112,7 @@ async def test_proxy_applies_and_removes_faults() -> None:
         run.hold_replies_after(b"marker")
         assert await _through(run) == b"hello"
         with pytest.raises(TimeoutError):
-            await _through(run, b"a marker")
+            await _through(run, b"a marker", bound_s=0.5)
         run.refuse()
         with pytest.raises(ConnectionError):
             await _through(run)

@@ -46,6 +46,7 @@ from tests.serving import describe_generator, describe_service, health_of
 RECOVERY_S = 10.0  # bound of the invariant
 until = partial(serving.until, bound_s=RECOVERY_S, every_s=0.01)
 CALL_S = 20.0  # a call that takes longer hangs
+CACHE_S = 1.0  # of a call to Redis: longer than it takes on a busy machine
 LEASE_S = 3.0
 UNREAD_S = 6.0
 MAX_RUNNING = 4
@@ -412,6 +413,7 @@ def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
         "SPECREJ_ORCHESTRATOR_REWARD_ADDRESS": addresses["reward"],
         "SPECREJ_ORCHESTRATOR_REDIS_URL": f"redis://{addresses['redis']}/0",
         "SPECREJ_ORCHESTRATOR_CACHE_SECRET_FILE": str(files / CACHE_SECRET),
+        "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": str(CACHE_S),
         "SPECREJ_ORCHESTRATOR_TENANT_CACHE_BYTES": str(TENANT_CACHE_BYTES),
         "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
         "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),

@@ -12,6 +12,8 @@ from deploy.local.stack import Stack
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
     "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+    # The default of a quarter of a second is short on a busy machine.
+    "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
     "SPECREJ_GATEWAY_KEEP_ALIVE_S": "0.2",
 }
 

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.local.stack import Stack
 from specrej import Client
-from tests.serving import until_slots_are_free
+from tests.serving import until, until_slots_are_free
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("node")
@@ -35,8 +35,12 @@ async def test_the_official_client_for_node(stack: Stack) -> None:
     assert process.returncode == 0, output.decode()
     await until_slots_are_free(stack.generator_address)
     async with Client(stack.orchestrator_address) as client:
-        latest, *_ = await client.records()
-    assert latest.outcome == "CANCELLED"  # of the last test, which aborts
+
+        async def is_cancelled() -> bool:
+            latest, *_ = await client.records()
+            return latest.outcome == "CANCELLED"  # of the last test, which aborts
+
+        await until(is_cancelled)
 
 
 def test_packages_for_node_are_pinned() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,10 @@ class Endpoint:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request of one connection."""
+        with closing(writer):
+            await self._answer(reader, writer)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {name.lower(): value for name, value in (h.split(": ", 1) for h in head[1:] if h)}
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
@@ -55,7 +59,6 @@ class Endpoint:
             await writer.drain()
         finally:
             self.running -= 1
-            writer.close()
 
 
 def answered(text: str, tokens: int = 3, *, finish: str = "stop", prompt: int = 7) -> Reply:

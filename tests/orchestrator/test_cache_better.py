@@ -233,7 +233,7 @@ async def test_one_timeout_bounds_all_calls_of_a_lookup(
         open_cache(f"redis://127.0.0.1:{front.port}") as cache,
     ):
         await cache.put(new_keys(8), search_answer(8))
-        cache.redis.timeout_s = 0.4
+        cache.redis.timeout_s = 1.0
         front.hold_replies_after(b"HRANDFIELD")
         async with asyncio.timeout(BOUND_S):
             assert await cache.get_better(new_keys(4)) is None

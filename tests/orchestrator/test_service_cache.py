@@ -72,7 +72,11 @@ async def test_an_answer_from_fewer_candidates_than_n_0_means_is_marked_and_not_
     answers that are never stored because the memory holds less than `auto_candidates`."""
     generator, message = HeldGenerator(60), small_request(selection={"n": 0})
     message.sampling.seed = 60 + is_busy
-    async with whole(generator, redis_url=redis_url) as service, AsyncExitStack() as stack:
+    patient = {"timeout_s": 5.0}
+    async with (
+        whole(generator, redis_url=redis_url, cache_options=patient) as service,
+        AsyncExitStack() as stack,
+    ):
         if is_busy:
             spec = SessionSpec(Prompt(text="other"), 1, Sampling(max_tokens=10), 1)
             await stack.enter_async_context(generator.toy.open(spec))
@@ -360,7 +364,7 @@ async def test_refused_request_takes_no_lease(cached_service: Whole, admin: redi
 async def stale_answer(redis_url: str) -> AsyncIterator[tuple[Whole, pb.GenerateResponse]]:
     """A service with a stale answer to `small_request()`; its generator holds the next run."""
     clock = Clock()
-    options = {"ttl_s": 100, "stale_s": 100, "wall_clock": clock}
+    options = {"ttl_s": 100, "stale_s": 100, "wall_clock": clock, "timeout_s": 5.0}
     generator = HeldGenerator(end_every=next(ENDS))
     async with whole(generator, redis_url=redis_url, cache_options=options) as service:
         stored = await answer(service, small_request())
@@ -376,11 +380,11 @@ async def test_a_stale_answer_is_served_at_once_and_refreshed_once(
     """Guards callers against the time, the deadline and the number of refreshes."""
     service, stored = stale_answer
     gate, began = service.generator.gates["extend"], time.monotonic()
-    for timeout_s in (1.0, *[BOUND_S] * 9):
+    for timeout_s in (2.0, *[BOUND_S] * 9):
         reply = await service.stub.Generate(small_request(), timeout=timeout_s)
         assert reply.cached and reply.timings.extend_duration == stored.timings.extend_duration
     await until(lambda: gate.held == 1)
-    await until(lambda: time.monotonic() - began > 1.1)  # past the first call's deadline
+    await until(lambda: time.monotonic() - began > 2.1)  # past the first call's deadline
     assert gate.held == 1 and service.generator.num_opened == 2
     gate.open()
     await until(lambda: not service.orchestrator._refreshes.num_running)

@@ -130,10 +130,10 @@ async def test_an_answer_stored_just_before_the_claim_is_returned(
 
 async def test_a_lease_is_renewed_while_the_leader_runs(redis_url: str) -> None:
     """Guards against a second leader: here the run takes longer than two leases."""
-    async with processes(redis_url, 2, lease_s=0.8) as runs:
+    async with processes(redis_url, 2, lease_s=2) as runs:
         tasks = await runs.lead_and_wait()
         began = time.monotonic()
-        await until(lambda: time.monotonic() - began > 2)
+        await until(lambda: time.monotonic() - began > 4.2)
         assert len(runs.steps) == 1
         runs.end(generation())
         await asyncio.gather(*tasks)
@@ -141,7 +141,7 @@ async def test_a_lease_is_renewed_while_the_leader_runs(redis_url: str) -> None:
 
 async def test_a_leader_without_progress_loses_the_lease(redis_url: str) -> None:
     """Guards other processes against a leader that is stuck, and whose process is not."""
-    async with processes(redis_url, 3, lease_s=0.5) as runs:
+    async with processes(redis_url, 3, lease_s=2) as runs:
         runs.all[0].lead_s = 0.3
         leader, *waiters = await runs.lead_and_wait()
         await until(lambda: len(runs.steps) == 2)
@@ -285,13 +285,13 @@ async def test_without_scripts_the_lease_expires_by_itself(own_valkey: ValkeySer
         rules: dict[str, Any] = {"keys": ["specrej:*"], "commands": ["+@all", "-eval"]}
         client.acl_setuser("plain", enabled=True, nopass=True, **rules)
         url = f"redis://plain:x@127.0.0.1:{own_valkey.port}"
-        async with processes(url, 2, lease_s=0.5) as runs:
+        async with processes(url, 2, lease_s=2) as runs:
             first, second = runs.all
             leader = first.start()
             await until(lambda: len(runs.steps) == 1)
             leader.cancel()
             await asyncio.wait([leader])
-            assert 0 < client.pttl(runs.lease_key) <= 500
+            assert 0 < client.pttl(runs.lease_key) <= 2000
             task = second.start()
             await until(lambda: len(runs.steps) == 2)
             runs.end(generation())

@@ -138,7 +138,7 @@ async def test_a_result_that_is_not_final_is_for_those_with_less_time_than_it_to
 
 async def test_a_leader_without_progress_loses_the_lead() -> None:
     """Guards callers against a leader that is stuck, and against what it does later."""
-    callers = Callers(lead_s=0.05)
+    callers = Callers(lead_s=0.5)
     leader, *waiters = await start(callers, 4)
     await until(lambda: len(callers.steps) == 2)
     first, second = callers.steps

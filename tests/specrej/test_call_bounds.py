@@ -197,8 +197,9 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Guards against streams that grpc holds for ever, until it refuses the calls of all."""
-    for bound in ("_REPLY_S", "_PROBE_REPLY_S", "_STATUS_S", "_LATE_STATUS_S"):
+    for bound in ("_REPLY_S", "_STATUS_S", "_LATE_STATUS_S"):
         monkeypatch.setattr(interceptor, bound, 0.05)
+    monkeypatch.setattr(interceptor, "_PROBE_REPLY_S", 1.0)  # of the last probe too
     monkeypatch.setattr(health, "_WRITE_S", 0.05)
     data = _LIST_SERVICES if method == REFLECTION else b""
     async with listening(orchestrator.service()) as address:
@@ -264,7 +265,7 @@ async def test_watches_are_bounded_in_number_and_time(
 ) -> None:
     """Guards against watches without a bound, which need no token."""
     monkeypatch.setattr(interceptor, "_MAX_PROBES", 1)
-    monkeypatch.setattr(interceptor, "_PROBE_S", 0.2)
+    monkeypatch.setattr(interceptor, "_PROBE_S", 1.0)
     async with serving(orchestrator.service()) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         first = stub.Watch(health_pb2.HealthCheckRequest())

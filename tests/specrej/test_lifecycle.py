@@ -189,14 +189,14 @@ async def test_a_call_that_arrived_before_a_stop_is_answered(
         await asyncio.to_thread(grpc.channel_ready_future(channel).result, BOUND_S)
         stub: Any = OrchestratorServiceStub(channel)
 
-        def stall(after: int) -> None:
+        def stall(after: int, seconds: float = 0.3) -> None:
             if after:
                 loop.call_soon(stall, after - 1)
             else:
-                time.sleep(0.3)
+                time.sleep(seconds)
 
         call = stub.Generate.future(orchestrator_pb2.GenerateRequest())
-        stall(0)
+        stall(0, 1.0)  # the call arrives
         stopping = asyncio.ensure_future(server.stop())
         stall(turns)
         loop.call_later(1.0, orchestrator.released.set)  # later than anything settles

@@ -83,6 +83,8 @@ async def observed(
             "OTEL_BSP_SCHEDULE_DELAY": "50",
             "OTEL_METRIC_EXPORT_INTERVAL": "100",
             "SPECREJ_ORCHESTRATOR_LOG_FORMAT": "json",
+            # The default of a quarter of a second is short on a busy machine.
+            "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
             "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
             "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
             **{

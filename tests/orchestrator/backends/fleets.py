@@ -34,7 +34,7 @@ from tests.serving import until
 C = TypeVar("C", FleetGenerator, FleetRewards)
 R = TypeVar("R", RemoteGenerator, RemoteRewards)
 
-QUICK = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=0.4)
+QUICK = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=2)
 # No backend is lost, however slow the machine is.
 PATIENT = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=60)
 # One poll: afterwards only calls notice a change.

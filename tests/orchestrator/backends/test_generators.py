@@ -246,7 +246,7 @@ async def test_a_silent_generator_is_lost() -> None:
         toys[0].gates["extend"].open()
         silent.gates["describe"].shut()
         assert content(await answering) == content(undisturbed)
-        assert running.counts == (1, 0, 1)
+        await until(lambda: running.counts == (1, 0, 1))
         silent.gates["describe"].open()
         silent.gates["extend"].open()
         await until(lambda: running.counts == (2, 0, 0) and silent.is_idle and toys[0].is_idle)
