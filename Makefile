@@ -150,7 +150,7 @@ multihost: $(READY) ## test three nodes of network namespaces: cut, slow and los
 
 models: $(GENERATOR) $(RELEVANCE) ## unpack the embedded models into .models
 
-bench: $(READY) models ## decode and scoring throughput against transformers and vLLM
+bench: $(READY) models ## throughput of decoding against transformers, of scoring against transformers and vLLM
 	@$(BIN)/python -m benchmarks.peers --engines specrej transformers --cases "n=64,prompt=40,new=64"
 	@$(PEERS) $(VLLM) || true
 	@$(BIN)/python -m benchmarks.scoring --texts

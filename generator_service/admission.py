@@ -57,7 +57,7 @@ class Demand:
         `min_answers` of them, whichever takes more slots."""
         return max(n * self.first_round_slots, self.whole(min(n, self.min_answers)))
 
-    def beginning(self, slots: int) -> int:
+    def max_candidates_within(self, slots: int) -> int:
         """The most candidates whose `floor` is within so many slots, without the prompt's."""
         slots = max(0, slots)
         if slots >= self.whole(self.min_answers):
@@ -208,7 +208,7 @@ class AdmissionQueue(Generic[S]):
     def is_reduced(self, session: S, n: int) -> bool:
         """Whether N was left open, and without other sessions it would be more than `n`."""
         demand = session.demand
-        room = demand.beginning(self._ledger.capacity - demand.prompt_slots)
+        room = demand.max_candidates_within(self._ledger.capacity - demand.prompt_slots)
         return not demand.n and n < min(self._auto_candidates, room)
 
     def _fitting(self, session: S) -> int:
@@ -222,7 +222,7 @@ class AdmissionQueue(Generic[S]):
         missing = self._missing(session)
         if not self._ledger.can_admit(missing + floor):
             return 0
-        room = demand.beginning(self._ledger.unshared - missing)
+        room = demand.max_candidates_within(self._ledger.unshared - missing)
         return demand.n or max(least, min(self._auto_candidates, free, room))
 
     def _check_capacity(self, demand: Demand) -> None:
@@ -234,7 +234,7 @@ class AdmissionQueue(Generic[S]):
         needed = demand.prompt_slots + demand.floor(least)
         if needed <= capacity:
             return
-        most = demand.beginning(capacity - demand.prompt_slots)
+        most = demand.max_candidates_within(capacity - demand.prompt_slots)
         of_n = demand.prompt_slots + replace(demand, min_answers=1).floor(max(1, demand.n))
         field = "n" if of_n > capacity else "min_answers"
         raise SlotsExceeded(

@@ -98,7 +98,7 @@ class Capacity:
         block = BLOCK_TOKENS[self.device]
         return max(0, room // (block * self.slot_bytes) - SPARE_BLOCKS) * block
 
-    def beginning(self, prompt_tokens: int, first_tokens: int, max_tokens: int) -> int:
+    def max_candidates_within(self, prompt_tokens: int, first_tokens: int, max_tokens: int) -> int:
         """Candidates that the slots hold at their first decision token; 0: no whole answer fits."""
         if prompt_tokens + max_tokens > self.context_tokens:
             return 0
@@ -107,7 +107,7 @@ class Capacity:
         if self.is_vllm:
             shared, slots_of = blocks.shared, blocks.own
         demand = Demand(0, shared, first_tokens, max_tokens, slots_of)
-        return demand.beginning(self.slots - shared)
+        return demand.max_candidates_within(self.slots - shared)
 
     def most_candidates(self, prompt_tokens: int, first_tokens: int, max_tokens: int) -> int:
         """The largest `max_candidates` for which the memory is enough: each takes workspace."""
@@ -115,7 +115,7 @@ class Capacity:
         while many - few > 1:
             middle = (few + many) // 2
             planned = replace(self, max_candidates=middle)
-            fits = planned.beginning(prompt_tokens, first_tokens, max_tokens) >= middle
+            fits = planned.max_candidates_within(prompt_tokens, first_tokens, max_tokens) >= middle
             few, many = (middle, many) if fits else (few, middle)
         return few
 

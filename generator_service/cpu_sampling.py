@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrej.inference.cpu_jobs import OPTIONS, Kernel, layout, vector, words
+from specrej.inference.cpu_jobs import OPTIONS, Kernel, job_record, layout, vector
 from specrej.inference.cpu_tiles import exp, maximum, next_share, pointer
 
 _DRAW = layout(
@@ -49,7 +49,7 @@ def draw(
     logits = logits.contiguous()
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     undrawn = np.array(sorted(forbidden), np.int64)
-    job = words(
+    job = job_record(
         _DRAW,
         rows=rows,
         logits=logits.data_ptr(),

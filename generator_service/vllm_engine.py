@@ -331,8 +331,8 @@ def _steps(seconds: float, running: int, stats: Any) -> list[Step]:
         return [Step(seconds, running)]
     rows = max(1, running + len(stats.finished_requests))
     count = max(1, round(stats.num_generation_tokens / rows))
-    each, rest = divmod(stats.num_generation_tokens, count)
-    steps = [Step(seconds / count, rows, each + (number < rest)) for number in range(count)]
+    tokens, rest = divmod(stats.num_generation_tokens, count)
+    steps = [Step(seconds / count, rows, tokens + (number < rest)) for number in range(count)]
     prompts = stats.prompt_token_stats
     steps[0].prefilled, steps[0].reused = prompts.computed, prompts.cached_tokens
     return steps

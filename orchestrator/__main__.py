@@ -161,7 +161,7 @@ async def _backends_ready(orchestrator: Orchestrator, *fleets: Fleet[Any]) -> No
     """Return once generator and rewards serve: services may start in any order."""
     for fleet in fleets:
         # All of them: a request may need more than the first generator that answers.
-        await fleet.surveyed()
+        await fleet.wait_polled()
     is_logged = False
     while True:
         try:

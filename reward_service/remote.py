@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol, Self
 
 from reward_service.reward import Described
-from reward_service.scoring import RewardWorker, WorkerSession, full, stopped
+from reward_service.scoring import RewardWorker, WorkerSession, queue_full, worker_closed
 from specrej.contracts import Candidate, Prompt, Scores, ScoringSession
 from specrej.errors import Unavailable
 from specrej.serving import time_left_s
@@ -99,9 +99,9 @@ class RemoteWorker(RewardWorker):
     def _counted(self) -> Iterator[None]:
         """Count a call under way. Raises Overloaded, Unavailable."""
         if self._closed:
-            raise stopped()
+            raise worker_closed()
         if self._num_calls >= self._queue_limit:
-            raise full(self._reward.name, self._queue_limit)
+            raise queue_full(self._reward.name, self._queue_limit)
         self._num_calls += 1
         metrics.add(names.REWARD_QUEUED, 1, reward=self._reward.name)
         try:

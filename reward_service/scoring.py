@@ -99,11 +99,11 @@ class WorkerSession:
             raise RewardInvalid(text, metadata=metadata)
 
 
-def full(name: str, limit: int) -> Overloaded:
+def queue_full(name: str, limit: int) -> Overloaded:
     """The error of a call beyond the limit."""
     return Overloaded(f"reward {name}: {limit} calls wait already")
 
 
-def stopped() -> Unavailable:
+def worker_closed() -> Unavailable:
     """The error of a call to a closed worker."""
     return Unavailable("the reward is being stopped")

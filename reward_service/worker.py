@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from reward_service.reward import Reward, RewardSession, ScoringTask, take_fairly
-from reward_service.scoring import RewardWorker, WorkerSession, full, stopped
+from reward_service.scoring import RewardWorker, WorkerSession, queue_full, worker_closed
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.telemetry import metrics, names
 from specrej.threads import ComputeThread, WorkClock, settle
@@ -143,14 +143,14 @@ class Worker(RewardWorker):
             Overloaded, Unavailable: as `score` does.
         """
         if not self._room.acquire(blocking=False):
-            raise full(self._reward.name, self._queue_limit)
+            raise queue_full(self._reward.name, self._queue_limit)
         metrics.add(names.REWARD_QUEUED, 1, reward=self._reward.name)
         # Called when the thread is done with it, or when it is cancelled before the thread begins.
         request.future.add_done_callback(self._make_room)
         with self._closing:
             if self._closed or self._dead:
                 request.future.cancel()
-                raise stopped()
+                raise worker_closed()
             self._arrivals.put(request)
         try:
             return await asyncio.wrap_future(request.future)
@@ -203,11 +203,11 @@ class Worker(RewardWorker):
         with self._closing:
             self._dead = not self._closed  # no request arrives after this
         for batch in under_way:
-            _fail(batch, stopped())
+            _fail(batch, worker_closed())
         with suppress(queue.Empty):
             while True:
                 if request := self._arrivals.get_nowait():
-                    _fail(request, stopped())
+                    _fail(request, worker_closed())
 
     def _take_in(self, under_way: list[_Batch]) -> bool:
         """Begin with what has arrived, and wait if nothing is under way; False once closed.

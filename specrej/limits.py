@@ -85,7 +85,7 @@ def check(data: bytes, descriptor: Any) -> None:
         InvalidRequest: every field that is too long; or the bytes are no message.
     """
     kind = _kind(descriptor)
-    if len(data) <= kind.harmless_bytes:
+    if len(data) <= kind.always_valid_bytes:
         return
     scan = _Scan(data, kind.max_fields + _UNKNOWN_FIELDS)
     try:
@@ -124,14 +124,14 @@ class _Field:
         return self.max_items * (1 + (self.message.max_fields if self.message else 0))
 
     @property
-    def harmless_list_bytes(self) -> int:
+    def always_valid_list_bytes(self) -> int:
         """No list of at most this size has too many items: each takes two bytes, packed one."""
         return self.max_items * (1 if self.is_number else 2)
 
     @property
-    def harmless_bytes(self) -> int:
+    def always_valid_bytes(self) -> int:
         """No item of at most this size exceeds a limit."""
-        return self.message.harmless_bytes if self.message else self.max_characters
+        return self.message.always_valid_bytes if self.message else self.max_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Kind:
     """A message type; its fields by number, without those that are numbers."""
 
     fields: Mapping[int, _Field]
-    harmless_bytes: int  # no message of at most this size exceeds a limit
+    always_valid_bytes: int  # no message of at most this size exceeds a limit
     max_fields: int  # of a message within all limits
 
 
@@ -148,8 +148,8 @@ def _kind(descriptor: Any) -> _Kind:
     """Raises KeyError: a repeated field or a text has no limit."""
     fields = {item.number: _field(item) for item in descriptor.fields}
     limited = {n: item for n, item in fields.items() if item.is_repeated or not item.is_number}
-    smallest = [item.harmless_bytes for item in limited.values()]
-    smallest += [item.harmless_list_bytes for item in limited.values() if item.is_repeated]
+    smallest = [item.always_valid_bytes for item in limited.values()]
+    smallest += [item.always_valid_list_bytes for item in limited.values() if item.is_repeated]
     num_fields = sum(item.max_fields for item in fields.values())
     return _Kind(limited, min(smallest, default=_UNBOUNDED), num_fields)
 
@@ -194,7 +194,7 @@ class _Scan:
                 if counts[number] > field.max_items:
                     if num_before <= field.max_items:
                         self._too_many(field, path)
-                elif last - first > field.harmless_bytes:
+                elif last - first > field.always_valid_bytes:
                     self._long_item(field, num_before, first, last, path)
 
     def _too_many(self, field: _Field, path: str) -> None:

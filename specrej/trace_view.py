@@ -169,7 +169,7 @@ def rounds_table(record: RequestRecord) -> Table:
     ends = min(scores, default=0.0), max(scores, default=0.0)
     answer_id = record.answer_id if record.source else None
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("round", "token", "alive", "alpha", "slots", "tokens"):
+    for name in ("round", "token", "live", "alpha", "slots", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     low, high = f"{ends[0]:.3f}", f"{ends[1]:.3f}"
     between = "rewards".center(max(0, _STRIP_CELLS - len(low) - len(high)))

@@ -68,7 +68,7 @@ def _without_wake_up(self: Any, init: Any = Flight.__init__) -> None:
     self._over = mock.Mock(wait=asyncio.Event().wait)
 
 
-_enter, _land, _keys = Admission.enter, Flight.land, vars(planning)["cache_keys"]
+_enter, _publish, _keys = Admission.enter, Flight.publish, vars(planning)["cache_keys"]
 # Each with a seed from which on it is searched for.
 DEFECTS: dict[str, tuple[int, Any, str, Any]] = {
     "a cancelled request keeps its permit": (0, Admission, "_release", _release_unless_cancelled),
@@ -83,7 +83,12 @@ DEFECTS: dict[str, tuple[int, Any, str, Any]] = {
     ),
     "the leader wakes no follower": (0, Flight, "__init__", _without_wake_up),
     "followers get the leader's deadline": (9, single_flight, "OWN_REASONS", ()),
-    "hurried answers are for all": (63, Flight, "land", lambda f, result, **_: _land(f, result)),
+    "hurried answers are for all": (
+        63,
+        Flight,
+        "publish",
+        lambda f, result, **_: _publish(f, result),
+    ),
     "degraded answers are stored": (13, answers, "is_shareable", lambda _: True),
 }
 

@@ -228,7 +228,7 @@ class Fleet(Generic[P]):
         for target in [*self._backends]:
             await self._remove(target)
 
-    async def surveyed(self) -> None:
+    async def wait_polled(self) -> None:
         """Return once all backends found so far were polled."""
         await self._resolved.wait()
         for backend in self._by_address():
@@ -251,7 +251,7 @@ class Fleet(Generic[P]):
         """Backends that did not serve when last polled."""
         return [backend for backend in self._by_address() if not backend.is_serving]
 
-    async def recalled(self) -> None:
+    async def poll_not_serving(self) -> None:
         """Poll backends that did not serve once more: they may only have been slow."""
         polls = {asyncio.ensure_future(backend.update()) for backend in self.others()}
         try:

@@ -161,7 +161,7 @@ class FleetGenerator:
                 if all(descriptions) and sum(map(estimates.of, descriptions)) < spec.n:
                     raise
             if not is_last:
-                await self._fleet.recalled()
+                await self._fleet.poll_not_serving()
         raise Unavailable("a generator that is needed for so many candidates is away")
 
 

@@ -57,7 +57,7 @@ class Flight(Generic[T]):
 
     def __init__(self, lead_s: float, lose: Callable[[], None]) -> None:
         """`lose` is called after `lead_s` seconds without progress."""
-        self.landed = self.is_lost = False
+        self.is_published = self.is_lost = False
         self._within_s = math.inf
         self._began = asyncio.get_running_loop().time()
         self._lead_s = lead_s
@@ -73,13 +73,13 @@ class Flight(Generic[T]):
         """The leader's result.
 
         Raises:
-            RuntimeError: the flight has not landed.
+            RuntimeError: the result is not published.
         """
-        if not self.landed:
-            raise RuntimeError("the flight has not landed")
+        if not self.is_published:
+            raise RuntimeError("the result is not published")
         return self._result  # type: ignore[return-value]  # T may itself be optional
 
-    def wait(self) -> None:
+    def pause_timer(self) -> None:
         """Keep the lead while it waits for its turn, until its next progress."""
         self._timer.cancel()
 
@@ -89,20 +89,20 @@ class Flight(Generic[T]):
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(self._lead_s, self._lose)
 
-    def land(self, result: T, *, is_final: bool = True) -> None:
+    def publish(self, result: T, *, is_final: bool = True) -> None:
         """Publish the result: waiting callers return now, even if the leader continues.
 
-        One that is not final, as more time would have made it better, is for callers that have less
-        time than it has taken when the leader leaves.
+        One that is not final, as more time would have made it better, serves only callers whose
+        remaining time is at most the time it took; they receive it when the leader leaves.
         """
-        self._result, self.landed = result, True
+        self._result, self.is_published = result, True
         if is_final:
             self._over.set()
         else:
             self._within_s = asyncio.get_running_loop().time() - self._began
 
-    def _suits(self, left_s: float | None) -> bool:
-        return self.landed and (math.inf if left_s is None else left_s) <= self._within_s
+    def _is_valid_within(self, left_s: float | None) -> bool:
+        return self.is_published and (math.inf if left_s is None else left_s) <= self._within_s
 
 
 class SingleFlight(Generic[T]):
@@ -110,11 +110,11 @@ class SingleFlight(Generic[T]):
 
     Use:
         async with flights.join(key) as flight:
-            if flight.landed:
+            if flight.is_published:
                 return flight.result
             async for event in run(...):  # this caller leads
                 ...
-            flight.land(generation)
+            flight.publish(generation)
     """
 
     def __init__(self, lead_s: float = 120.0) -> None:
@@ -132,7 +132,7 @@ class SingleFlight(Generic[T]):
     async def join(
         self, key: str, left_s: Callable[[], float | None] = lambda: None
     ) -> AsyncIterator[Flight[T]]:
-        """Lead the flight of `key` if it has no leader (`landed` is False), else wait for it.
+        """Lead the flight of `key` if it has no leader (`is_published` is False), else wait for it.
 
         `left_s`: seconds to the caller's deadline.
 
@@ -152,7 +152,7 @@ class SingleFlight(Generic[T]):
                 await flight._over.wait()
             finally:
                 self.num_waiting -= 1
-            if flight._suits(left_s()):
+            if flight._is_valid_within(left_s()):
                 yield flight
                 return
             if flight._error is not None:
@@ -188,7 +188,7 @@ class SharedSingleFlight:
             if lease.answer is not None:
                 return lease.answer
             generation = await run(...)
-            await lease.land(stored=await cache.put(...))
+            await lease.end(stored=await cache.put(...))
     """
 
     def __init__(self, cache: Cache, *, lease_s: float = 3.0) -> None:
@@ -219,7 +219,7 @@ class SharedSingleFlight:
             await lease.release(handing_over=False)
             raise
         finally:
-            # Does nothing after `land`. A leader that leaves without landing hands over.
+            # Does nothing after `end`. A leader that leaves without it hands over.
             await lease.release(handing_over=True)
 
     async def _wait(self, key: str, lease: Lease, flight: Flight[Generation]) -> Generation | None:
@@ -255,7 +255,7 @@ class Lease:
         self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
         self._claiming: asyncio.Task[Sequence[Reply | None]] | None = None
 
-    async def land(self, stored: bool) -> None:
+    async def end(self, stored: bool) -> None:
         """End the flight: the answer is made, and was stored for the others or not."""
         await self.release(handing_over=stored)
 

@@ -61,10 +61,10 @@ class _Lead:
     flight: Flight[Generation] | None = None
     lease: Lease | None = None
 
-    def wait(self) -> None:
+    def pause_timer(self) -> None:
         """Keep the lead while the run waits for its turn."""
         if self.flight:
-            self.flight.wait()
+            self.flight.pause_timer()
 
     def note_progress(self) -> None:
         """Keep the lead: the run has advanced."""
@@ -216,7 +216,7 @@ class Orchestrator:
                 async for event in events:
                     record.add(event)
                     instruments.note_event(event, with_texts=self._log_texts)
-                    emit(_signed(event, request_id, plan.reward_order))
+                    emit(_for_caller(event, request_id, plan.reward_order))
 
     async def _answer(
         self,
@@ -234,7 +234,7 @@ class Orchestrator:
                 return
             if record:
                 record.queued()
-            lead.wait()
+            lead.pause_timer()
             queue_ms = await self._admitted(plan, stack)
             lead.note_progress()
             if record:
@@ -299,7 +299,7 @@ class Orchestrator:
         conditions = (plan.request.allow_degraded, is_better_wanted, is_refresh)
         joining = self._flights.join(f"{key}:{conditions}", plan.left_s)
         flight = await instruments.entered(stack, names.SPAN_FLIGHT, joining)
-        if flight.landed:
+        if flight.is_published:
             return Finished(replace(flight.result, cached=True), AnswerSource.FLIGHT)
         if not is_refresh:
             with telemetry.span(names.SPAN_LOOKUP):
@@ -309,7 +309,7 @@ class Orchestrator:
             if hit:
                 if hit.stale:
                     self._refreshes.start(key, partial(self._refresh, plan))
-                flight.land(hit.generation)
+                flight.publish(hit.generation)
                 self._num_cached += 1
                 return Finished(hit.generation, AnswerSource.CACHE)
         if not self._shared_flights:
@@ -317,7 +317,7 @@ class Orchestrator:
         leasing = self._shared_flights.join(key, flight)
         lease = await instruments.entered(stack, names.SPAN_SHARED_FLIGHT, leasing)
         if lease.answer:
-            flight.land(lease.answer)
+            flight.publish(lease.answer)
             return Finished(lease.answer, AnswerSource.FLIGHT)
         return _Lead(stores=True, flight=flight, lease=lease)
 
@@ -349,14 +349,14 @@ class Orchestrator:
                         stored = plan.fits(generation)
                         stored = stored and await self._cache.put(plan.keys, generation)
                         if lease:
-                            await lease.land(stored)
+                            await lease.end(stored)
                 except TimeoutError:
                     if lease:
                         lease.abandon()
         if lead.flight:
             # A run without the reward would end alike: requests of a flight allow the same.
             is_final = not generation.hurried and {*generation.degradations} <= {Degradation.REWARD}
-            lead.flight.land(generation, is_final=is_final)
+            lead.flight.publish(generation, is_final=is_final)
         return Finished(generation)
 
 
@@ -394,7 +394,7 @@ def _ms_since(then: float) -> float:
     return (time.perf_counter() - then) * 1e3
 
 
-def _signed(event: Event, request_id: str, reward_order: Sequence[int]) -> Event:
+def _for_caller(event: Event, request_id: str, reward_order: Sequence[int]) -> Event:
     """An event with the request's id, and raw scores in the order of the caller's rewards."""
     match event:
         case Admitted():

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from specrej.inference.cpu_tiles import CACHE_LINE, call, pointer
 
-Words = NDArray[np.int64]
+JobRecord = NDArray[np.int64]
 
 OPTIONS: dict[str, Any] = {
     "fastmath": True,
@@ -48,7 +48,7 @@ def layout(names: str, reals: str = "") -> np.dtype[np.void]:
     )
 
 
-def words(kind: np.dtype[np.void], size: int | None = None, /, **values: Any) -> Words:
+def job_record(kind: np.dtype[np.void], size: int | None = None, /, **values: Any) -> JobRecord:
     """A record with these values as int64, padded to `size`; other fields are 0."""
     assert kind.names is not None
     assert values.keys() <= set(kind.names)
@@ -164,7 +164,7 @@ class Kernel:
         address: int = self._compiled.address
         return address
 
-    def run(self, job: Words, work: int) -> None:
+    def run(self, job: JobRecord, work: int) -> None:
         """Run a job whose counter is 0, on all threads if `work` (multiplications) is worth it."""
         address, threads = self.address, torch.get_num_threads()
         if not ON_ALL_THREADS or threads == 1 or work < _WORTH_SHARING:
@@ -220,10 +220,10 @@ class Program:
 
     def __init__(self, kernels: Sequence[Kernel], job_words: int) -> None:
         """`job_words`: int64 of the longest job."""
-        self.words = np.zeros((len(kernels), job_words), np.int64)
-        jobs = self.words.ctypes.data + self.words.strides[0] * np.arange(len(kernels))
+        self.records = np.zeros((len(kernels), job_words), np.int64)
+        jobs = self.records.ctypes.data + self.records.strides[0] * np.arange(len(kernels))
         self._steps = np.stack([np.array([kernel.address for kernel in kernels]), jobs], axis=1)
-        self._job = words(_PROGRAM, steps=self._steps.ctypes.data, num_steps=len(kernels))
+        self._job = job_record(_PROGRAM, steps=self._steps.ctypes.data, num_steps=len(kernels))
         self._job[-1] = BARRIER
 
     def run(self, work: int) -> None:

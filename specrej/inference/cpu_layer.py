@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specrej.inference import norm
 from specrej.inference.attention import PrefillSegment, Scaling
 from specrej.inference.cpu_attention import attention
-from specrej.inference.cpu_jobs import Program, Words, words
+from specrej.inference.cpu_jobs import JobRecord, Program, job_record
 from specrej.inference.cpu_kernels import NORM, ROTATE, rms_norm, rotate
 from specrej.inference.cpu_layout import ATTENTION, CPUAttention
 from specrej.inference.cpu_product import MAX_COMPACT_ROWS, PRODUCT, product
@@ -53,7 +53,7 @@ class _Sizes:
 
 
 class CPULayer(nn.Module):
-    """A layer's weights and the words of its jobs that do not change."""
+    """A layer's weights and the parts of its job records that do not change."""
 
     def __init__(
         self, layer: Any, norms: tuple[RMSNorm, RMSNorm], shape: KVShape, scaled: Scaling
@@ -77,15 +77,15 @@ class CPULayer(nn.Module):
         products = (self._qkv, self._o, self._gate_up, self._down)
         self.work = sum(p.in_features * p.out_features for p in products)  # of a row
 
-    def words(self, rows: int) -> Words:
+    def job_records(self, rows: int) -> JobRecord:
         """Its jobs' constants for as many rows, [_END, _JOB_WORDS]; the number of rows is 0."""
         jobs = np.zeros((_END, _JOB_WORDS), np.int64)
         for place, normed in ((_NORM_IN, self._norm_in), (_NORM_OUT, self._norm_out)):
-            jobs[place] = words(NORM, _JOB_WORDS, **normed.job)
+            jobs[place] = job_record(NORM, _JOB_WORDS, **normed.job)
         for place, layer in ((_QKV, self._qkv), (_GATE_UP, self._gate_up)):
-            jobs[place] = words(PRODUCT, _JOB_WORDS, **(layer.job(rows) | {"rows": 0}))
+            jobs[place] = job_record(PRODUCT, _JOB_WORDS, **(layer.job(rows) | {"rows": 0}))
         for place, layer in ((_O, self._o), (_DOWN, self._down)):
-            jobs[place] = words(PRODUCT, _JOB_WORDS, **(layer.job(rows) | {"rows": 0}), adds=1)
+            jobs[place] = job_record(PRODUCT, _JOB_WORDS, **(layer.job(rows) | {"rows": 0}), adds=1)
         return jobs
 
 
@@ -100,9 +100,9 @@ class CPULayers(nn.Module):
         self._places = [(layer.number, layer.scaled) for layer in layers]
         self._work = sum(layer.work for layer in layers)
         self._program = Program(_KERNELS * len(layers), _JOB_WORDS)
-        self._words = self._program.words.reshape(len(layers), _END, _JOB_WORDS)
+        self._records = self._program.records.reshape(len(layers), _END, _JOB_WORDS)
         self._constants = [
-            np.stack([layer.words(rows) for layer in layers])
+            np.stack([layer.job_records(rows) for layer in layers])
             for rows in (MAX_COMPACT_ROWS, MAX_COMPACT_ROWS + 1)
         ]
         self._alike: dict[Scaling, list[int]] = {}
@@ -137,8 +137,8 @@ class CPULayers(nn.Module):
             (_DOWN, PRODUCT, gated, rows),
         ):
             places = {"input": source.data_ptr(), "output": target.data_ptr()}
-            jobs[place] = words(kind, _JOB_WORDS, rows=count, **places)
-        jobs[_ROTATE] = words(
+            jobs[place] = job_record(kind, _JOB_WORDS, rows=count, **places)
+        jobs[_ROTATE] = job_record(
             ROTATE,
             _JOB_WORDS,
             rows=count,
@@ -149,11 +149,11 @@ class CPULayers(nn.Module):
             heads=sizes.heads + sizes.kv_heads,
             dim=sizes.dim,
         )
-        np.add(self._constants[count > MAX_COMPACT_ROWS], jobs, out=self._words)
+        np.add(self._constants[count > MAX_COMPACT_ROWS], jobs, out=self._records)
         for scaled, places_alike in self._alike.items():
             numbers = [self._places[place][0] for place in places_alike]
             table = decoder.jobs(numbers, (q, k, v), mixed, scaled).view(np.int64)
-            self._words[places_alike, _ATTENTION, : ATTENTION.itemsize // 8] = table.reshape(
+            self._records[places_alike, _ATTENTION, : ATTENTION.itemsize // 8] = table.reshape(
                 len(numbers), -1
             )
         self._program.run(self._work * count)
@@ -169,7 +169,7 @@ def replace(model: nn.Module, shape: KVShape, context_tokens: int) -> None:
         return
     # Over the whole context: Ministral 3 scales the queries of late positions.
     positions = torch.linspace(0, context_tokens - 1, _TRIAL_ROWS).long()[None]
-    candidates = [_equal(layer, rotary, positions, shape) for layer in layers]
+    candidates = [_replacement_of(layer, rotary, positions, shape) for layer in layers]
     replacements = [layer for layer in candidates if layer]
     if len(replacements) == len(layers) and len({layer.sizes for layer in replacements}) == 1:
         decoder.layers = nn.ModuleList([CPULayers(replacements)])
@@ -180,13 +180,18 @@ def replace(model: nn.Module, shape: KVShape, context_tokens: int) -> None:
             layers[number] = CPULayers([replacement])
 
 
-def _equal(layer: Any, rotary: nn.Module, positions: Tensor, shape: KVShape) -> CPULayer | None:
+def _replacement_of(
+    layer: Any, rotary: nn.Module, positions: Tensor, shape: KVShape
+) -> CPULayer | None:
     """A layer that does what `layer` does on random rows of these positions, if there is one."""
     for name, parts in _PARTS.items():
         part = getattr(layer, name, None) if name else layer
         if part is None or {child for child, _ in part.named_children()} != parts:
             return None
-    norms = norm.equal(layer.input_layernorm), norm.equal(layer.post_attention_layernorm)
+    norms = (
+        norm.replacement_of(layer.input_layernorm),
+        norm.replacement_of(layer.post_attention_layernorm),
+    )
     if not norms[0] or not norms[1]:
         return None
     hidden = layer.input_layernorm.weight.numel()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specrej.inference.compact import compact
-from specrej.inference.cpu_jobs import words
+from specrej.inference.cpu_jobs import job_record
 from specrej.inference.cpu_product import FLOAT32, HALF, MAX_COMPACT_ROWS, PRODUCT, product
 from specrej.inference.cpu_tiles import PANEL
 
@@ -52,7 +52,9 @@ class PackedLinear(nn.Module):
         output = self._output(rows)
         rows = rows.contiguous()
         count = rows.numel() // self.in_features
-        job = words(PRODUCT, **self.job(count), input=rows.data_ptr(), output=output.data_ptr())
+        job = job_record(
+            PRODUCT, **self.job(count), input=rows.data_ptr(), output=output.data_ptr()
+        )
         product.run(job, count * self.in_features * self.out_features)
         return output
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specrej.inference.cpu_jobs import words
+from specrej.inference.cpu_jobs import job_record
 from specrej.inference.cpu_kernels import NORM, rms_norm
 
 # Between a module and its replacement, on values around 1.
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         output = torch.empty_like(rows)
         places = {"input": rows.data_ptr(), "output": output.data_ptr()}
         count = rows.numel() // rows.shape[-1]
-        rms_norm.run(words(NORM, rows=count, **places, **self.job), rows.numel())
+        rms_norm.run(job_record(NORM, rows=count, **places, **self.job), rows.numel())
         return output
 
 
@@ -39,12 +39,12 @@ def replace(model: nn.Module) -> None:
     """Replace every module that computes an RMS norm."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            replacement = equal(child)
+            replacement = replacement_of(child)
             if replacement:
                 setattr(parent, name, replacement)
 
 
-def equal(module: nn.Module) -> RMSNorm | None:
+def replacement_of(module: nn.Module) -> RMSNorm | None:
     """The RMS norm that does what `module` does, if any."""
     weights = dict(module.named_parameters())
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))

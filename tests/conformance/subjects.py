@@ -168,7 +168,7 @@ async def behind(addresses: list[str], settings: PollSettings) -> AsyncIterator[
 
     fingerprint = attrgetter("fingerprint")
     async with Fleet("generator", Resolver(addresses), connect, fingerprint, settings) as members:
-        await members.surveyed()
+        await members.wait_polled()
         yield FleetGenerator(members)
 
 

@@ -169,9 +169,9 @@ def test_public_models_by_hand(name: str) -> None:
     assert capacity.workspace_bytes == workspace
     assert capacity.slots == case.slots == (USABLE - 2 * case.weights - workspace) // case.slot
     # The newest token of a candidate has no slot yet.
-    assert capacity.beginning(1024, 16, 512) == (case.slots - 1024) // 15
-    assert capacity.beginning(1024, 512, 512) == (case.slots - 1024) // 511
-    assert capacity.beginning(1024, 16, capacity.context_tokens) == 0
+    assert capacity.max_candidates_within(1024, 16, 512) == (case.slots - 1024) // 15
+    assert capacity.max_candidates_within(1024, 512, 512) == (case.slots - 1024) // 511
+    assert capacity.max_candidates_within(1024, 16, capacity.context_tokens) == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -232,7 +232,7 @@ async def test_slots_and_n_of_the_own_engine(
     assert few.slots == 400
     spec = SessionSpec(Prompt(text="Hello"), 0, Sampling(max_tokens=60, ignore_eos=True), 16)
     async with generator.open(spec) as session:
-        assert session.n == few.beginning(session.prompt_tokens, 16, 60) < 64
+        assert session.n == few.max_candidates_within(session.prompt_tokens, 16, 60) < 64
         await session.extend(60)
         (opened,) = generator._engine.engine.sessions.values()
         assert opened.prompt
@@ -249,8 +249,8 @@ def test_vllm_counts_whole_blocks() -> None:
     room = USABLE - 2 * case.weights - logprobs - drawing
     assert capacity.slots == (room // (16 * 81_920) - 2) * 16 == 470_736
     # 992 tokens of the prompt are shared; the 8 others and 15 new ones take two blocks.
-    assert capacity.beginning(1000, 16, 512) == (capacity.slots - 992) // 32
-    assert capacity.beginning(1000, 512, 512) == (capacity.slots - 992) // 528
+    assert capacity.max_candidates_within(1000, 16, 512) == (capacity.slots - 992) // 32
+    assert capacity.max_candidates_within(1000, 512, 512) == (capacity.slots - 992) // 528
 
 
 def test_devices_share_heads() -> None:
@@ -273,7 +273,7 @@ def test_fitted_settings_take_little_workspace() -> None:
     small = capacity_of(long, 18 * GIB).fitted(16)
     assert 1 < small.max_candidates < 1024
     assert small.context_tokens == small.slots < 131_072
-    assert small.beginning(1024, 16, 512) >= small.max_candidates
+    assert small.max_candidates_within(1024, 16, 512) >= small.max_candidates
     with pytest.raises(ValueError, match=r"does not fit: 14\.0 GiB less 15\.0 GiB of weights"):
         capacity_of(long, 14 * GIB).fitted(16)
 
@@ -284,7 +284,7 @@ def test_most_candidates_pay_for_their_workspace() -> None:
     most = capacity.most_candidates(1024, 16, 512)
     for number, fits in ((most, True), (most + 1, False)):
         planned = replace(capacity, max_candidates=number)
-        assert (planned.beginning(1024, 16, 512) >= number) == fits
+        assert (planned.max_candidates_within(1024, 16, 512) >= number) == fits
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_layer_with_one_more_part_stays() -> None:
 def test_norms_equal_those_they_replace(name: str, rows: int) -> None:
     """Guards both kinds: a plain weight, and one that is added to 1 (Gemma)."""
     original = layers_of(tiny.build(name))[0].input_layernorm
-    replacement = norm.equal(original)
+    replacement = norm.replacement_of(original)
     assert replacement
     data = 3 * torch.randn(rows, original.weight.numel())
     torch.testing.assert_close(replacement(data), original(data), rtol=1e-5, atol=1e-6)
@@ -70,8 +70,8 @@ def test_norms_equal_those_they_replace(name: str, rows: int) -> None:
 
 def test_other_norms_stay() -> None:
     """Guards against a layer norm taken for an RMS norm."""
-    assert norm.equal(nn.LayerNorm(16, bias=False)) is None
-    assert norm.equal(nn.Linear(4, 4)) is None
+    assert norm.replacement_of(nn.LayerNorm(16, bias=False)) is None
+    assert norm.replacement_of(nn.Linear(4, 4)) is None
 
 
 def test_layers_that_rotate_a_part_of_each_head_stay() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from specrej.inference.cpu_jobs import words
+from specrej.inference.cpu_jobs import job_record
 from specrej.inference.cpu_product import PRODUCT
 from specrej.inference.cpu_product import product as multiplication
 from specrej.inference.cpu_tiles import PANEL
@@ -37,7 +37,7 @@ def test_products_can_be_added() -> None:
     expected = total + layer(data).detach()
     packed = joined(layer)
     addresses = {"input": data.data_ptr(), "output": total.data_ptr()}
-    multiplication.run(words(PRODUCT, **packed.job(9), **addresses, adds=1), work=0)
+    multiplication.run(job_record(PRODUCT, **packed.job(9), **addresses, adds=1), work=0)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -52,7 +52,7 @@ class Process:
             if lease.answer is not None:
                 return lease.answer
             answer = await self._runs.run()
-            await lease.land(await self.cache.put(keys, answer))
+            await lease.end(await self.cache.put(keys, answer))
             return answer
 
     async def _counted_read(self, key: str, stored: object) -> Hit | None:

@@ -17,7 +17,7 @@ from tests.serving import turns, until
 
 
 class Callers(HeldRuns[str]):
-    """Equal requests in one process; an empty answer does not land."""
+    """Equal requests in one process; an empty answer is not published."""
 
     def __init__(self, lead_s: float = BOUND_S) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class Callers(HeldRuns[str]):
 
     async def request(self, key: str = "k") -> str:
         async with self.flights.join(key) as flight:
-            if flight.landed:
+            if flight.is_published:
                 return flight.result
             if answer := await self.run():
-                flight.land(answer)
+                flight.publish(answer)
             return answer
 
 
@@ -125,12 +125,12 @@ async def test_a_result_that_is_not_final_is_for_those_with_less_time_than_it_to
 
     async def request(left_s: float | None) -> str:
         async with flights.join("k", lambda: left_s) as flight:
-            return flight.result if flight.landed else "a run"
+            return flight.result if flight.is_published else "a run"
 
     async with flights.join("k") as flight:
         waiting = [asyncio.create_task(request(left_s)) for left_s in (0.0, 60.0, None)]
         await turns()
-        flight.land("hurried", is_final=False)
+        flight.publish("hurried", is_final=False)
         await turns()
         assert not any(task.done() for task in waiting)
     assert await asyncio.gather(*waiting) == ["hurried", "a run", "a run"]
@@ -164,7 +164,7 @@ async def test_a_leader_keeps_the_lead_while_it_waits_for_its_turn() -> None:
     """Guards against equal runs in overload, when they do most harm."""
     flights: SingleFlight[str] = SingleFlight(lead_s=0.05)
     async with flights.join("k") as flight:
-        flight.wait()
+        flight.pause_timer()
         assert flight._timer.cancelled() and not flight.is_lost
         flight.note_progress()
         await until(lambda: flight.is_lost)
@@ -211,7 +211,7 @@ async def test_waiters_return_when_the_leader_lands() -> None:
         async with flights.join("k") as flight:
             with pytest.raises(RuntimeError):
                 _ = flight.result
-            flight.land("answer")
+            flight.publish("answer")
             await ended.wait()
             raise InternalError("a failed cache write")
 

@@ -193,7 +193,7 @@ class Simulation:
             for process in self._processes:
                 for fleet in (process.generators, process.rewards):
                     await stack.enter_async_context(fleet)
-                    await fleet.surveyed()
+                    await fleet.wait_polled()
             places = [self._places[kind] for kind in self.faults if kind in self._places]
             breaking = [asyncio.ensure_future(self._break(*place)) for place in places]
             await self._send_all()

@@ -106,9 +106,9 @@ async def test_surveyed_does_not_wait_for_removed_backends() -> None:
         resolver.targets = frozenset({Target(address, "127.0.0.1")})
         async with Fleet("generator", resolver, connect_generator, str, PATIENT) as fleet:
             await until(lambda: fleet.counts()["away"] == 1)
-            surveyed = asyncio.ensure_future(fleet.surveyed())
+            polled = asyncio.ensure_future(fleet.wait_polled())
             resolver.targets = frozenset()
-            await until(surveyed.done)
+            await until(polled.done)
 
 
 async def test_a_failed_connection_does_not_end_the_search() -> None:
@@ -136,7 +136,7 @@ async def test_a_cancelled_recall_leaves_no_task() -> None:
         num_before = len(asyncio.all_tasks())
         gate.shut()
         running.fleet.members()[0].suspect(Unavailable("no answer"))
-        recalling = asyncio.ensure_future(running.fleet.recalled())
+        recalling = asyncio.ensure_future(running.fleet.poll_not_serving())
         await until(lambda: gate.held == 1)
         num_during = len(asyncio.all_tasks()) - num_before
         recalling.cancel()

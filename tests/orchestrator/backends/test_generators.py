@@ -224,7 +224,7 @@ async def test_a_session_may_begin_before_its_generator_is_described() -> None:
     async with generators(toy, num_listed=0, settings=polled_once) as running:
         running.resolver.targets = frozenset(map(target_of, running.servers))
         await until(lambda: running.counts == (0, 0, 1))
-        await running.fleet.surveyed()
+        await running.fleet.wait_polled()
         toy.is_ready = True
         spec = SessionSpec(PROMPT, 4, replace(SAMPLING, ignore_eos=True), 8)
         async with running.client.open(spec) as session:
