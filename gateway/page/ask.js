@@ -50,7 +50,7 @@ export function bodyOf(form) {
   const specrej = { n: number('n'), events: 'all', cache: isStored ? 'use' : 'bypass' };
   const algorithm = value('algorithm');
   if (algorithm === 'branching')
-    specrej.branching = { width: number('width'), keep: number('keep') };
+    specrej.branching = { width: number('width'), keep: number('keep'), taper: number('taper') };
   else specrej.algorithm = algorithm;
   if (algorithm === 'speculative-rejection') specrej.alpha = number('alpha');
   if (algorithm !== 'best-of-n') specrej.schedule = scheduleOf(value('schedule'), value, number);

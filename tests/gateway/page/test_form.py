@@ -45,7 +45,7 @@ REQUESTS: Mapping[str, Mapping[str, object]] = {
     "an empty seed": {"seed": ""},
     "full slots": {"schedule": "memory", "first": 12},
     "a list": {"schedule": "tokens", "tokens": "5, 9 12", "alpha": 0.25},
-    "branching": {"algorithm": "branching", "width": 6, "keep": 2},
+    "branching": {"algorithm": "branching", "width": 6, "keep": 2, "taper": 0.5},
     "Best-of-N": {"algorithm": "best-of-n", "cache": True},
     "compared": {"cache": True, "compare": True},
     "greedy": {"temperature": 0, "n": 1},
