@@ -122,15 +122,19 @@ class Prefix:
         """Tokens of this round."""
         return len(self.new_logprobs)
 
-    @property
-    def new_top_token_ids(self) -> tuple[int, ...]:
-        """As of `contracts.Candidate`."""
-        return tuple(chain.from_iterable(ids for ids, _ in self.new_top))
-
-    @property
-    def new_top_logprobs(self) -> tuple[float, ...]:
-        """As of `contracts.Candidate`."""
-        return tuple(chain.from_iterable(values for _, values in self.new_top))
+    def candidate(self, text: str, *, logprobs: bool) -> Candidate:
+        """The candidate with its text; log-probabilities of its new tokens only if requested."""
+        return Candidate(
+            id=self.id,
+            text=text,
+            num_tokens=len(self.token_ids),
+            logprob=self.logprob,
+            finish=self.finish,
+            new_token_ids=self.token_ids[len(self.token_ids) - self.num_new :],
+            new_logprobs=self.new_logprobs if logprobs else (),
+            new_top_token_ids=tuple(chain.from_iterable(ids for ids, _ in self.new_top)),
+            new_top_logprobs=tuple(chain.from_iterable(values for _, values in self.new_top)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

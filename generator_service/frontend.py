@@ -130,17 +130,8 @@ class Frontend:
     def _candidate(self, prefix: Prefix, sampling: Sampling) -> Candidate:
         ids = prefix.token_ids
         written = ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
-        return Candidate(
-            id=prefix.id,
-            text=self.text.answer(written, sampling.stop, sampling.min_tokens),
-            num_tokens=len(ids),
-            logprob=prefix.logprob,
-            finish=prefix.finish,
-            new_token_ids=ids[len(ids) - prefix.num_new :],
-            new_logprobs=prefix.new_logprobs if sampling.logprobs else (),
-            new_top_token_ids=prefix.new_top_token_ids,
-            new_top_logprobs=prefix.new_top_logprobs,
-        )
+        text = self.text.answer(written, sampling.stop, sampling.min_tokens)
+        return prefix.candidate(text, logprobs=sampling.logprobs)
 
     def _check_context(self, prompt_tokens: int, max_tokens: int) -> None:
         limit = self.card.context_tokens

@@ -172,19 +172,9 @@ class ToySession:
 
     def _report(self, candidate: GrowingCandidate) -> Candidate:
         prefix = candidate.report()
-        num_tokens = len(prefix.token_ids)
         written = [w for w in prefix.token_ids if w not in self._sampling.stop_token_ids]
-        return Candidate(
-            id=prefix.id,
-            text=" ".join(_WORDS[word] for word in written),
-            num_tokens=num_tokens,
-            logprob=prefix.logprob,
-            finish=prefix.finish,
-            new_token_ids=prefix.token_ids[num_tokens - prefix.num_new :],
-            new_logprobs=prefix.new_logprobs if self._sampling.logprobs else (),
-            new_top_token_ids=prefix.new_top_token_ids,
-            new_top_logprobs=prefix.new_top_logprobs,
-        )
+        text = " ".join(_WORDS[word] for word in written)
+        return prefix.candidate(text, logprobs=self._sampling.logprobs)
 
     def _gauge(self) -> SlotGauge:
         ledger = self._ledger

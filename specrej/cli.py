@@ -60,6 +60,9 @@ _FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 
 
+_Command = Callable[[argparse.Namespace], Coroutine[Any, Any, None] | None]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console entry point: run one command.
 
@@ -71,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _forward(words[0], words[1:])
         return
     parsed = _parser().parse_args(words)
-    parsed.command(parsed)
+    work = parsed.command(parsed)
+    if work is not None:
+        run_to_end(work)
 
 
 def _forward(name: str, arguments: Sequence[str]) -> None:
@@ -134,9 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str
-) -> argparse.ArgumentParser:
+def _add(commands: Any, name: str, run: _Command, text: str) -> argparse.ArgumentParser:
     """Add a command; `text` is its description, and its first sentence the help text."""
     summary = text.partition(".")[0]
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=text)
@@ -185,18 +188,15 @@ def _add_generate(commands: Any) -> None:
     _add_call(parser, _ORCHESTRATOR, 300.0)
 
 
-def _generate(given: argparse.Namespace) -> None:
-    async def run() -> None:
-        async with _client(given) as client:
-            events = client.stream(_prompt(given.system, given.prompt), **options_of(given))
-            generation = await _watched(events)
-        note(f"request {generation.request_id}")
-        if given.json:
-            _print_json(wire.to_plain(generation))
-        else:
-            _print_answers(generation)
-
-    run_to_end(run())
+async def _generate(given: argparse.Namespace) -> None:
+    async with _client(given) as client:
+        events = client.stream(_prompt(given.system, given.prompt), **options_of(given))
+        generation = await _watched(events)
+    note(f"request {generation.request_id}")
+    if given.json:
+        _print_json(wire.to_plain(generation))
+    else:
+        _print_answers(generation)
 
 
 async def _watched(events: AsyncGenerator[Event, None]) -> Generation:
@@ -219,17 +219,14 @@ def _add_describe(commands: Any) -> None:
     _add_call(parser, _ORCHESTRATOR, 10.0)
 
 
-def _describe(given: argparse.Namespace) -> None:
-    async def run() -> None:
-        async with _client(given) as client:
-            description = await client.describe()
-        if given.json:
-            _print_json(wire.to_plain(description))
-            return
-        for name, value in _facts(description).items():
-            print(f"{name:<12}  {value}")
-
-    run_to_end(run())
+async def _describe(given: argparse.Namespace) -> None:
+    async with _client(given) as client:
+        description = await client.describe()
+    if given.json:
+        _print_json(wire.to_plain(description))
+        return
+    for name, value in _facts(description).items():
+        print(f"{name:<12}  {value}")
 
 
 def _add_trace(commands: Any) -> None:
@@ -241,22 +238,19 @@ def _add_trace(commands: Any) -> None:
     _add_call(parser, _ORCHESTRATOR, 10.0)
 
 
-def _trace(given: argparse.Namespace) -> None:
-    async def run() -> None:
-        async with _client(given) as client:
-            record = await client.record(given.request)
-        if given.json:
-            _print_json(wire.to_plain(record))
-        elif _has_rich():
-            from rich.console import Console
+async def _trace(given: argparse.Namespace) -> None:
+    async with _client(given) as client:
+        record = await client.record(given.request)
+    if given.json:
+        _print_json(wire.to_plain(record))
+    elif _has_rich():
+        from rich.console import Console
 
-            from specrej.trace_view import drawing
+        from specrej.trace_view import drawing
 
-            Console().print(drawing(record))
-        else:
-            print(*plain_view.record_lines(record), sep="\n")
-
-    run_to_end(run())
+        Console().print(drawing(record))
+    else:
+        print(*plain_view.record_lines(record), sep="\n")
 
 
 def _add_score(commands: Any) -> None:
@@ -270,23 +264,20 @@ def _add_score(commands: Any) -> None:
     _add_call(parser, _REWARD, 60.0)
 
 
-def _score(given: argparse.Namespace) -> None:
-    async def run() -> None:
-        credentials = credentials_of(given)
-        async with RewardClient(given.address, timeout_s=given.timeout, **credentials) as client:
-            scores = await client.score(
-                _prompt("", given.prompt),
-                given.responses,
-                reward=given.reward,
-                unfinished=given.unfinished,
-            )
-        if given.json:
-            _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
-            return
-        for value, response in zip(scores.values, given.responses, strict=True):
-            print(f"{value:8.4f}  {' '.join(response.split())}")
-
-    run_to_end(run())
+async def _score(given: argparse.Namespace) -> None:
+    credentials = credentials_of(given)
+    async with RewardClient(given.address, timeout_s=given.timeout, **credentials) as client:
+        scores = await client.score(
+            _prompt("", given.prompt),
+            given.responses,
+            reward=given.reward,
+            unfinished=given.unfinished,
+        )
+    if given.json:
+        _print_json({"scores": scores.values, "computed_tokens": scores.computed_tokens})
+        return
+    for value, response in zip(scores.values, given.responses, strict=True):
+        print(f"{value:8.4f}  {' '.join(response.split())}")
 
 
 def _add_health(commands: Any) -> None:
