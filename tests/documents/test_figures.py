@@ -82,18 +82,26 @@ def test_vllm_quotes_the_check_of_a_gpu() -> None:
         assert row in page, row
 
 
-@pytest.mark.parametrize("reward", ["relevance", "harmless"])
-def test_branching_quotes_its_runs(reward: str) -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "reward", "system"),
+    [
+        (128, "relevance", "32/16,4"),
+        (128, "harmless", "32/16,4"),
+        (512, "relevance", "24/24,2,1"),
+        (512, "harmless", "32/8,2"),
+    ],
+)
+def test_branching_quotes_its_runs(max_tokens: int, reward: str, system: str) -> None:
     page = (ROOT / "docs/branching.md").read_text(encoding="utf-8")
-    path = ROOT / "experiments/results/branching_128.jsonl"
+    path = ROOT / f"experiments/results/branching_{max_tokens}.jsonl"
     runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     _, systems = compare(runs, reward)
     rows = {str(row[0]): row for row in systems.rows}
-    for name in ("branching 32/16,4", "N = 64", "N = 128"):
+    quoted = rf"^\| {max_tokens} \| {reward}.*\| {system}:"
+    for name in (f"branching {system}", "N = 64", "N = 128"):
         tokens, score = (cell.value for cell in rows[name][1:3] if isinstance(cell, Estimate))
-        assert re.search(rf"^\| {reward}.*\| {score:.3f} with {tokens:,.0f}\b", page, re.MULTILINE)
-    ratio = rows["branching 32/16,4"][5]
+        quoted += rf" {score:.3f} with {tokens:,.0f}\b.*\|"
+    ratio = rows[f"branching {system}"][5]
     assert isinstance(ratio, Estimate)
-    assert re.search(
-        rf"{ratio.value:.2f} times \([95 %:]*{ratio.low:.2f} to {ratio.high:.2f}\)", page
-    )
+    interval = rf"{ratio.value:.2f} \({ratio.low:.2f} to {ratio.high:.2f}\)"
+    assert re.search(rf"{quoted}[a-z ]*{interval} \|$", page, re.MULTILINE)
