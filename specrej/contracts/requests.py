@@ -296,7 +296,9 @@ class Selection:
         True, "Rank answers cut off at max_tokens behind all complete ones; else by reward alone."
     )
     branching: Branching | None = option(
-        None, "WIDTH,KEEP: the best KEEP live candidates go on, with forks up to WIDTH; no alpha."
+        None,
+        "WIDTH,KEEP[,TAPER]: the best KEEP live candidates go on, with forks up to WIDTH; fewer in"
+        " long rounds if TAPER is above 0; no alpha.",
     )
     min_answers: int = option(1, "Candidates that every cut keeps at least: so many answers.")
 
