@@ -273,7 +273,7 @@ class Selection:
     alpha: float = option(
         0.5,
         "Fraction of the ranked candidates rejected at each decision token.",
-        Accepted("[0, 1)", lambda value: 0 <= value < 1),
+        Accepted("in [0, 1)", lambda value: 0 <= value < 1),
     )
     schedule: Schedule = option(
         GeometricSchedule(),

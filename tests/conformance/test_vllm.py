@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,11 +201,15 @@ def save_adapter(model: Path, adapter: Path, merged: Path) -> None:
 async def test_a_quantised_checkpoint_draws_the_tokens_of_its_weights(
     name: str, model_directory: Path, tmp_path: Path
 ) -> None:
-    """Up to rounding, into which some draws fall: of activations to 8 bits, of 4-bit formats to
-    bfloat16, without which vLLM's CPU build has no kernels for them, nor for 8 bits with AMX.
-    Guards against weights that are read in another order."""
+    """Up to rounding, into which some draws fall: of activations to 8 bits, and to bfloat16, as
+    vLLM's CPU build has no other kernels for 4 bits, nor for 8 bits with AMX.
+
+    The same rounding in plain PyTorch, with layers over two processes, changes a log-probability by
+    0.13 in the mean and by up to 0.5. Guards against weights that are read in another order: two
+    neighbours exchanged in one layer are 1.0 in the mean.
+    """
     save_quantised(model_directory, name, tmp_path / "quantised", tmp_path / "whole")
-    spec = SessionSpec(PROMPT, 16, Sampling(max_tokens=1, seed=3), 1)
+    spec = SessionSpec(PROMPT, 24, Sampling(max_tokens=1, seed=3), 1)
     is_float32 = "W8A8" in name and not torch.cpu._is_amx_tile_supported()
     dtype = {} if is_float32 else {"dtype": "bfloat16"}
     made = []
@@ -216,8 +221,8 @@ async def test_a_quantised_checkpoint_draws_the_tokens_of_its_weights(
             async with generator.open(spec) as session:
                 made.append((await session.extend(1)).candidates)
     pairs = [(a, b) for a, b in zip(*made, strict=True) if a.new_token_ids == b.new_token_ids]
-    assert len(pairs) >= 9
-    assert [a.logprob for a, _ in pairs] == pytest.approx([b.logprob for _, b in pairs], abs=0.3)
+    assert len(pairs) > 12
+    assert mean(abs(a.logprob - b.logprob) for a, b in pairs) < 0.2
 
 
 @pytest.mark.skipif(
