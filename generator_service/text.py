@@ -46,6 +46,11 @@ class Text:
         # The steps from tokens to text, as JSON.
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         self._decoder = decoder.__getstate__().decode() if decoder else ""
+        # In SentencePiece's style the first space of a decoded text is dropped: of one put before,
+        # so that an answer keeps its own.
+        space = [tokenizer.convert_tokens_to_ids(_SPACE)]
+        has_space = space[0] not in (None, tokenizer.unk_token_id)
+        self._before = space if has_space and self._decoded(2 * space) == " " else []
 
     @classmethod
     def load(cls, directory: Path, end_ids: frozenset[int]) -> Text:
@@ -102,8 +107,7 @@ class Text:
             return bytes.fromhex(piece[3:-1])
         if _SPACE in self._decoder:
             return piece.replace(_SPACE, " ").encode()
-        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        return text.encode()
+        return self._decoded([token_id], skip_special_tokens=False).encode()
 
     def grammars(self, vocabulary: int) -> Grammars:
         """A compiler of structured outputs, for a model of so many logits. Takes a second."""
@@ -117,8 +121,11 @@ class Text:
         """The text of tokens without special ones; an incomplete last character is U+FFFD."""
         if token_ids and token_ids[-1] in self._end_ids:
             token_ids = token_ids[:-1]
+        return self._decoded([*self._before, *token_ids])
+
+    def _decoded(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -246,6 +246,17 @@ def byte_fallback_text() -> Text:
     return Text(PreTrainedTokenizerFast(tokenizer_object=plain), frozenset())
 
 
+@given(st.text("ab é…家🙂", max_size=20))
+def test_an_answer_keeps_its_first_space(answer: str) -> None:
+    """Guards against "Paris is" + "the capital" without a space between."""
+    text = byte_fallback_text()
+    prompt = text.encode(Prompt(text="ab"))
+    new = text.encode(Prompt(text=f"ab{answer}"))[len(prompt) :]
+    assume([*prompt, *new] == text.encode(Prompt(text=f"ab{answer}")))
+    assert text.decode(new) == answer
+    assert b"".join(map(text.token, new)).decode() == answer
+
+
 # Bytes, as characters and as parts of characters, special tokens, and any others.
 TOKENS = st.lists(
     st.sampled_from([*torn_tokens("a \n…家🙂"), 0, END, 17]) | st.integers(0, VOCABULARY - 1),
