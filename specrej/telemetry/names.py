@@ -33,241 +33,178 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
+def _counter(name: str, unit: str, description: str, *labels: str) -> Metric:
+    return Metric(name, "counter", unit, description, labels)
+
+
+def _up_down(name: str, unit: str, description: str, *labels: str) -> Metric:
+    return Metric(name, "up_down", unit, description, labels)
+
+
+def _gauge(name: str, unit: str, description: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", unit, description, labels)
+
+
+def _seconds(
+    name: str, description: str, *labels: str, buckets: tuple[float, ...] = _CALL_S
+) -> Metric:
+    return Metric(name, "histogram", "s", description, labels, buckets)
+
+
+def _sizes(name: str, unit: str, description: str, *labels: str) -> Metric:
+    return Metric(name, "histogram", unit, description, labels, _COUNTS)
+
+
 # The resource.
 SERVICE_NAME, SERVICE_NAMESPACE = "service.name", "service.namespace"
 SERVICE_INSTANCE = "service.instance.id"
 
 # Calls, on all three ports (labels as the conventions name them).
 RPC_SYSTEM, RPC_METHOD, RPC_CODE = "rpc.system", "rpc.method", "rpc.response.status_code"
-RPC_STARTED = Metric(
-    "specrej.rpc.server.started", "counter", "{call}", "started calls", (RPC_METHOD,)
+RPC_STARTED = _counter("specrej.rpc.server.started", "{call}", "started calls", RPC_METHOD)
+RPC_IN_FLIGHT = _up_down("specrej.rpc.server.in_flight", "{call}", "running calls", RPC_METHOD)
+RPC_DURATION = _seconds("rpc.server.call.duration", "ended calls, by code", RPC_METHOD, RPC_CODE)
+# Reasons: no_message: none came in time; unread: the reply was not read in time; displaced: by
+# newer calls that neither write nor read; calls, tenant_calls: too many run; connection: shut, as
+# its client does not read
+RPC_REFUSED = _counter("specrej.rpc.server.refused", "{call}", "calls ended by bounds", "reason")
+HEARTBEAT_AGE = _gauge("specrej.heartbeat.age", "s", "since the compute thread last made progress")
+EVENT_LOOP_LAG = _gauge(
+    "specrej.event_loop.lag", "s", "longest delay of the event loop since the last export"
 )
-RPC_IN_FLIGHT = Metric(
-    "specrej.rpc.server.in_flight", "up_down", "{call}", "running calls", (RPC_METHOD,)
+FILES_REJECTED = _gauge("specrej.files.rejected", "{file}", "changed files that cannot be used")
+CERTIFICATE_LIFE = _gauge(
+    "specrej.certificate.life", "s", "until the server's certificate chain expires"
 )
-RPC_DURATION = Metric(
-    "rpc.server.call.duration",
-    "histogram",
-    "s",
-    "ended calls, by code",
-    (RPC_METHOD, RPC_CODE),
-    _CALL_S,
-)
-RPC_REFUSED = Metric(
-    "specrej.rpc.server.refused", "counter", "{call}", "calls ended by bounds", ("reason",)
-)  # no_message: none came in time; unread: the reply was not read in time; displaced: by newer
-# calls that neither write nor read; calls, tenant_calls: too many run; connection: shut, as its
-# client does not read
-HEARTBEAT_AGE = Metric(
-    "specrej.heartbeat.age", "gauge", "s", "since the compute thread last made progress"
-)
-EVENT_LOOP_LAG = Metric(
-    "specrej.event_loop.lag", "gauge", "s", "longest delay of the event loop since the last export"
-)
-FILES_REJECTED = Metric(
-    "specrej.files.rejected", "gauge", "{file}", "changed files that cannot be used"
-)
-CERTIFICATE_LIFE = Metric(
-    "specrej.certificate.life", "gauge", "s", "until the server's certificate chain expires"
-)
-LEASES_EXPIRED = Metric(
-    "specrej.leases.expired", "counter", "{session}", "streams whose lease ran out"
-)
+LEASES_EXPIRED = _counter("specrej.leases.expired", "{session}", "streams whose lease ran out")
 
 # Requests of the gateway (labels as the conventions name them).
 HTTP_METHOD, HTTP_ROUTE = "http.request.method", "http.route"
 HTTP_STATUS = "http.response.status_code"
-HTTP_DURATION = Metric(
-    "http.server.request.duration",
-    "histogram",
-    "s",
-    "ended requests, by status",
-    (HTTP_ROUTE, HTTP_STATUS),
-    _CALL_S,
+HTTP_DURATION = _seconds(
+    "http.server.request.duration", "ended requests, by status", HTTP_ROUTE, HTTP_STATUS
 )  # 499: the client left
-HTTP_IN_FLIGHT = Metric(
-    "http.server.active_requests", "up_down", "{request}", "running requests", (HTTP_ROUTE,)
+HTTP_IN_FLIGHT = _up_down(
+    "http.server.active_requests", "{request}", "running requests", HTTP_ROUTE
 )
-HTTP_REFUSED = Metric(
-    "specrej.http.refused", "counter", "{connection}", "connections ended by bounds", ("reason",)
-)  # late: no headers in time, or a reply unread; pipelined; overloaded; permission_denied;
+# Reasons: late: no headers in time, or a reply unread; pipelined; overloaded; permission_denied;
 # invalid_http
+HTTP_REFUSED = _counter(
+    "specrej.http.refused", "{connection}", "connections ended by bounds", "reason"
+)
 
 # The orchestrator.
-ADMISSIONS = Metric(
-    "specrej.admission.results", "counter", "{request}", "requests by result", ("result",)
-)  # admitted, refused; left: cancelled in the queue
-REQUESTS_RUNNING = Metric("specrej.requests.running", "gauge", "{request}", "running requests")
-REQUESTS_QUEUED = Metric("specrej.requests.queued", "gauge", "{request}", "queued requests")
-TOKENS_QUEUED = Metric(
-    "specrej.requests.queued.tokens", "gauge", "{token}", "candidate-tokens of queued requests"
+# Results: admitted, refused; left: cancelled in the queue
+ADMISSIONS = _counter("specrej.admission.results", "{request}", "requests by result", "result")
+REQUESTS_RUNNING = _gauge("specrej.requests.running", "{request}", "running requests")
+REQUESTS_QUEUED = _gauge("specrej.requests.queued", "{request}", "queued requests")
+TOKENS_QUEUED = _gauge(
+    "specrej.requests.queued.tokens", "{token}", "candidate-tokens of queued requests"
 )
-TENANT_TOKENS = Metric(
+TENANT_TOKENS = _gauge(
     "specrej.tenants.tokens",
-    "gauge",
     "{token}",
     "candidate-tokens that run and wait, of the ten tenants with the most",
-    ("tenant",),
+    "tenant",
 )
-QUEUE_DURATION = Metric(
-    "specrej.queue.duration", "histogram", "s", "time in the queue", (), _CALL_S
+QUEUE_DURATION = _seconds("specrej.queue.duration", "time in the queue")
+REQUEST_DURATION = _seconds(
+    "specrej.request.duration", "answered requests, from arrival to answer", "algorithm"
 )
-REQUEST_DURATION = Metric(
-    "specrej.request.duration",
-    "histogram",
-    "s",
-    "answered requests, from arrival to answer",
-    ("algorithm",),
-    _CALL_S,
+FIRST_ROUND = _seconds(
+    "specrej.request.first_round", "from arrival to the end of the first round", "algorithm"
 )
-FIRST_ROUND = Metric(
-    "specrej.request.first_round",
-    "histogram",
-    "s",
-    "from arrival to the end of the first round",
-    ("algorithm",),
-    _CALL_S,
-)
-TOKEN_DURATION = Metric(
+TOKEN_DURATION = _seconds(
     "specrej.request.token.duration",
-    "histogram",
-    "s",
     "seconds per token of the answer",
-    ("algorithm",),
-    _TOKEN_S,
+    "algorithm",
+    buckets=_TOKEN_S,
 )
-ANSWERS = Metric(
-    "specrej.answers", "counter", "{answer}", "answers by source", ("source",)
-)  # run, cache, flight
-DEGRADED = Metric(
+# Sources: run, cache, flight
+ANSWERS = _counter("specrej.answers", "{answer}", "answers by source", "source")
+DEGRADED = _counter(
     "specrej.answers.degraded",
-    "counter",
     "{answer}",
     "answers weaker than requested, by degradation",
-    ("degradation",),
+    "degradation",
 )
-HURRIED = Metric(
-    "specrej.answers.hurried",
-    "counter",
-    "{answer}",
-    "deadline-adjusted answers: cut deeper or earlier",
+HURRIED = _counter(
+    "specrej.answers.hurried", "{answer}", "deadline-adjusted answers: cut deeper or earlier"
 )
-CANDIDATES = Metric(
-    "specrej.candidates",
-    "counter",
-    "{candidate}",
-    "candidates of opened sessions, by fate",
-    ("fate",),
+CANDIDATES = _counter(
+    "specrej.candidates", "{candidate}", "candidates of opened sessions, by fate", "fate"
 )  # finished, truncated, rejected; abandoned: live when its request ended
-BRANCH_ROOTS = Metric(
+BRANCH_ROOTS = _sizes(
     "specrej.branching.roots",
-    "histogram",
     "{candidate}",
     "candidates of the start whose forks, or themselves, survive a branching cut",
-    (),
-    _COUNTS,
 )
-ROUNDS = Metric(
-    "specrej.rounds", "counter", "{round}", "rounds by reason of their end", ("ended_by",)
-)
-TOKENS = Metric(
+ROUNDS = _counter("specrej.rounds", "{round}", "rounds by reason of their end", "ended_by")
+TOKENS = _counter(
     "specrej.tokens",
-    "counter",
     "{token}",
     "of answered runs: generated, saved (estimated, against Best-of-N), prompt, scored",
-    ("kind",),
+    "kind",
 )
-BACKENDS = Metric(
-    "specrej.backends", "gauge", "{backend}", "generators and reward services", ("kind", "state")
+BACKENDS = _gauge(
+    "specrej.backends", "{backend}", "generators and reward services", "kind", "state"
 )  # serving, other_version (unused), away
-SESSIONS_MOVED = Metric(
-    "specrej.sessions.moved",
-    "counter",
-    "{session}",
-    "sessions that lost their generator, by result",
-    ("result",),
+SESSIONS_MOVED = _counter(
+    "specrej.sessions.moved", "{session}", "sessions that lost their generator, by result", "result"
 )  # moved, failed
-CACHE_RESULTS = Metric(
-    "specrej.cache.results", "counter", "{lookup}", "lookups of answers, by result", ("result",)
+CACHE_RESULTS = _counter(
+    "specrej.cache.results", "{lookup}", "lookups of answers, by result", "result"
 )  # hit, stale, miss, invalid, error; off: there is no Redis
-FLIGHT_WAITS = Metric(
-    "specrej.flights.waited",
-    "counter",
-    "{request}",
-    "requests that waited for an equal one",
-    ("where",),
+FLIGHT_WAITS = _counter(
+    "specrej.flights.waited", "{request}", "requests that waited for an equal one", "where"
 )  # here, elsewhere
 
 # The generator.
-SLOTS = Metric(
-    "specrej.slots", "gauge", "{slot}", "KV slots by state; their sum is the capacity", ("state",)
-)  # owned, cached, free
-SESSIONS = Metric(
-    "specrej.sessions", "gauge", "{session}", "sessions by state", ("state",)
-)  # open, waiting
-STEP_DURATION = Metric(
-    "specrej.engine.step.duration", "histogram", "s", "one forward pass with its draws", (), _STEP_S
+# States: owned, cached, free
+SLOTS = _gauge("specrej.slots", "{slot}", "KV slots by state; their sum is the capacity", "state")
+SESSIONS = _gauge("specrej.sessions", "{session}", "sessions by state", "state")  # open, waiting
+STEP_DURATION = _seconds(
+    "specrej.engine.step.duration", "one forward pass with its draws", buckets=_STEP_S
 )
-STEP_ROWS = Metric(
-    "specrej.engine.step.rows", "histogram", "{row}", "candidates in one step", (), _COUNTS
-)
-ENGINE_TOKENS = Metric(
-    "specrej.engine.tokens", "counter", "{token}", "generated, prefilled, reused", ("kind",)
-)
+STEP_ROWS = _sizes("specrej.engine.step.rows", "{row}", "candidates in one step")
+ENGINE_TOKENS = _counter("specrej.engine.tokens", "{token}", "generated, prefilled, reused", "kind")
 
 # The reward service.
 REWARD = "reward"
-REWARD_DURATION = Metric(
-    "specrej.reward.duration", "histogram", "s", "a batch, from arrival to scores", (REWARD,),
-    _CALL_S,
-)  # fmt: skip
-REWARD_BATCH = Metric(
-    "specrej.reward.batch", "histogram", "{text}", "texts of a batch", (REWARD,), _COUNTS
-)
-REWARD_TOKENS = Metric("specrej.reward.tokens", "counter", "{token}", "computed", (REWARD,))
-REWARD_QUEUED = Metric(
-    "specrej.reward.queued", "up_down", "{call}", "batches that wait or run", (REWARD,)
-)
+REWARD_DURATION = _seconds("specrej.reward.duration", "a batch, from arrival to scores", REWARD)
+REWARD_BATCH = _sizes("specrej.reward.batch", "{text}", "texts of a batch", REWARD)
+REWARD_TOKENS = _counter("specrej.reward.tokens", "{token}", "computed", REWARD)
+REWARD_QUEUED = _up_down("specrej.reward.queued", "{call}", "batches that wait or run", REWARD)
 
 # Shadows: see docs/telemetry.md.
-_SHADOW_LABELS = ("schedule", REWARD)
-SHADOW_REQUESTS = Metric(
-    "specrej.shadow.requests",
-    "counter",
-    "{request}",
-    "requests whose shadows ended",
-    _SHADOW_LABELS,
+_SHADOW = ("schedule", REWARD)
+SHADOW_REQUESTS = _counter(
+    "specrej.shadow.requests", "{request}", "requests whose shadows ended", *_SHADOW
 )
-SHADOW_CORRELATION = Metric(
+SHADOW_CORRELATION = _gauge(
     "specrej.shadow.correlation",
-    "gauge",
     "1",
     "rank correlation of rewards at the decision token and at the end",
-    (*_SHADOW_LABELS, "decision_token"),
+    *_SHADOW,
+    "decision_token",
 )
-SHADOW_REGRETS = Metric(
-    "specrej.shadow.regrets",
-    "counter",
+SHADOW_REGRETS = _counter(
+    "specrej.shadow.regrets", "{request}", "requests in which a shadow beat the answer", *_SHADOW
+)
+SHADOW_REGRET = _gauge(
+    "specrej.shadow.regret", "1", "share of requests whose best was rejected", *_SHADOW
+)
+SHADOW_TOKENS = _counter("specrej.shadow.tokens", "{token}", "generated for shadows", *_SHADOW)
+SHADOW_GIVEN_UP = _counter(
+    "specrej.shadow.given_up",
     "{request}",
-    "requests in which a shadow beat the answer",
-    _SHADOW_LABELS,
+    "requests whose shadows were abandoned",
+    *_SHADOW,
+    "reason",
+)  # weaker, busy, slots, changed, failed
+SHADOW_ALPHA = _gauge(
+    "specrej.shadow.recommended_alpha", "1", "largest alpha within the target regret", *_SHADOW
 )
-SHADOW_REGRET = Metric(
-    "specrej.shadow.regret", "gauge", "1", "share of requests whose best was rejected",
-    _SHADOW_LABELS,
-)  # fmt: skip
-SHADOW_TOKENS = Metric(
-    "specrej.shadow.tokens", "counter", "{token}", "generated for shadows", _SHADOW_LABELS
-)
-SHADOW_GIVEN_UP = Metric(
-    "specrej.shadow.given_up", "counter", "{request}", "requests whose shadows were abandoned",
-    (*_SHADOW_LABELS, "reason"),
-)  # fmt: skip
-# reasons: weaker, busy, slots, changed, failed
-SHADOW_ALPHA = Metric(
-    "specrej.shadow.recommended_alpha", "gauge", "1", "largest alpha within the target regret",
-    _SHADOW_LABELS,
-)  # fmt: skip
 
 # Spans below a call's span, which has the name of the method.
 SPAN_PLAN = "plan"
