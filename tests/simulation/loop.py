@@ -15,11 +15,8 @@ class Violation(AssertionError):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """When nothing is ready, its time jumps to the next timer.
-
-    With `shuffles`, callbacks that are ready together run in an order drawn from `rng`, else in
-    the order in which they became ready.
-    """
+    """When nothing is ready, its time jumps to the next timer; with `shuffles`, callbacks that are
+    ready together run in an order drawn from `rng`."""
 
     now_s = 0.0
 
@@ -35,9 +32,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.now_s
 
-    def call_at(  # type: ignore[override]
-        self, when: float, callback: Any, *args: Any, **context: Any
-    ) -> Any:
+    def call_at(self, when: float, callback: Any, *args: Any, **context: Any) -> Any:  # type: ignore[override]
         """A timer; the base class compares timers in Python, and in no certain order if equal."""
         timer = asyncio.TimerHandle(when, callback, args, self, **context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
@@ -62,8 +57,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise Violation("every task waits and no timer runs: a wake-up was lost")
         batch = list(self._ready)
         self._ready.clear()
-        if len(batch) > 1:
-            self._shuffle(batch)
+        self._shuffle(batch)
         for handle in batch:
             if not handle._cancelled:
                 handle._run()

@@ -36,10 +36,7 @@ _LATE_S = 1.0  # a call to Redis and the end of a session may follow the deadlin
 _SETTLED_S = 5.0  # then every lease has expired
 _MOST_IDLE = 400  # entries of all containers of an idle orchestrator
 _BOTH = tuple(map(contracts.WeightedReward, backends.REWARDS))
-_CONTROLS = [CacheControl.USE] * 14 + [
-    CacheControl.BYPASS,
-    CacheControl.REFRESH,
-]
+_CONTROLS = [CacheControl.USE] * 14 + [CacheControl.BYPASS, CacheControl.REFRESH]
 _JUMPS_S = {"": 0.0, "behind": -3600.0, "ahead": 3600.0, "little": 2.0}  # of a wall clock
 
 
@@ -306,8 +303,7 @@ class Simulation:
     def _check(
         self, request: GenerationRequest, tenant: str, answer: contracts.Finished, left_s: float
     ) -> None:
-        """The answer may be given to this request, and has its own texts; `left_s`: to the
-        deadline."""
+        """The answer may be given to this request, `left_s` before its deadline, with its texts."""
         generation, source = answer.generation, answer.source.name
         is_weak = generation.degraded or generation.hurried
         # Requests of a flight have the same `allow_degraded`, and weak answers are not stored.
