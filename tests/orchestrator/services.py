@@ -85,8 +85,11 @@ class Gate:
 class HeldGenerator:
     """A toy generator with a gate before each method; counts opened sessions."""
 
-    def __init__(self, capacity_slots: int = 100_000, *, end_every: int = 40) -> None:
+    def __init__(
+        self, capacity_slots: int = 100_000, *, end_every: int = 40, max_candidates: int = 1024
+    ) -> None:
         self.toy = ToyGenerator(capacity_slots, end_every=end_every)
+        self.max_candidates = max_candidates
         self.num_opened = 0
         self.salts: list[str] = []
         self.adapters: tuple[str, ...] = ()
@@ -121,6 +124,7 @@ class HeldGenerator:
         described = await self.toy.describe()
         return replace(
             described,
+            max_candidates=self.max_candidates,
             adapters=self.adapters,
             can_fork=self.can_fork,
             whole_answers=self.whole_answers,

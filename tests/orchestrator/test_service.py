@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.loop import growth
 from specrej.contracts import TokensSchedule
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
@@ -42,11 +41,9 @@ async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: W
         assert set(after.survivors) < set(before.survivors)
 
 
-async def test_growth_while_scores_are_under_way_changes_no_text(
-    service: Whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("at_once")
+async def test_growth_while_scores_are_under_way_changes_no_text(service: Whole) -> None:
     """It is on by default for generators that do not compute on a CPU, such as the toy."""
-    monkeypatch.setattr(growth, "_SOON_S", 0.0)
     message = small_request(selection={"return_candidates": 5})
     waiting = await answer(service, message)
     async with whole(overlap_scoring=None) as other:

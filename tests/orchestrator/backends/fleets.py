@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,6 @@ from specrej.channel import open_channel
 from specrej.contracts import (
     Branching,
     GenerationRequest,
-    GeneratorDescription,
     GeometricSchedule,
     Prompt,
     Sampling,
@@ -28,7 +27,7 @@ from specrej.contracts import (
     Selection,
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
-from tests.orchestrator.services import Backend, HeldGenerator, generator_backend, reward_backend
+from tests.orchestrator.services import Backend, generator_backend, reward_backend
 from tests.serving import until
 
 C = TypeVar("C", FleetGenerator, FleetRewards)
@@ -40,13 +39,6 @@ PATIENT = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=60)
 # One poll: afterwards only calls notice a change.
 ONCE = PollSettings(poll_s=60, resolve_s=60, lost_s=60)
 PROMPT = Prompt.from_user("four words of prompt")
-
-
-class EightCandidates(HeldGenerator):
-    """A toy that accepts at most eight candidates."""
-
-    async def describe(self) -> GeneratorDescription:
-        return replace(await super().describe(), max_candidates=8)
 
 
 class ListedTargets:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,6 @@ from tests.orchestrator.backends.fleets import (
     PATIENT,
     PROMPT,
     QUICK,
-    EightCandidates,
     RunningFleet,
     generators,
     request,
@@ -89,7 +89,7 @@ async def test_forks_without_room_do_not_move(limits: dict[str, int], rounds_bef
     """Guards against a lost request if its generator, lost while it prunes, would have refused some
     of the forks: no other has the room for them either."""
     of_eight = request(8, branching=Branching(12, 2))
-    toys = [Limited(**limits) for _ in range(3)]
+    toys = [HeldGenerator(**limits) for _ in range(3)]
     async with generators(toys.pop()) as running:
         undisturbed = await answer(of_eight, running.client, SCORER)
     with_forks = [trace for trace in undisturbed.rounds if trace.forks]
@@ -128,17 +128,6 @@ async def test_the_new_generator_decides_how_many_forks_have_room() -> None:
     assert content(moved) == content(undisturbed)
 
 
-class Limited(HeldGenerator):
-    """A toy with a limit."""
-
-    def __init__(self, capacity_slots: int = 100_000, max_candidates: int = 1024) -> None:
-        super().__init__(capacity_slots)
-        self._max_candidates = max_candidates
-
-    async def describe(self) -> GeneratorDescription:
-        return replace(await super().describe(), max_candidates=self._max_candidates)
-
-
 async def _answer_without(
     any_request: GenerationRequest,
     running: RunningFleet[FleetGenerator],
@@ -164,27 +153,20 @@ async def _answer_without(
     return moved
 
 
-async def test_survivors_keep_the_tokens_that_another_generator_would_not_draw(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class OtherDraws(HeldGenerator):
+    """Draws other tokens in a session that began elsewhere."""
+
+    def open(self, spec: SessionSpec) -> Any:
+        seed = 8 if spec.started else spec.sampling.seed
+        return super().open(replace(spec, sampling=replace(spec.sampling, seed=seed)))
+
+
+async def test_survivors_keep_the_tokens_that_another_generator_would_not_draw() -> None:
     """Guards a reader's text against the rounding of another batch."""
     undisturbed = await answer(request(12), ToyGenerator(), SCORER)
-    toys = [HeldGenerator(), HeldGenerator()]
+    toys = [OtherDraws(), OtherDraws()]
     async with generators(*toys) as running:
-        answering = asyncio.ensure_future(answer(request(12), running.client, SCORER))
-        await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
-        lost = holder(toys)
-        gate, other = toys[lost].gates["prune"], toys[1 - lost].toy
-        opened = other.open
-        monkeypatch.setattr(
-            other,
-            "open",
-            lambda spec: opened(replace(spec, sampling=replace(spec.sampling, seed=8))),
-        )
-        gate.shut()
-        await until(lambda: gate.held == 1)
-        await running.servers[lost].kill()
-        moved = await answering
+        moved = await _answer_without(request(12), running, toys, "prune", 0)
     kept = undisturbed.rounds[0].decision_token
     before, after = (
         {c.id: c.text.split() for c in generation.candidates} for generation in (undisturbed, moved)
@@ -346,7 +328,7 @@ async def test_the_description_adds_the_capacities() -> None:
 @pytest.mark.parametrize(
     ("small", "large_slots", "n", "max_opened"),
     [
-        (EightCandidates(), 100_000, 9, 1),  # refused before it opens
+        (HeldGenerator(max_candidates=8), 100_000, 9, 1),  # refused before it opens
         (HeldGenerator(30), 4 + 9 * 32, 6, 2),
         (HeldGenerator(4 + 3 * 32), 4 + 9 * 32, 9, 2),
         (HeldGenerator(4 + 3 * 32), 4 + 9 * 32, 12, 6),  # only this one is split

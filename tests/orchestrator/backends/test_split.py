@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.split import SplitSession, shares_of
-from orchestrator.loop import WithinRounds, growth
+from orchestrator.loop import WithinRounds
 from specrej.contracts import (
     Branching,
     Candidate,
@@ -31,7 +31,7 @@ from specrej.contracts import (
     TokensSchedule,
 )
 from specrej.errors import InvalidRequest, Unavailable
-from tests.orchestrator.backends.fleets import ONCE, PROMPT, EightCandidates, generators, request
+from tests.orchestrator.backends.fleets import ONCE, PROMPT, generators, request
 from tests.orchestrator.backends.test_generators import SAMPLING, SCORER, content
 from tests.orchestrator.runs import FixedScorer, answer
 from tests.orchestrator.services import HeldGenerator
@@ -62,7 +62,8 @@ async def test_the_candidate_limits_of_all_generators_add_up(branching: Branchin
     of_twelve = request(12, branching=branching)
     undivided = await answer(of_twelve, ToyGenerator(), SCORER)
     assert bool(undivided.rounds[0].forks) == bool(branching)
-    async with generators(EightCandidates(), EightCandidates()) as running:
+    toys = [HeldGenerator(max_candidates=8) for _ in range(2)]
+    async with generators(*toys) as running:
         assert content(await answer(of_twelve, running.client, SCORER)) == content(undivided)
         with pytest.raises(InvalidRequest) as raised:
             await answer(request(17), running.client, SCORER)
@@ -101,7 +102,7 @@ async def test_generators_that_were_slow_are_polled_again(num_slow: int) -> None
 @pytest.mark.parametrize("is_small_first", [False, True])
 async def test_parts_without_room_are_closed_before_others_are_opened(is_small_first: bool) -> None:
     """Guards against a request that waits for slots which it holds itself."""
-    toys = [EightCandidates(), EightCandidates()]
+    toys = [HeldGenerator(max_candidates=8) for _ in range(2)]
     async with generators(*toys) as running:
         # Parts are opened in the order of addresses.
         capacities = [4 + 3 * 32, 4 + 8 * 32][:: 1 if is_small_first else -1]
@@ -203,13 +204,11 @@ class TwoParts(ToyGenerator):
             yield SplitSession([(0, first), (4, second)])  # type: ignore[list-item]
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("best_part", [0, 1])
-async def test_a_part_lost_while_it_is_scored(
-    monkeypatch: pytest.MonkeyPatch, best_part: int
-) -> None:
+async def test_a_part_lost_while_it_is_scored(best_part: int) -> None:
     """Guards against INTERNAL if the cut keeps lost candidates only, and against rejected ones that
     count as lost."""
-    monkeypatch.setattr(growth, "_SOON_S", 0.0)
 
     class Preferring(FixedScorer):
         async def score(self, candidates: Sequence[Candidate]) -> Scores:
