@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import pytest
 
 from orchestrator.loop.run_state import MAX_TRACED
@@ -19,7 +18,7 @@ from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import Clock, generation
 from tests.orchestrator.calls import answer, events, small_request
 from tests.orchestrator.services import BOUND_S, Whole
-from tests.serving import failure_of, until
+from tests.serving import until
 
 TRACE = replace(generation().rounds[0], extend_ms=30.0, score_ms=8.0, prune_ms=2.0)
 FINISHED = c.Finished(generation())
@@ -244,13 +243,3 @@ async def test_a_record_has_the_source_of_the_answer(cached_service: Whole) -> N
     sources = {record.source for record in records}
     assert sources == {c.AnswerSource.RUN, c.AnswerSource.FLIGHT, c.AnswerSource.CACHE}
     assert len({len(record.rounds) for record in records}) == 1
-
-
-async def test_other_tenants_get_not_found(service: Whole) -> None:
-    """Guards against one tenant reading another's requests."""
-    reply = await answer(service, small_request(), tenant="a")
-    assert (await record_of(service, reply.request_id, "a")).outcome == "OK"
-    foreign = await failure_of(record_of(service, reply.request_id, "b"))
-    unknown = await failure_of(record_of(service, "unknown", "b"))
-    assert foreign.code() is unknown.code() is grpc.StatusCode.NOT_FOUND
-    assert foreign.details() == unknown.details()

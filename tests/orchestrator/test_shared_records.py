@@ -89,14 +89,19 @@ async def test_a_list_has_running_and_failed_requests_latest_first(
 
 
 async def test_records_are_those_of_the_tenant(pair: tuple[Whole, Whole]) -> None:
-    """Guards against a record, or its id, that another tenant gets."""
+    """Guards against a record, or its id, that another tenant gets: from the orchestrator that made
+    it, and from Redis."""
     first, second = pair
     reply = await answer(first, small_request(), tenant="a")
     await stored(second, 1, "a")
-    assert await listed(second) == await listed(second, "b") == []
-    for tenant in ("", "b"):
-        failure = await failure_of(record_of(second, reply.request_id, tenant))
-        assert failure.code() is grpc.StatusCode.NOT_FOUND
+    for service in pair:
+        assert (await record_of(service, reply.request_id, "a")).outcome == "OK"
+        unknown = await failure_of(record_of(service, "unknown", "b"))
+        for tenant in ("", "b"):
+            assert await listed(service, tenant) == []
+            failure = await failure_of(record_of(service, reply.request_id, tenant))
+            assert failure.code() is unknown.code() is grpc.StatusCode.NOT_FOUND
+            assert failure.details() == unknown.details()
 
 
 @pytest.mark.parametrize("damage", ["foreign", "moved", "garbage"])
