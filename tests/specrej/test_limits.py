@@ -45,10 +45,9 @@ def name_of(field: Any) -> str:
 
 
 def fields_of(descriptor: Any, outer: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every repeated field and every text of a message, as the fields that lead to it."""
+    """Every field of a message, as the fields that lead to it."""
     for field in descriptor.fields:
-        if field.is_repeated or is_text(field):
-            yield (*outer, field)
+        yield (*outer, field)
         if field.message_type:
             yield from fields_of(field.message_type, (*outer, field))
 

@@ -20,7 +20,7 @@ from specrej.contracts import MAX_INT32, GeometricSchedule
 from specrej.errors import InvalidRequest, Violation
 from specrej.v1 import common_pb2, orchestrator_pb2
 from specrej.validation import check_request
-from tests.specrej.test_limits import filled
+from tests.specrej.test_limits import fields_of, filled, path_of
 
 REQUESTS = ("GenerateRequest", "GetRecordRequest")
 Fields = tuple[Any, ...]
@@ -50,22 +50,7 @@ def public(request: str) -> Any:
     return POOL.FindMessageTypeByName(f"specrej.v1.{request}")
 
 
-def fields_of(descriptor: Any, outer: Fields = ()) -> Iterator[Fields]:
-    """Every field of a request, as the fields that lead to it."""
-    for field in descriptor.fields:
-        yield (*outer, field)
-        if field.message_type:
-            yield from fields_of(field.message_type, (*outer, field))
-
-
 FIELDS = [fields for request in REQUESTS for fields in fields_of(public(request))]
-
-
-def path_of(fields: Fields) -> str:
-    """The path in errors; the first item of each repeated field but the last."""
-    *outer, last = fields
-    steps = [f"{field.name}[0]" if field.is_repeated else field.name for field in outer]
-    return ".".join([*steps, last.name])
 
 
 def bounds(field: Any, rules: Any) -> Iterator[tuple[Any, bool]]:
