@@ -76,8 +76,8 @@ class Connection:
         """Status, headers and JSON of one response with a length."""
         head = (await self.read_until(b"\r\n\r\n")).decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-        body = await self.reader.readexactly(int(headers["content-length"]))
-        is_json = "json" in headers["content-type"]
+        body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        is_json = "json" in headers.get("content-type", "")
         return int(head[0].split()[1]), headers, json.loads(body) if is_json else body
 
     def leave(self) -> None:
@@ -90,9 +90,20 @@ class Connection:
         self.writer.transport.abort()
 
 
+async def get(port: int, path: str, *headers: str) -> Any:
+    """Status, headers and body of the answer to one request; `headers` are lines."""
+    lines = [f"GET {path} HTTP/1.1", "host: localhost", *headers]
+    return await response_to(port, "\r\n".join(lines).encode() + b"\r\n\r\n")
+
+
 async def post(port: int, path: str, body: Mapping[str, Any] | bytes, **headers: str) -> Any:
     """Status, headers and JSON of the answer to one request."""
-    connection = await Connection.open(port, request(path, body, **headers))
+    return await response_to(port, request(path, body, **headers))
+
+
+async def response_to(port: int, data: bytes) -> Any:
+    """The response to these bytes, on a connection of their own."""
+    connection = await Connection.open(port, data)
     try:
         return await connection.response()
     finally:

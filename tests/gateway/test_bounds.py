@@ -23,25 +23,14 @@ from gateway.__main__ import Server
 from specrej.contracts import Finished
 from tests.certificates import Authority
 from tests.endpoints import scrape
-from tests.gateway.gateways import BODY, Connection, gateway_at, post, request
-from tests.serving import listening, until
+from tests.gateway.gateways import BODY, Connection, gateway_at, get, post, request, response_to
+from tests.serving import until
 from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
 
 CHAT = "/v1/chat/completions"
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 STREAM = {**BODY, "stream": True}
 MAX_BYTES_OF_STREAMS = 60 * 2**20
-
-
-@pytest.fixture
-def orchestrator() -> FakeOrchestrator:
-    return FakeOrchestrator()
-
-
-@pytest.fixture
-async def address(orchestrator: FakeOrchestrator) -> AsyncIterator[str]:
-    async with listening(orchestrator.service()) as bound:
-        yield bound
 
 
 def connections(server: Server) -> int:
@@ -127,9 +116,7 @@ async def test_other_types_of_bodies_are_refused(
     """Guards against pages of other origins, whose forms need no permission for plain text."""
     async with gateway_at(address) as server:
         data = request(CHAT, BODY).replace(b"application/json", b"text/plain")
-        connection = await Connection.open(server.port, data)
-        status, headers, _ = await connection.response()
-        connection.leave()
+        status, headers, _ = await response_to(server.port, data)
         assert status == 415
         assert not [name for name in headers if name.startswith("access-control")]
     assert not orchestrator.requests
@@ -264,10 +251,7 @@ async def process(address: str, **settings: str) -> AsyncIterator[tuple[Process,
         port = int(line.rpartition(b":")[2])
 
         async def is_ready() -> bool:
-            connection = await Connection.open(port, b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
-            status, _, _ = await connection.response()
-            connection.leave()
-            return status == 200
+            return bool((await get(port, "/readyz"))[0] == 200)
 
         await until(is_ready)
         yield started, port
@@ -338,9 +322,7 @@ async def test_a_second_signal_ends_it_at_once(
 
 async def test_it_is_ready_only_with_an_orchestrator() -> None:
     async with gateway_at("127.0.0.1:1") as server:
-        connection = await Connection.open(server.port, b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await connection.response())[0] == 503
-        connection.leave()
+        assert (await get(server.port, "/readyz"))[0] == 503
         status, headers, _ = await post(server.port, CHAT, BODY)
         assert (status, headers["x-should-retry"]) == (503, "false")
 

@@ -21,7 +21,7 @@ from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from specrej import errors
 from specrej.client import Client
-from tests.gateway.gateways import BODY, Connection, gateway_at, post, request
+from tests.gateway.gateways import BODY, Connection, gateway_at, get, post, request
 from tests.serving import listening
 from tests.specrej.fakes import EVENTS, FakeOrchestrator
 
@@ -30,13 +30,8 @@ VIOLATION = errors.Violation("sampling.temperature", "must be 0 or 0.01 .. 2, is
 
 
 @pytest.fixture
-def orchestrator() -> FakeOrchestrator:
-    return FakeOrchestrator()
-
-
-@pytest.fixture
-async def gateway(orchestrator: FakeOrchestrator) -> AsyncIterator[Server]:
-    async with listening(orchestrator.service()) as address, gateway_at(address) as server:
+async def gateway(address: str) -> AsyncIterator[Server]:
+    async with gateway_at(address) as server:
         yield server
 
 
@@ -140,10 +135,7 @@ async def test_a_bug_is_opaque_and_logged(
         raise RuntimeError("secret")
 
     monkeypatch.setattr(Gateway, "_models", broken)
-    models = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    connection = await Connection.open(gateway.port, models)
-    status, headers, body = await connection.response()
-    connection.leave()
+    status, headers, body = await get(gateway.port, "/v1/models")
     assert (status, headers["x-should-retry"]) == (500, "false")
     assert "secret" not in json.dumps(body)
     (record,) = (r for r in caplog.records if r.name == "gateway.errors")
@@ -219,17 +211,11 @@ async def test_logs_have_no_content_of_requests(
 async def test_routes_that_do_not_exist(gateway: Server) -> None:
     status, _, body = await post(gateway.port, "/v1/nothing", BODY)
     assert (status, body["error"]["code"]) == (404, "not_found")
-    connection = await Connection.open(gateway.port, b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert (await connection.response())[0] == 200
-    connection.leave()
+    assert (await get(gateway.port, "/healthz"))[0] == 200
 
 
 async def test_the_document_has_every_route_and_field(gateway: Server) -> None:
-    connection = await Connection.open(
-        gateway.port, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n"
-    )
-    _, _, document = await connection.response()
-    connection.leave()
+    _, _, document = await get(gateway.port, "/openapi.json")
     schemas = document["components"]["schemas"]
     bodies = {
         path: method["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]

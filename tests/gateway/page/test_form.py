@@ -22,7 +22,7 @@ from specrej.client import Client, build_request
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.gateway.page.conftest import need
 from tests.gateway.page.window import Window
-from tests.serving import describe_generator, until
+from tests.serving import until_slots_are_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -246,8 +246,4 @@ async def test_stop_ends_both_sides_of_a_comparison(form: Window, stack: Stack) 
     )
     assert len(names) == 32 and not [name for name in names if "growing" in name]
     assert len(await sent(form)) == 1
-
-    async def is_free() -> bool:
-        return (await describe_generator(stack.generator_address)).slots.owned == 0
-
-    await until(is_free, bound_s=10)
+    await until_slots_are_free(stack.generator_address, bound_s=10)

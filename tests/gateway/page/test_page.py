@@ -20,7 +20,7 @@ from tests.gateway.page.window import (
     fates_of,
     record_of,
 )
-from tests.serving import describe_generator, until
+from tests.serving import describe_generator, until_slots_are_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -127,11 +127,7 @@ async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     assert (await describe_generator(stack.generator_address)).slots.owned > 0
     await fresh.press("Stop")
     assert await fresh.ended() == "stopped"
-
-    async def is_free() -> bool:
-        return (await describe_generator(stack.generator_address)).slots.owned == 0
-
-    await until(is_free, bound_s=10)
+    await until_slots_are_free(stack.generator_address, bound_s=10)
     await fresh.until("document.getElementById('stop').disabled")
     assert await fresh.text("#live .said") == "The request was stopped."
 
