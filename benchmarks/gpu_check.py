@@ -36,12 +36,12 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import log, parse_arguments, report
 from deploy.local.machine import describe_machine
+from experiments.models import generation_of
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_generator import VLLMGenerator, load_vllm
 from orchestrator.loop.run import run
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
-    Finished,
     GenerationRequest,
     Generator,
     MemorySchedule,
@@ -324,9 +324,7 @@ async def _memory(generator: Generator, arguments: argparse.Namespace) -> dict[s
         Sampling(arguments.long, seed=1, ignore_eos=True),
         Selection(n=0, schedule=MemorySchedule(arguments.long // 16)),
     )
-    async for event in run(request, generator, LikelihoodScorer()):
-        if isinstance(event, Finished):
-            generation = event.generation
+    generation = await generation_of(run(request, generator, LikelihoodScorer()))
     return {
         "n": generation.n,
         "rounds": [

@@ -22,7 +22,6 @@ from specrej.client import Options
 from specrej.contracts import CacheControl
 
 MODEL = Path(".models/SmolLM2-135M-Instruct")
-RELEVANCE = Path(".models/relevance")
 PROMPTS = (
     "Explain to a child why the sky is blue.",
     "Write a short letter asking a neighbour to keep the noise down at night.",

@@ -9,16 +9,14 @@ spent scoring, and discards at most a tenth of its tokens.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from benchmarks.harness import PROMPTS, medians, parse_arguments, report
-from experiments.models import Models, in_process
+from experiments.models import Models, generation_of, in_process, unique_salt
 from orchestrator.loop.run import run
 from specrej.contracts import (
     Candidate,
-    Finished,
     Generation,
     GenerationRequest,
     Prompt,
@@ -93,12 +91,8 @@ async def _answer(
     sampling = Sampling(max_tokens=new, seed=seed)
     request = GenerationRequest(Prompt.from_user(prompt), sampling, Selection(n=n))
     scores_s, overlaps = how
-    salt = str(time.monotonic_ns())
-    running = run(request, models.generator, DelayedReward(scores_s), salt, overlaps=overlaps)
-    async with aclosing(running) as events:
-        last = [event async for event in events][-1]
-    assert isinstance(last, Finished)
-    return last.generation
+    reward, salt = DelayedReward(scores_s), unique_salt()
+    return await generation_of(run(request, models.generator, reward, salt, overlaps=overlaps))
 
 
 if __name__ == "__main__":

@@ -10,37 +10,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from contextlib import aclosing
 from typing import Any
 
 from benchmarks.harness import (
     PROMPTS,
-    RELEVANCE,
     full_length,
     medians,
     parse_arguments,
     report,
     running_client,
 )
-from generator_service.loading import load_generator
-from generator_service.settings import GeneratorSettings
+from experiments.models import Models, generation_of, in_process
 from orchestrator.loop.run import run
-from reward_service.specs import RelevanceSpec, Resources
-from reward_service.worker import Worker
 from specrej.contracts import (
     CacheControl,
-    Finished,
     Generation,
     GenerationRequest,
-    Generator,
     Prompt,
     Sampling,
-    Scorer,
     Selection,
     WeightedReward,
 )
 
 _MANY = 1024
+_REWARD = "relevance"
 
 
 def main() -> None:
@@ -66,19 +59,16 @@ def main() -> None:
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    generator = await asyncio.to_thread(load_generator, GeneratorSettings())
-    spec = RelevanceSpec(name="relevance", directory=RELEVANCE)
-    reward = await Worker.start(lambda: spec.load(Resources()))
     seconds: dict[str, list[float]] = {"services": [], "in_process": []}
     shares: list[float] = []
-    async with running_client() as client:
+    async with in_process((_REWARD,)) as models, running_client() as client:
         for number in range(arguments.rounds + 1):
             prompt = PROMPTS[number % len(PROMPTS)]
             options = full_length(arguments.n, arguments.new, seed=number)
             started = time.perf_counter()
             remote = await client.generate(prompt, **options)
             between = time.perf_counter()
-            local = await _in_process(arguments, prompt, number, generator, reward.open)
+            local = await _in_process(arguments, prompt, number, models)
             ended = time.perf_counter()
             assert remote.usage.generated_tokens == local.usage.generated_tokens
             if number:  # the first round warms up
@@ -96,18 +86,15 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _in_process(
-    arguments: argparse.Namespace, prompt: str, seed: int, generator: Generator, scorer: Scorer
+    arguments: argparse.Namespace, prompt: str, seed: int, models: Models
 ) -> Generation:
     request = GenerationRequest(
         prompt=Prompt.from_user(prompt),
         sampling=Sampling(max_tokens=arguments.new, seed=seed, ignore_eos=True),
-        selection=Selection(n=arguments.n, rewards=(WeightedReward("relevance"),)),
+        selection=Selection(n=arguments.n, rewards=(WeightedReward(_REWARD),)),
         cache=CacheControl.BYPASS,
     )
-    async with aclosing(run(request, generator, scorer)) as events:
-        *_, last = [event async for event in events]
-    assert isinstance(last, Finished)
-    return last.generation
+    return await generation_of(run(request, models.generator, models.scorers[_REWARD]))
 
 
 if __name__ == "__main__":

@@ -15,26 +15,21 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from experiments.collect import unique_salt
 from experiments.models import Models
 from experiments.prompts import Item
 from experiments.settings import Settings
 from experiments.studies.statistics import Estimate, bootstrap, mean
 from experiments.studies.tables import Cell, Table
 from experiments.trajectories import FloatArray, IntArray, Line
-from orchestrator.loop.composition import LIKELIHOOD
-from orchestrator.loop.run import run
-from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
+from orchestrator.loop.scoring import RequestScorer
 from specrej.contracts import (
     Branching,
     Candidate,
-    Finished,
     Generation,
     GenerationRequest,
     Selection,
@@ -96,19 +91,16 @@ async def _timed(
     item: Item, settings: Settings, system: System, reward: str, models: Models
 ) -> Line:
     request = GenerationRequest(item.prompt, settings.sampling(item.number), system.selection)
-    scorer = LikelihoodScorer() if reward == LIKELIHOOD else models.scorers[reward]
     began = time.perf_counter()
-    async with aclosing(run(request, models.generator, scorer, unique_salt())) as events:
-        last = [event async for event in events][-1]
-    assert isinstance(last, Finished)
-    best, seconds = last.generation.best, time.perf_counter() - began
+    generation = await models.answer(request, reward)
+    best, seconds = generation.best, time.perf_counter() - began
     return {
-        "tokens": last.generation.usage.generated_tokens,
+        "tokens": generation.usage.generated_tokens,
         "seconds": round(seconds, 3),
         "score": best.score,
         "answer_tokens": best.num_tokens,
         "mean_logprob": best.mean_logprob,
-        "judges": await _judged(item, last.generation, reward, models),
+        "judges": await _judged(item, generation, reward, models),
     }
 
 

@@ -7,7 +7,6 @@ candidate is rejected.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -17,7 +16,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from deploy.local.machine import describe_machine
-from experiments.models import Models
+from experiments.models import Models, unique_salt
 from experiments.prompts import Item
 from experiments.settings import Settings
 from experiments.trajectories import (
@@ -118,15 +117,6 @@ async def collect_prompt(
         else:
             first += size
     return draft.trajectories(item, settings)
-
-
-def unique_salt() -> str:
-    """A cache salt that no other session has, so that the prompt is computed anew.
-
-    Every timed request then includes the cost of its prompt. Tokens do not depend on the salt: the
-    last token of a prompt, from which first tokens are drawn, is always computed alone.
-    """
-    return f"experiments {secrets.token_hex(16)}"
 
 
 async def _chunk(

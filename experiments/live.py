@@ -15,23 +15,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
 from deploy.local.machine import describe_machine
-from experiments.collect import unique_salt
 from experiments.models import Models
 from experiments.replay import NeverFits, Replayer, Setting
 from experiments.settings import Settings
 from experiments.studies.plans import Plan
 from experiments.trajectories import Line, OffGrid, Trajectories
-from orchestrator.loop.composition import LIKELIHOOD
-from orchestrator.loop.run import run
-from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Algorithm,
-    Finished,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -165,7 +159,7 @@ def _fields(prompt: Trajectories, setting: Setting) -> Line:
 async def _answer(
     prompt: Trajectories, collected: Settings, setting: Setting, models: Models
 ) -> Generation:
-    """Answer a prompt by the loop that serves requests."""
+    """Answer a prompt with this setting."""
     selection = Selection(
         n=setting.n,
         alpha=setting.alpha,
@@ -175,9 +169,4 @@ async def _answer(
     )
     sampling = collected.sampling(prompt.seed - collected.seed)
     request = GenerationRequest(prompt.prompt, sampling, selection)
-    is_likelihood = setting.reward == LIKELIHOOD
-    scorer = LikelihoodScorer() if is_likelihood else models.scorers[setting.reward]
-    async with aclosing(run(request, models.generator, scorer, unique_salt())) as events:
-        last = [event async for event in events][-1]
-    assert isinstance(last, Finished)
-    return last.generation
+    return await models.answer(request, setting.reward)

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from experiments.flops import Sizes, read_sizes
+from orchestrator.loop.composition import LIKELIHOOD
+from orchestrator.loop.run import run
+from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.channel import open_channel
-from specrej.contracts import Generator, GeneratorDescription, RewardDescription, Scorer
+from specrej.contracts import (
+    Event,
+    Finished,
+    Generation,
+    GenerationRequest,
+    Generator,
+    GeneratorDescription,
+    RewardDescription,
+    Scorer,
+)
 from specrej.credentials import credentials_from
 from specrej.remote import RemoteGenerator, RemoteRewards
 
@@ -44,6 +57,28 @@ class Models:
         fingerprints = {f"reward {reward.name}": reward.fingerprint for reward in self.rewards}
         model = {"model": self.description.model, "generator": self.description.fingerprint}
         return model | fingerprints
+
+    async def answer(self, request: GenerationRequest, reward: str) -> Generation:
+        """Answer a request by the loop that serves requests."""
+        scorer = LikelihoodScorer() if reward == LIKELIHOOD else self.scorers[reward]
+        return await generation_of(run(request, self.generator, scorer, unique_salt()))
+
+
+async def generation_of(events: AsyncGenerator[Event, None]) -> Generation:
+    """The result of a run, from its events (`orchestrator.loop.run.run`)."""
+    async with aclosing(events):
+        *_, last = [event async for event in events]
+    assert isinstance(last, Finished)
+    return last.generation
+
+
+def unique_salt() -> str:
+    """A cache salt that no other session has, so that the prompt is computed anew.
+
+    Every timed request then includes the cost of its prompt. Tokens do not depend on the salt: the
+    last token of a prompt, from which first tokens are drawn, is always computed alone.
+    """
+    return f"experiments {secrets.token_hex(16)}"
 
 
 @asynccontextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,39 +18,22 @@ from generator_service.frontend import ModelCard
 from generator_service.local import LocalGenerator
 from generator_service.model import CausalLM
 from generator_service.text import Text
-from orchestrator.loop.run import run
 from specrej.contracts import (
-    Candidate,
-    Event,
     Finished,
     Generation,
     GenerationRequest,
     Generator,
     GeneratorDescription,
-    Prompt,
     RewardDescription,
     RoundCompleted,
     Scorer,
-    Scores,
-    ScoringSession,
     SlotGauge,
 )
 from tests.generator_service import tiny
+from tests.orchestrator.runs import PROMPT, LetterScorer, events_of
 
-PROMPT = Prompt.from_user("four words of prompt")
 ITEM = Item("four", 0, PROMPT)
 _END = 2
-
-
-class LetterScorer:
-    """A reward: the share of one letter, so that scores of prefixes vary and many are equal."""
-
-    @asynccontextmanager
-    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
-        yield self
-
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        return Scores(tuple(c.text.count("e") / max(1, len(c.text)) for c in candidates))
 
 
 class Letters:
@@ -82,7 +65,7 @@ def models(
     generator: Generator, scorers: Mapping[str, Scorer] | None = None, fingerprint: str = "1"
 ) -> Models:
     """The generator, by default with the reward "letters"."""
-    scorers = {"letters": LetterScorer()} if scorers is None else scorers
+    scorers = {"letters": LetterScorer("e")} if scorers is None else scorers
     gauge = SlotGauge(1, 0, 0)
     description = GeneratorDescription("double", fingerprint, 4096, 1024, 97, 1, "none", gauge)
     rewards = tuple(RewardDescription(name, "1", "") for name in scorers)
@@ -124,8 +107,6 @@ async def live_run(
     request: GenerationRequest, generator: Generator, scorer: Scorer
 ) -> tuple[Generation, list[RoundCompleted]]:
     """The result and the rounds of a live run."""
-    async with aclosing(run(request, generator, scorer)) as events:
-        received: list[Event] = [event async for event in events]
-    last = received[-1]
+    *events, last = await events_of(request, generator, scorer)
     assert isinstance(last, Finished)
-    return last.generation, [event for event in received if isinstance(event, RoundCompleted)]
+    return last.generation, [event for event in events if isinstance(event, RoundCompleted)]

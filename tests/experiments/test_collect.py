@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,18 +23,14 @@ from orchestrator.loop.scoring import LikelihoodScorer
 from reward_service.toy import ToyReward
 from specrej.contracts import (
     Algorithm,
-    Candidate,
     GenerationRequest,
     Prompt,
-    Scores,
     Selection,
     SessionSpec,
 )
 from specrej.errors import InvalidRequest, RewardInvalid
 from tests.experiments.doubles import (
     ITEM,
-    PROMPT,
-    LetterScorer,
     collected,
     live_run,
     models,
@@ -41,6 +38,7 @@ from tests.experiments.doubles import (
     tiny_engine,
 )
 from tests.experiments.test_trajectories import assert_equal
+from tests.orchestrator.runs import PROMPT, FixedScorer
 from tests.orchestrator.services import generator_backend, reward_backend
 
 SETTINGS = Settings(n=20, max_tokens=24, grid=(3, 8, 16, 24), rewards=("letters",), seed=5)
@@ -193,12 +191,8 @@ async def test_other_settings_prompts_or_models_are_refused(tmp_path: Path) -> N
 
 
 async def test_invalid_rewards_are_not_stored(tmp_path: Path) -> None:
-    class Broken(LetterScorer):
-        async def score(self, candidates: Sequence[Candidate]) -> Scores:
-            return Scores((float("nan"),) * len(candidates))
-
     store, settings = Store(tmp_path), replace(SETTINGS, rewards=("broken",))
-    broken = models(ToyGenerator(), {"broken": Broken()})
+    broken = models(ToyGenerator(), {"broken": FixedScorer(lambda candidate: math.nan)})
     with pytest.raises(RewardInvalid):
         await collect(store, settings, ITEMS, broken, silent())
     assert store.lines() == []

@@ -12,12 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.replay import (
-    NeverFits,
-    Replayed,
-    Replayer,
-    Setting,
-)
+from experiments.replay import NeverFits, Replayed, Replayer, Setting
 from experiments.settings import Settings
 from experiments.studies.best_of_n import ranked
 from experiments.trajectories import OffGrid, Trajectories
@@ -40,20 +35,14 @@ from specrej.contracts import (
     Selection,
     TokensSchedule,
 )
-from tests.experiments.doubles import (
-    ITEM,
-    PROMPT,
-    LetterScorer,
-    collected,
-    live_run,
-    tiny_engine,
-)
+from tests.experiments.doubles import ITEM, collected, live_run, tiny_engine
 from tests.experiments.synthetic import from_scores, trajectories
+from tests.orchestrator.runs import PROMPT, LetterScorer
 
 N, MAX_TOKENS = 24, 28
 TEXT_PROMPT = Prompt(text="a prompt of several words that all candidates share")
 ALPHAS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9, 0.99])
-REWARDS: dict[str, Scorer] = {"letters": LetterScorer(), LIKELIHOOD: LikelihoodScorer()}
+REWARDS: dict[str, Scorer] = {"letters": LetterScorer("e"), LIKELIHOOD: LikelihoodScorer()}
 SCHEDULES = st.one_of(
     st.just(MemorySchedule(first=4)),
     st.builds(
