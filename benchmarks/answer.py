@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answer_picture import write_picture
-from benchmarks.answer_points import HEADINGS, Answer, Case, points, table_rows
+from benchmarks.answer_points import HEADINGS, Answer, Case, points, table_rows, write_picture
 from benchmarks.harness import MODEL, SETTLE_S, log, parse_arguments, report
 from benchmarks.workers.engines import EngineSpec, answering_engines
 from benchmarks.workers.process import WorkerError, WorkerProcess

@@ -16,8 +16,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from benchmarks.harness import PROMPTS, parse_arguments, report
-from deploy.local.stack import Stack
+from benchmarks.harness import PROMPTS, parse_arguments, report, running
 from specrej import Client
 from specrej.contracts import CacheControl
 
@@ -38,9 +37,9 @@ def main() -> None:
 
 
 async def _measure(arguments: Any) -> None:
-    async with Stack(gateway=True) as stack:
+    async with running(gateway=True) as (stack, client):
         http = AsyncOpenAI(base_url=f"{stack.gateway_url}/v1", api_key="none", timeout=600)
-        async with http, Client(stack.orchestrator_address, timeout_s=600) as client:
+        async with http:
             medians = await _medians_ms(http, client, arguments)
             streams = [await _streams(http, n, arguments.stream_new) for n in arguments.stream_n]
     added = medians["http"] / medians["grpc"] - 1

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.harness import log, parse_arguments, report
+from benchmarks.harness import log, parse_arguments, report, round_of, timed
 from deploy.local.machine import describe_machine
 from experiments.models import generation_of
 from generator_service.settings import GeneratorSettings
@@ -273,14 +273,12 @@ def _flops_per_s() -> float:
 
 
 def _least_s(do: Callable[[], object]) -> float:
-    times = []
-    for _ in range(6):
-        began = time.perf_counter()
+    def whole() -> None:
         do()
         if ON_CUDA:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times)
+
+    return min(timed(whole) for _ in range(6))
 
 
 async def _speed(
@@ -328,16 +326,7 @@ async def _memory(generator: Generator, arguments: argparse.Namespace) -> dict[s
     return {
         "n": generation.n,
         "rounds": [
-            {
-                "tokens": trace.decision_token,
-                "ended_by": trace.ended_by.value,
-                "started": trace.num_started,
-                "live": trace.num_live,
-                "slots": trace.session_slots,
-                "freed": trace.freed_slots,
-                "capacity": trace.capacity_slots,
-            }
-            for trace in generation.rounds
+            round_of(trace) | {"capacity": trace.capacity_slots} for trace in generation.rounds
         ],
     }
 

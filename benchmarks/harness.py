@@ -19,7 +19,7 @@ from deploy.local.machine import describe_machine
 from deploy.local.stack import Stack
 from specrej import Client
 from specrej.client import Options
-from specrej.contracts import CacheControl
+from specrej.contracts import CacheControl, RoundTrace
 
 MODEL = Path(".models/SmolLM2-135M-Instruct")
 PROMPTS = (
@@ -100,20 +100,32 @@ def prompt_ids(length: int, number: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def running_client(
-    environment: Mapping[str, str] | None = None,
-) -> AsyncIterator[Client]:
-    """A client of a stack of all services that runs as long as the context."""
+async def running(
+    environment: Mapping[str, str] | None = None, *, gateway: bool = False
+) -> AsyncIterator[tuple[Stack, Client]]:
+    """All services, and a client of theirs, as long as the context."""
     async with (
-        Stack(environment=environment) as stack,
+        Stack(environment=environment, gateway=gateway) as stack,
         Client(stack.orchestrator_address, timeout_s=600) as client,
     ):
-        yield client
+        yield stack, client
 
 
 def full_length(n: int, tokens: int, seed: int) -> Options:
     """Options of a request that is generated, not cached, up to exactly this number of tokens."""
     return Options(n=n, max_tokens=tokens, seed=seed, ignore_eos=True, cache=CacheControl.BYPASS)
+
+
+def round_of(trace: RoundTrace) -> dict[str, Any]:
+    """A round, with the names of the JSON lines."""
+    return {
+        "tokens": trace.decision_token,
+        "ended_by": trace.ended_by.value,
+        "started": trace.num_started,
+        "live": trace.num_live,
+        "slots": trace.session_slots,
+        "freed": trace.freed_slots,
+    }
 
 
 def log(line: str) -> None:

@@ -26,7 +26,7 @@ from benchmarks.harness import (
     report,
     rounded,
 )
-from benchmarks.workers.engines import EngineSpec, Limits, all_engines
+from benchmarks.workers.engines import EngineSpec, all_engines
 from benchmarks.workers.process import WorkerError
 
 CASE_VALUES = {"n": (1, 16, 64, 128, 256), "prompt": (40, 512), "new": (64, 256)}
@@ -184,11 +184,10 @@ def main() -> None:
         cases = parse_cases(arguments.cases)
     except ValueError as error:
         sys.exit(f"bench-peers: {error}")
-    limits = Limits(
-        slots=max(case.n * case.new_tokens + case.prompt_tokens for case in cases),
-        context_tokens=max(case.prompt_tokens + case.new_tokens for case in cases),
-    )
-    specs = [s for s in all_engines(arguments.model, limits) if s.name in arguments.engines]
+    slots = max(case.n * case.new_tokens + case.prompt_tokens for case in cases)
+    context_tokens = max(case.prompt_tokens + case.new_tokens for case in cases)
+    engines = all_engines(arguments.model, slots, context_tokens)
+    specs = [spec for spec in engines if spec.name in arguments.engines]
     bench = Bench(specs, arguments.threads, arguments.rounds)
     interrupted = False
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.harness import full_length, parse_arguments, report, running_client
+from benchmarks.harness import full_length, parse_arguments, report, round_of, running
 from specrej import MemorySchedule
 from specrej.contracts import Finished, RoundCompleted, RoundTrace
 
@@ -37,17 +37,7 @@ def main() -> None:
     figure.suptitle(f"N={arguments.n}, {arguments.new} tokens, a quarter of the slots, alpha 0.5")
     arguments.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.picture, metadata={"Date": None})
-    rows = [
-        {
-            "tokens": trace.decision_token,
-            "ended_by": trace.ended_by.value,
-            "started": trace.num_started,
-            "live": trace.num_live,
-            "slots": trace.session_slots,
-            "freed": trace.freed_slots,
-        }
-        for trace in rounds
-    ]
+    rows = [round_of(trace) for trace in rounds]
     report(
         "rounds",
         list(rows[0]),
@@ -68,7 +58,7 @@ async def _run(arguments: argparse.Namespace, capacity_slots: int) -> tuple[int,
     options["schedule"] = MemorySchedule()
     prompt_slots, rounds = 0, []
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(capacity_slots)}
-    async with running_client(environment) as client:
+    async with running(environment) as (_, client):
         async for event in client.stream(_PROMPT, **options):
             if isinstance(event, RoundCompleted):
                 rounds.append(event.trace)

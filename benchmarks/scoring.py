@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ from benchmarks.harness import (
     medians,
     parse_arguments,
     report,
-    timed,
 )
 from benchmarks.workers.engines import vllm_pooling
 from benchmarks.workers.process import WorkerError
@@ -205,13 +205,9 @@ def _compare(
     outcomes: dict[str, Outcome] = {}
 
     def measured(name: str) -> float:
-        outcome: Outcome | float = 0.0
-
-        def run() -> None:
-            nonlocal outcome
-            outcome = runs[name]()
-
-        seconds = timed(run)
+        started = time.perf_counter()
+        outcome = runs[name]()
+        seconds = time.perf_counter() - started
         if isinstance(outcome, float):
             return outcome
         outcomes[name] = outcome

@@ -18,7 +18,7 @@ from benchmarks.harness import (
     medians,
     parse_arguments,
     report,
-    running_client,
+    running,
 )
 from experiments.models import Models, generation_of, in_process
 from orchestrator.loop.run import run
@@ -61,7 +61,7 @@ def main() -> None:
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"services": [], "in_process": []}
     shares: list[float] = []
-    async with in_process((_REWARD,)) as models, running_client() as client:
+    async with in_process((_REWARD,)) as models, running() as (_, client):
         for number in range(arguments.rounds + 1):
             prompt = PROMPTS[number % len(PROMPTS)]
             options = full_length(arguments.n, arguments.new, seed=number)

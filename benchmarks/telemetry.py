@@ -13,9 +13,9 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.request import urlopen
@@ -24,7 +24,16 @@ import grpc
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.harness import PROMPTS, TOYS, full_length, medians, parse_arguments, report, rounded
+from benchmarks.harness import (
+    PROMPTS,
+    TOYS,
+    full_length,
+    medians,
+    parse_arguments,
+    report,
+    rounded,
+    running,
+)
 from deploy.local.stack import Stack
 from experiments.studies.statistics import mean
 from specrej import Client
@@ -90,9 +99,10 @@ async def _measure(arguments: argparse.Namespace, endpoint: str) -> dict[str, Me
             "OTEL_METRIC_EXPORT_INTERVAL": "5000",  # milliseconds; the default is a minute
         },
     }
+    models = TOYS if arguments.toys else {"SPECREJ_GENERATOR_KV_SLOTS": "40000"}
     async with AsyncExitStack() as stack:
         sides = {
-            name: await stack.enter_async_context(_side(arguments, environment))
+            name: MeasuredStack(*await stack.enter_async_context(running(models | environment)))
             for name, environment in environments.items()
         }
         for number in range(arguments.pairs + 1):  # the first pair warms up
@@ -100,18 +110,6 @@ async def _measure(arguments: argparse.Namespace, endpoint: str) -> dict[str, Me
                 await _block(arguments, sides[name], number, counts=number > 0)
             await asyncio.to_thread(_scrape, sides["on"].stack)
     return sides
-
-
-@asynccontextmanager
-async def _side(
-    arguments: argparse.Namespace, environment: Mapping[str, str]
-) -> AsyncIterator[MeasuredStack]:
-    models = TOYS if arguments.toys else {"SPECREJ_GENERATOR_KV_SLOTS": "40000"}
-    async with (
-        Stack(environment={**models, **environment}) as stack,
-        Client(stack.orchestrator_address, timeout_s=600) as client,
-    ):
-        yield MeasuredStack(stack, client)
 
 
 async def _block(

@@ -32,7 +32,7 @@ from benchmarks.harness import (
     report,
     rounded,
 )
-from benchmarks.workers.engines import Limits, all_engines
+from benchmarks.workers.engines import all_engines
 from benchmarks.workers.process import WorkerProcess
 
 _FIRST_DECISION_TOKEN = 16
@@ -115,8 +115,7 @@ def _workers(arguments: argparse.Namespace) -> Iterator[tuple[str, WorkerProcess
     most = max(arguments.n)
     # vLLM rounds a candidate's slots and its part of the prompt up to whole blocks.
     slots = most * (arguments.new + 64) + 4 * arguments.words + 64
-    limits = Limits(slots, context_tokens=1024)
-    engines = {engine.name: engine for engine in all_engines(arguments.model, limits)}
+    engines = {engine.name: engine for engine in all_engines(arguments.model, slots, 1024)}
     more = {"vllm_options": json.loads(arguments.vllm_options)}
     bare = engines["vllm"]
     verbs = bare.behind_verbs(arguments.model, slots, most)

@@ -41,14 +41,6 @@ _VLLM_CPU_ENVIRONMENT = _VLLM_ENVIRONMENT | {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the largest request needs."""
-
-    slots: int
-    context_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """How to start an engine; `settings` describes it in the report."""
 
@@ -95,20 +87,20 @@ class EngineSpec:
         )
 
 
-def all_engines(model: Path, limits: Limits) -> list[EngineSpec]:
-    """Ours first."""
+def all_engines(model: Path, slots: int, context_tokens: int) -> list[EngineSpec]:
+    """Ours first. `slots` and `context_tokens` are those of the largest request."""
     return [
         EngineSpec(
             "specrej",
             "float32",
-            {"model": str(model), "slots": limits.slots},
+            {"model": str(model), "slots": slots},
             environment={"PYTHONPATH": str(Path(__file__).parents[2])},
         ),
         EngineSpec("transformers", "float32, generate()", {"model": str(model)}),
         EngineSpec(
             "vllm",
             "float32, compiled, prefix caching in blocks of 32 tokens",
-            {"model": str(model), "context_tokens": limits.context_tokens},
+            {"model": str(model), "context_tokens": context_tokens},
             None if _VLLM_IS_HERE else VLLM,
             _VLLM_ENVIRONMENT if _VLLM_IS_HERE else _VLLM_CPU_ENVIRONMENT,
         ),

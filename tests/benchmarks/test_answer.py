@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from benchmarks import answer
-from benchmarks.answer_picture import write_picture
-from benchmarks.answer_points import HEADINGS, Answer, Point, points, table_rows
+from benchmarks.answer_points import (
+    HEADINGS,
+    Answer,
+    Point,
+    points,
+    table_rows,
+    write_picture,
+)
 from benchmarks.workers.engines import EngineSpec, answering_engines
 from benchmarks.workers.process import WorkerError
 from experiments.prompts import Item
