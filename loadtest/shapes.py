@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from locust import LoadTestShape
 
-from loadtest.curves import constant, ramp, spike
 from loadtest.options import counts
+from loadtest.workload import constant, ramp, spike
 
 # Users start and stop per second: effectively at once.
 _SPAWN_RATE = 100.0

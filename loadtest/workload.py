@@ -1,7 +1,8 @@
-"""The sequence of requests that a load test sends."""
+"""The sequence of requests that a load test sends, and its number of users over time."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -70,3 +71,19 @@ def split_label(label: str) -> tuple[str, int]:
 def n_of_step(ns: tuple[int, ...], elapsed_s: float, step_s: float) -> int:
     """The N of the current step; the last N after all steps."""
     return ns[min(int(elapsed_s / step_s), len(ns) - 1)]
+
+
+def ramp(elapsed_s: float, length_s: float, users: int) -> int:
+    """From one user to all, evenly."""
+    return min(users, 1 + math.floor(users * elapsed_s / length_s))
+
+
+def spike(elapsed_s: float, length_s: float, users: int) -> int:
+    """A tenth of the users, all in the middle third, a tenth again."""
+    in_the_middle = length_s / 3 <= elapsed_s < 2 * length_s / 3
+    return users if in_the_middle else max(1, users // 10)
+
+
+def constant(elapsed_s: float, length_s: float, users: int) -> int:
+    """All users."""
+    return users

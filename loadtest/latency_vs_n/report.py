@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -107,39 +107,22 @@ def _number(value: float) -> str:
 
 def _figures(results: Results) -> list[tuple[str, Figure]]:
     latencies = [
-        (f"Latency: {title.lower()}", _latency(results, condition))
+        (f"Latency: {title.lower()}", _against_n(results, condition, "seconds", "p50", "p95"))
         for condition, title in _TITLES.items()
     ]
+    alone = partial(_against_n, results, Condition.ALONE)
     return [
         *latencies,
-        ("First round, one request at a time", _alone(results, "seconds", lambda c: c.first_round)),
-        ("Tokens, one request at a time", _alone(results, "tokens", lambda c: c.tokens)),
-        ("Reward, one request at a time", _alone(results, "reward", lambda c: c.reward, "linear")),
+        ("First round, one request at a time", alone("seconds", "first_round")),
+        ("Tokens, one request at a time", alone("tokens", "tokens")),
+        ("Reward, one request at a time", alone("reward", "reward", scale="linear")),
     ]
-
-
-def _latency(results: Results, condition: Condition) -> Figure:
-    lines: list[tuple[str, str, Callable[[Cell], float]]] = [
-        ("p50", "-", lambda cell: cell.p50),
-        ("p95", "--", lambda cell: cell.p95),
-    ]
-    return _against_n(results, condition, "seconds", lines, "log")
-
-
-def _alone(
-    results: Results, unit: str, value: Callable[[Cell], float], scale: str = "log"
-) -> Figure:
-    return _against_n(results, Condition.ALONE, unit, [("", "-", value)], scale)
 
 
 def _against_n(
-    results: Results,
-    condition: Condition,
-    unit: str,
-    lines: Sequence[tuple[str, str, Callable[[Cell], float]]],
-    scale: str,
+    results: Results, condition: Condition, unit: str, *fields: str, scale: str = "log"
 ) -> Figure:
-    """One line per algorithm and entry of `lines`: name, style, value. Not finite: no point."""
+    """One line per algorithm and field of `Cell`, at most two fields. Not finite: no point."""
     figure = Figure(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.subplots()
     for algorithm, name in _NAMES.items():
@@ -148,8 +131,9 @@ def _against_n(
             for cell in results.cells
             if (cell.condition, cell.algorithm) == (condition.value, algorithm)
         ]
-        for label, style, value in lines:
-            points = [(cell.n, value(cell)) for cell in cells if math.isfinite(value(cell))]
+        for field, style in zip(fields, ("-", "--"), strict=False):
+            values = [(cell.n, getattr(cell, field)) for cell in cells]
+            points = [(n, value) for n, value in values if math.isfinite(value)]
             if points:
                 axes.plot(
                     *zip(*points, strict=True),
@@ -157,7 +141,7 @@ def _against_n(
                     marker="o",
                     markersize=4,
                     color=_COLORS[algorithm],
-                    label=f"{name} {label}".strip(),
+                    label=f"{name} {field}" if len(fields) > 1 else name,
                 )
     axes.set_xscale("log", base=2)
     axes.set_xticks(results.settings.ns, map(str, results.settings.ns))

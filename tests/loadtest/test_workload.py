@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from loadtest.arrivals import poisson, send_open_loop
-from loadtest.curves import ramp, spike
 from loadtest.options import add_options, counts, tenants, violations
 from loadtest.prompts import OWN_PROMPTS, read_prompts
-from loadtest.workload import LoadRequest, n_of_step, requests, split_label
+from loadtest.workload import LoadRequest, n_of_step, ramp, requests, spike, split_label
 from specrej.contracts import Algorithm, CacheControl
 
 _SEEDS_OF_TWO_USERS = """
