@@ -29,15 +29,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from deploy.images import build as images
+from deploy.images.build import ROOT, version
 
-ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 SCRATCH = ROOT / "build" / "release"
 CLIENT, SERVER = "specrej", "specrej_server"
@@ -95,12 +94,6 @@ def main(arguments: list[str]) -> None:
     (DIST / "SHA256SUMS").write_text("\n".join(sums) + "\n")
     print(*sums, sep="\n")
     print(json.dumps(result))
-
-
-def version() -> str:
-    """The version of both packages and of the images."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return str(project["version"])
 
 
 def changes_of(changelog: str, number: str) -> str:
@@ -272,23 +265,10 @@ def _works(engine: str) -> bool:
 
 def _run(*command: str, cwd: Path = ROOT, environment: dict[str, str] | None = None) -> str:
     """Return the stdout of a command; stderr is inherited."""
-    epoch = {"SOURCE_DATE_EPOCH": _commit_time()}
-    variables = {**(environment or os.environ), **epoch}
+    committed = images.run("git", "log", "-1", "--format=%ct", cwd=ROOT)  # seconds
+    variables = {**(environment or os.environ), "SOURCE_DATE_EPOCH": committed.strip()}
     variables.pop("PYTHONPATH", None)  # of a checkout, which the environments do without
-    result = subprocess.run(
-        command, cwd=cwd, env=variables, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if result.returncode:
-        sys.exit(f"{result.stdout[-4000:]}{' '.join(command)}: exit code {result.returncode}")
-    return result.stdout
-
-
-def _commit_time() -> str:
-    """Seconds since the epoch."""
-    command = ("git", "log", "-1", "--format=%ct")
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    return images.run(*command, cwd=cwd, env=variables)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.images.sizes import Image, file_of, image_of
@@ -34,10 +35,15 @@ SBOM = "opt/venv/sbom.cdx.json"
 PIP_VARIABLES = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
 
 
+def version() -> str:
+    """Return the version of both packages and of the images."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return str(project["version"])
+
+
 def name_of(target: str) -> str:
     """Return the image name that overlays use; `localhost` prevents a pull from a registry."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    return f"localhost/specrej/{target}:{version}"
+    return f"localhost/specrej/{target}:{version()}"
 
 
 def main(arguments: list[str]) -> None:
@@ -46,7 +52,7 @@ def main(arguments: list[str]) -> None:
     pip = pip_settings()
     for target in options.targets:
         print(f"building {target}", file=sys.stderr)
-        _run(*_build(options.engine, target, options.base, pip))
+        run(*_build(options.engine, target, options.base, pip))
     (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="specrej-image-", dir=ROOT / "build") as scratch:
         images = {
@@ -55,7 +61,7 @@ def main(arguments: list[str]) -> None:
         }
     result = {
         "machine": describe_machine(),
-        "built with": _run(options.engine, "--version").strip(),
+        "built with": run(options.engine, "--version").strip(),
         "base": options.base or "the Dockerfile's",
         "note": options.note,
         "images": {target: asdict(image) for target, image in images.items()},
@@ -69,7 +75,7 @@ def main(arguments: list[str]) -> None:
 def pip_settings() -> dict[str, str]:
     """Return pip's configured package sources as build arguments."""
     settings: dict[str, str] = {}
-    for line in _run(sys.executable, "-m", "pip", "config", "list").splitlines():
+    for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
         variable = f"PIP_{name.rpartition('.')[2]}".upper().replace("-", "_")
         if variable in PIP_VARIABLES:
@@ -145,7 +151,7 @@ def archive_command(engine: str, target: str, archive: Path) -> tuple[str, ...]:
 
 def _measured(engine: str, target: str, directory: Path) -> Image:
     archive = directory / f"{target}.tar"
-    _run(*archive_command(engine, target, archive))
+    run(*archive_command(engine, target, archive))
     if sbom := file_of(archive, SBOM):
         copy = ROOT / "build" / "sbom" / f"{target}.cdx.json"
         copy.parent.mkdir(exist_ok=True)
@@ -153,9 +159,15 @@ def _measured(engine: str, target: str, directory: Path) -> Image:
     return image_of(archive)
 
 
-def _run(*command: str) -> str:
-    """Return the stdout of a command; stderr is inherited."""
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+def run(*command: str, **options: Any) -> str:
+    """Return the stdout of a command; stderr is inherited. `options` are those of `subprocess`.
+
+    Raises:
+        SystemExit: the command failed; the text has the end of its output.
+    """
+    result: subprocess.CompletedProcess[str] = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False, **options
+    )
     if result.returncode:
         sys.exit(f"{result.stdout[-4000:]}{' '.join(command)}: exit code {result.returncode}")
     return result.stdout

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from deploy.release import pack_chart, version
+from deploy.images.build import version
+from deploy.release import pack_chart
 from tests.deploy.manifests import DEPLOY, OVERLAYS, ROOT, Manifests, kustomized, parsed, rendered
 
 HELM = ROOT / ".tools" / "helm"  # make helm

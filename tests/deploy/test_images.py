@@ -118,7 +118,7 @@ def test_a_release_keeps_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         commands.append(command)
         return ""
 
-    monkeypatch.setattr(build, "_run", run)
+    monkeypatch.setattr(build, "run", run)
     monkeypatch.setattr(build, "file_of", lambda archive, path: b"")
     monkeypatch.setattr(build, "image_of", lambda archive: sizes.Image(0, 0, ()))
     for engine in ("buildah", "docker"):
