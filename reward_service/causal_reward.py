@@ -6,8 +6,9 @@ differ in their head and their `Reading`; each has a file of its own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,27 +20,23 @@ from reward_service.specs import CausalSpec, Resources
 from specrej.contracts import Candidate, FinishReason, Prompt
 
 
-class Reading(Protocol):
-    """Which tokens of a response are read, and the score that follows from them."""
+class Reading(ABC):
+    """Which tokens of a response are read, and the score that follows from them.
+
+    By default the last token, of the text as it is.
+    """
 
     def prepare(self, text: str, closed: bool) -> str:
         """The response in the form in which the model is to see it."""
-
-    def marks(self, tokens: Tokenized) -> list[int]:
-        """Positions to read, ascending, at least one."""
-
-    def score(self, outputs: Tensor) -> float:
-        """From the head's outputs at the marks, [marks, width]."""
-
-
-class LastToken:
-    """Reads the last token of a text as it is; subclasses define the score."""
-
-    def prepare(self, text: str, closed: bool) -> str:
         return text
 
     def marks(self, tokens: Tokenized) -> list[int]:
+        """Positions to read, ascending, at least one."""
         return [len(tokens.token_ids) - 1]
+
+    @abstractmethod
+    def score(self, outputs: Tensor) -> float:
+        """From the head's outputs at the marks, [marks, width]."""
 
 
 class CausalReward:

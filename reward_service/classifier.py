@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reward_service.causal_reward import CausalReward, LastToken
+from reward_service.causal_reward import CausalReward, Reading
 from reward_service.checkpoint import load_backbone, load_head
 from reward_service.specs import ClassifierSpec, Resources, VLLMClassifierSpec
 from specrej import fingerprint
@@ -29,7 +29,7 @@ HEAD_TENSOR = "head"
 MANIFEST = "reward.json"
 
 
-class _LastLogits(LastToken):
+class _LastLogits(Reading):
     def __init__(self, spec: ClassifierSpec) -> None:
         self._spec = spec
 

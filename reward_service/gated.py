@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from reward_service.causal_reward import CausalReward, LastToken
+from reward_service.causal_reward import CausalReward, Reading
 from reward_service.checkpoint import load_backbone, load_head
 from reward_service.conversation import Tokenized, load_conversation
 from reward_service.specs import GatedSpec, Resources
@@ -42,7 +42,7 @@ class _Gate:
         return F.softmax(states / self._temperature, dim=-1) * self._scale
 
 
-class _GateAndLast(LastToken):
+class _GateAndLast(Reading):
     """Reads the gate's token and the last one; outputs at each are [gate, rewards]."""
 
     def __init__(self, pattern: list[int]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from reward_service.causal import CausalTask
-from reward_service.causal_reward import CausalReward, CausalRewardSession, LastToken
+from reward_service.causal_reward import CausalReward, CausalRewardSession, Reading
 from reward_service.checkpoint import load_backbone
 from reward_service.conversation import Tokenized
 from reward_service.lm_head import LMHead
@@ -28,7 +28,7 @@ from reward_service.specs import LikelihoodSpec, Resources
 from specrej.contracts import Candidate, Prompt, Scores
 
 
-class _Logprobs(LastToken):
+class _Logprobs(Reading):
     """Reads every token that is followed by one of the response's."""
 
     def __init__(self, spec: LikelihoodSpec) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from reward_service.causal import Head
-from reward_service.causal_reward import CausalReward
+from reward_service.causal_reward import CausalReward, Reading
 from reward_service.checkpoint import load_backbone, load_head
 from reward_service.conversation import SPLICE, Tokenized, load_conversation, without_splices
 from reward_service.lm_head import LMHead, single_token
@@ -27,7 +27,7 @@ from reward_service.specs import ProcessSpec, Resources
 from specrej.contracts import Prompt
 
 
-class _Steps:
+class _Steps(Reading):
     """Reads the step tokens."""
 
     def __init__(self, spec: ProcessSpec, step_token: int) -> None:

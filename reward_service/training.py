@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from reward_service.causal_reward import CausalReward, LastToken
+from reward_service.causal_reward import CausalReward, Reading
 from reward_service.checkpoint import load_backbone
 from reward_service.classifier import HEAD_TENSOR, MANIFEST, load_classifier
 from reward_service.likelihood import load_likelihood
@@ -253,7 +253,7 @@ def _fit(inputs: Tensor, decay: float) -> Tensor:
     return weights.detach()
 
 
-class _States(LastToken):
+class _States(Reading):
     """Reads the hidden state at the last token; has no score."""
 
     def score(self, outputs: Tensor) -> float:
