@@ -18,8 +18,8 @@ from functools import partial
 from typing import Protocol, Self
 
 from reward_service.reward import Described
-from reward_service.scoring import RewardWorker, WorkerSession, queue_full, worker_closed
-from specrej.contracts import Candidate, Prompt, Scores, ScoringSession
+from reward_service.scoring import RewardWorker, Score, WorkerSession, queue_full, worker_closed
+from specrej.contracts import Candidate, Prompt, Scores
 from specrej.errors import Unavailable
 from specrej.serving import time_left_s
 from specrej.telemetry import metrics, names
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class RemoteReward(Described, Protocol):
     """A reward that another server computes; called on the event loop, by any number at once."""
 
-    def open(self, prompt: Prompt) -> AbstractAsyncContextManager[ScoringSession]:
+    def open(self, prompt: Prompt) -> AbstractAsyncContextManager[Score]:
         """A session there.
 
         Raises:
@@ -81,8 +81,8 @@ class RemoteWorker(RewardWorker):
     async def open(self, prompt: Prompt, *, once: bool = False) -> AsyncIterator[WorkerSession]:
         async with AsyncExitStack() as stack:
             with self._counted():
-                session = await stack.enter_async_context(self._reward.open(prompt))
-            yield WorkerSession(self._reward.name, partial(self._score, session))
+                score = await stack.enter_async_context(self._reward.open(prompt))
+            yield WorkerSession(self._reward.name, partial(self._score, score))
 
     def close(self) -> None:
         self._closed = True
@@ -91,9 +91,9 @@ class RemoteWorker(RewardWorker):
         """Close the connections: calls have ended with their streams."""
         await self._reward.aclose()
 
-    async def _score(self, session: ScoringSession, candidates: Sequence[Candidate]) -> Scores:
+    async def _score(self, score: Score, candidates: Sequence[Candidate]) -> Scores:
         with self._counted():
-            return await session.score(candidates)
+            return await score(candidates)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -13,12 +13,13 @@ from typing import Any
 import grpc.aio
 
 from reward_service.remote import answering
+from reward_service.scoring import Score
 from reward_service.specs import GRPCSpec
 from specrej import wire
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.backend.v1 import reward_pb2_grpc
 from specrej.channel import open_channel
-from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, ScoringSession
+from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import NotFound, Unavailable
 from specrej.remote import RemoteRewards
 
@@ -37,7 +38,7 @@ class GRPCReward:
         self._scorer = partial(RemoteRewards(channel).open, described.name)
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+    async def open(self, prompt: Prompt) -> AsyncIterator[Score]:
         async with AsyncExitStack() as stack:
             async with answering(self.name, self._timeout_s):
                 try:
@@ -47,21 +48,15 @@ class GRPCReward:
             # The other service may serve other weights by now, and cached answers are keyed by
             # this.
             self.fingerprint = session.fingerprint
-            yield _GRPCSession(self, session, self._timeout_s)
+
+            async def score(candidates: Sequence[Candidate]) -> Scores:
+                async with answering(self.name, self._timeout_s):
+                    return await session.score(candidates)
+
+            yield score
 
     async def aclose(self) -> None:
         await self._channel.close()
-
-
-class _GRPCSession:
-    def __init__(self, reward: GRPCReward, session: ScoringSession, timeout_s: float) -> None:
-        self._reward = reward
-        self._session = session
-        self._timeout_s = timeout_s
-
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        async with answering(self._reward.name, self._timeout_s):
-            return await self._session.score(candidates)
 
 
 async def connect(spec: GRPCSpec) -> GRPCReward:

@@ -9,9 +9,8 @@ read; a call that is cancelled closes its connection.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from typing import Any
 import httpx2
 
 from reward_service.remote import answering
+from reward_service.scoring import Score
 from reward_service.specs import HTTPSpec
 from specrej import fingerprint
-from specrej.contracts import Candidate, FinishReason, Prompt, Scores, ScoringSession
+from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.errors import RewardInvalid, Unavailable
 from specrej.reloading_file import ReloadingFile
 
@@ -29,11 +29,6 @@ _MAX_ANSWER_BYTES = 1 << 20
 _MAX_SECRET_BYTES = 8192
 _KEPT_CONNECTIONS = 8  # while idle
 _TIMEOUT_HEADER = "Specrej-Timeout-Ms"
-
-
-@dataclass(frozen=True, slots=True)
-class _Session:
-    score: Callable[[Sequence[Candidate]], Coroutine[Any, Any, Scores]]
 
 
 class HTTPReward:
@@ -59,8 +54,8 @@ class HTTPReward:
         self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
 
     @asynccontextmanager
-    async def open(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
-        yield _Session(partial(self.score, prompt))
+    async def open(self, prompt: Prompt) -> AsyncIterator[Score]:
+        yield partial(self.score, prompt)
 
     async def aclose(self) -> None:
         await self._client.aclose()

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 from reward_service.reward import Described, whole_answers
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
@@ -14,6 +15,9 @@ from specrej.errors import Overloaded, RewardInvalid, Unavailable
 from specrej.telemetry import metrics, names
 
 _WARM_UP_PROMPT = Prompt.from_user("Hello?")
+
+# Scores the candidates of one prompt, in their order.
+Score = Callable[[Sequence[Candidate]], Awaitable[Scores]]
 
 
 class RewardWorker(ABC):
@@ -70,14 +74,12 @@ class RewardWorker(ABC):
         await self.score(_WARM_UP_PROMPT, ["Hello."])
 
 
+@dataclass(frozen=True, slots=True)
 class WorkerSession:
     """One reward, bound to one prompt; made by `RewardWorker.open`."""
 
-    def __init__(
-        self, name: str, score: Callable[[Sequence[Candidate]], Awaitable[Scores]]
-    ) -> None:
-        self._name = name
-        self._score = score
+    _name: str
+    _score: Score
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
         """Raises as `RewardWorker.score` does."""
