@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from generator_service.commands import OpenCommand, Prefix, PrefixBatch, named_tokens
@@ -26,45 +26,15 @@ from specrej.threads import WorkClock
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """A model's name, version and limits."""
-
-    name: str
-    fingerprint: str
-    context_tokens: int
-    max_candidates: int
-    vocabulary: int
-    slot_bytes: int
-    device: str
-    auto_candidates: int = 64  # most of a session whose n is 0
-    adapters: tuple[str, ...] = ()
-
-    def description(self, load: Load) -> GeneratorDescription:
-        """With slots and sessions as in `load`."""
-        return GeneratorDescription(
-            model=self.name,
-            fingerprint=self.fingerprint,
-            context_tokens=self.context_tokens,
-            max_candidates=self.max_candidates,
-            auto_candidates=self.auto_candidates,
-            vocabulary=self.vocabulary,
-            slot_bytes=self.slot_bytes,
-            device=self.device,
-            slots=load.slots,
-            sessions=load.sessions,
-            waiting=load.waiting,
-            adapters=self.adapters,
-            can_fork=True,
-        )
-
-
 @dataclass(eq=False, slots=True)
 class Frontend:
-    """A model's text and limits; tokenizer work is done off the event loop."""
+    """A model's text and limits; tokenizer work is done off the event loop.
+
+    `card` has no sessions: `description` adds those of a moment.
+    """
 
     text: Text
-    card: ModelCard
+    card: GeneratorDescription
     _clock: WorkClock = field(default_factory=WorkClock)
     _grammars: Grammars = field(init=False)
     # One thread, so that slow outputs delay no prompts. `Grammars` bounds each compilation.
@@ -77,6 +47,16 @@ class Frontend:
     def heartbeat_s(self) -> float:
         """Seconds that the oldest text under way takes already."""
         return self._clock.oldest_s()
+
+    def description(self, load: Load) -> GeneratorDescription:
+        """The card with slots and sessions as in `load`."""
+        return replace(
+            self.card,
+            slots=load.slots,
+            sessions=load.sessions,
+            waiting=load.waiting,
+            can_fork=True,
+        )
 
     async def command(self, spec: SessionSpec) -> OpenCommand:
         """A session's spec in tokens.

@@ -12,14 +12,13 @@ from generator_service.commands import OpenCommand
 from generator_service.devices import device_of
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
-from generator_service.frontend import ModelCard
 from generator_service.local import LocalGenerator
 from generator_service.model import CausalLM
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import OnStep
 from generator_service.text import Text
 from specrej import fingerprint
-from specrej.contracts import Sampling
+from specrej.contracts import GeneratorDescription, Sampling, SlotGauge
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +53,15 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     thread = EngineThread(engine)
     thread.start()
     _warm_up(thread)
-    card = ModelCard(
-        name=files.name,
+    card = GeneratorDescription(
+        model=files.name,
         fingerprint=fingerprint.of_directory(files.directory, {"dtype": str(model.shape.dtype)}),
         context_tokens=context_tokens,
         max_candidates=settings.max_candidates,
         vocabulary=model.vocabulary,
         slot_bytes=model.shape.slot_bytes,
         device=f"{device} {dtype}",
+        slots=SlotGauge(capacity, 0, 0),
         auto_candidates=auto_candidates,
     )
     return LocalGenerator(thread, Text.load(files.directory, model.eos_ids), card)

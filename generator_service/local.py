@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from generator_service.engine_thread import EngineThread
-from generator_service.frontend import Frontend, ModelCard
+from generator_service.frontend import Frontend
 from generator_service.steps import Load
 from generator_service.text import Text
 from specrej.contracts import (
@@ -45,7 +45,7 @@ class LocalSession:
 class LocalGenerator:
     """A `Generator` on an engine of this process."""
 
-    def __init__(self, engine: EngineThread, text: Text, card: ModelCard) -> None:
+    def __init__(self, engine: EngineThread, text: Text, card: GeneratorDescription) -> None:
         self._engine = engine
         self._frontend = Frontend(text, card)
 
@@ -68,7 +68,7 @@ class LocalGenerator:
             await asyncio.wrap_future(self._engine.close(session_id))
 
     async def describe(self) -> GeneratorDescription:
-        return self._frontend.card.description(self.load())
+        return self._frontend.description(self.load())
 
     def load(self) -> Load:
         """Slots and sessions as of now; from any thread."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from generator_service.admission import AdmissionQueue, Blocks
 from generator_service.commands import GrowingCandidate, OpenCommand, PrefixBatch
-from generator_service.frontend import Frontend, ModelCard
+from generator_service.frontend import Frontend
 from generator_service.settings import GeneratorSettings
 from generator_service.steps import Load, OnStep
 from generator_service.text import Text
@@ -204,7 +204,7 @@ class VLLMGenerator:
         self,
         engine: VLLMEngine,
         text: Text,
-        card: ModelCard,
+        card: GeneratorDescription,
         *,
         max_waiting: int = 64,
     ) -> None:
@@ -234,7 +234,7 @@ class VLLMGenerator:
             await session.close()
 
     async def describe(self) -> GeneratorDescription:
-        return self.frontend.card.description(self.load())
+        return self.frontend.description(self.load())
 
     async def warm_up(self) -> None:
         """A few tokens, so that first-time work is done before the first request."""
@@ -287,14 +287,15 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
     files = settings.files
     engine = VLLMEngine.load(settings, on_step)
     shape = engine.shape
-    card = ModelCard(
-        name=files.name,
+    card = GeneratorDescription(
+        model=files.name,
         fingerprint=fingerprint_of(settings, shape.dtype, VERSION),
         context_tokens=shape.context_tokens,
         max_candidates=engine.max_rows,
         vocabulary=shape.vocabulary,
         slot_bytes=shape.slot_bytes,
         device=f"vllm {engine.device} {shape.dtype}",
+        slots=SlotGauge(engine.capacity_slots, 0, 0),
         auto_candidates=settings.auto_candidates_of(shape.dtype),
         adapters=tuple(settings.adapters),
     )

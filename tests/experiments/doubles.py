@@ -14,7 +14,6 @@ from experiments.settings import Settings
 from experiments.trajectories import Trajectories
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
-from generator_service.frontend import ModelCard
 from generator_service.local import LocalGenerator
 from generator_service.model import CausalLM
 from generator_service.text import Text
@@ -82,7 +81,9 @@ def tiny_engine(capacity: int = 100_000) -> Iterator[LocalGenerator]:
     """A real engine on a tiny random Llama."""
     engine = EngineThread(Engine(_model(), capacity))
     engine.start()
-    card = ModelCard("tiny", "1", 256, 1024, tiny.VOCABULARY, 8, "cpu")
+    card = GeneratorDescription(
+        "tiny", "1", 256, 1024, tiny.VOCABULARY, 8, "cpu", SlotGauge(0, 0, 0), auto_candidates=64
+    )
     try:
         yield LocalGenerator(engine, Text(Letters(), frozenset({_END})), card)
     finally:

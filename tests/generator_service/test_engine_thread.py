@@ -16,12 +16,11 @@ import pytest
 from generator_service.commands import OpenCommand, PrefixBatch
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
-from generator_service.frontend import ModelCard
 from generator_service.grammar import Grammars
 from generator_service.local import LocalGenerator
 from generator_service.steps import Step
 from generator_service.text import Text
-from specrej.contracts import Prompt, SessionSpec
+from specrej.contracts import GeneratorDescription, Prompt, SessionSpec, SlotGauge
 from specrej.errors import InternalError, Unavailable
 from tests.generator_service import tiny
 from tests.generator_service.stepping import ENDLESS, MODEL, PROMPT
@@ -222,7 +221,7 @@ async def test_the_heartbeat_ages_while_a_prompt_is_tokenized() -> None:
     """Guards templates and tokenizers, which work outside of the engine's thread."""
     thread, text = EngineThread(Engine(MODEL, 5000)), HangingText()
     thread.start()
-    card = ModelCard("tiny", "", 256, 8, 97, 8, "cpu")
+    card = GeneratorDescription("tiny", "", 256, 8, 97, 8, "cpu", SlotGauge(0, 0, 0))
     generator = LocalGenerator(thread, text, card)
 
     async def session() -> None:

@@ -25,10 +25,18 @@ from transformers import (
 
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
-from generator_service.frontend import ModelCard
 from generator_service.local import LocalGenerator
 from generator_service.text import Text, eos_ids
-from specrej.contracts import Candidate, FinishReason, Message, Prompt, Sampling, SessionSpec
+from specrej.contracts import (
+    Candidate,
+    FinishReason,
+    GeneratorDescription,
+    Message,
+    Prompt,
+    Sampling,
+    SessionSpec,
+    SlotGauge,
+)
 from specrej.errors import InvalidRequest
 from specrej.inference.attention import Segment
 from specrej.inference.kv import KVShape
@@ -338,7 +346,7 @@ class Script:
 
 async def candidates_of(text: Text, token_ids: Sequence[int], stop: str) -> list[Candidate]:
     """The candidate after each token; all of the session's candidates have these tokens."""
-    card = ModelCard("script", "", 8192, 8, VOCABULARY, 8, "cpu")
+    card = GeneratorDescription("script", "", 8192, 8, VOCABULARY, 8, "cpu", SlotGauge(0, 0, 0))
     sampling = Sampling(max_tokens=len(token_ids), temperature=0.0, stop=("never", stop))
     engine = EngineThread(Engine(Script(token_ids), 10_000))
     engine.start()

@@ -18,10 +18,17 @@ from pydantic import ValidationError
 
 from generator_service.admission import Blocks
 from generator_service.commands import OpenCommand
-from generator_service.frontend import ModelCard
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_generator import VLLMGenerator, VLLMSession, fingerprint_of
-from specrej.contracts import FinishReason, Prompt, RoundEnd, Sampling, SessionSpec
+from specrej.contracts import (
+    FinishReason,
+    GeneratorDescription,
+    Prompt,
+    RoundEnd,
+    Sampling,
+    SessionSpec,
+    SlotGauge,
+)
 from specrej.errors import InternalError, InvalidRequest, OutOfOrder, SessionExpired
 from tests.serving import until
 
@@ -157,7 +164,17 @@ class DoubleEngine:
 
 def make(engine: DoubleEngine, **options: int) -> VLLMGenerator:
     engine.gate.set()
-    card = ModelCard("double", "f", 256, engine.max_rows, 10_000, 1, "none")
+    card = GeneratorDescription(
+        "double",
+        "f",
+        256,
+        engine.max_rows,
+        10_000,
+        1,
+        "none",
+        SlotGauge(0, 0, 0),
+        auto_candidates=64,
+    )
     return VLLMGenerator(engine, Words(), card, **options)  # type: ignore[arg-type]
 
 
