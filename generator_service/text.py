@@ -48,9 +48,9 @@ class Text:
         self._decoder = decoder.__getstate__().decode() if decoder else ""
         # In SentencePiece's style the first space of a decoded text is dropped: of one put before,
         # so that an answer keeps its own.
-        space = tokenizer.convert_tokens_to_ids(_SPACE) if _SPACE in self._decoder else None
+        space: Any = tokenizer.convert_tokens_to_ids(_SPACE) if _SPACE in self._decoder else None
         is_dropped = space is not None and self._decoded([space, space]) == " "
-        self._before = [space] if is_dropped else []
+        self._before: list[int] = [space] if is_dropped else []
 
     @classmethod
     def load(cls, directory: Path, end_ids: frozenset[int]) -> Text:
