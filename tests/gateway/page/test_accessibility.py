@@ -68,30 +68,36 @@ async def test_reduced_motion_moves_nothing(fresh: Window) -> None:
     for reduces in (False, True):
         feature = "reduce" if reduces else "no-preference"
         await fresh.page.prefer("light", prefers_reduced_motion=feature)
-        await fresh.js("window.drawn = { frames: 0, other: [] }")
-        for _ in range(8):  # a busy machine draws few frames of a run
-            await fresh.run(**SEEDED)
-            await fresh.until("document.getElementById('live').state.rounds.length")
-            if reduces:
-                assert await fresh.js("return document.getAnimations().length") == 0
-            await fresh.ended()
-            drawn = await fresh.js("return window.drawn")
-            if drawn["frames"] > 100:
-                break
-        assert drawn["frames"] > 100 and (drawn["other"] == []) == reduces
+        try:
+            await fresh.js("window.drawn = { frames: 0, other: [] }")
+            for _ in range(8):  # a busy machine draws few frames of a run
+                await fresh.run(**SEEDED)
+                await fresh.until("document.getElementById('live').state.rounds.length")
+                if reduces:
+                    assert await fresh.js("return document.getAnimations().length") == 0
+                await fresh.ended()
+                drawn = await fresh.js("return window.drawn")
+                if drawn["frames"] > 100:
+                    break
+            assert drawn["frames"] > 100 and (drawn["other"] == []) == reduces
+        finally:
+            await fresh.page.prefer("light")
 
 
 async def test_a_replay_waits_where_motion_is_reduced(fresh: Window, client: Client) -> None:
     """Guards against a picture that moves on its own as soon as it is opened."""
     generation = await client.generate(PROMPT, n=12, max_tokens=64, seed=18)
     await fresh.page.prefer("light", prefers_reduced_motion="reduce")
-    await fresh.load(f"#record={generation.request_id}")
-    await fresh.until("document.getElementById('player').checkVisibility()")
-    await fresh.frames(20)
-    assert await fresh.text("#play") == "Play"
-    assert await fresh.js("return document.getElementById('seek').value") == "0"
-    await fresh.press("Play")
-    assert await fresh.ended("past") == "finished"
+    try:
+        await fresh.load(f"#record={generation.request_id}")
+        await fresh.until("document.getElementById('player').checkVisibility()")
+        await fresh.frames(20)
+        assert await fresh.text("#play") == "Play"
+        assert await fresh.js("return document.getElementById('seek').value") == "0"
+        await fresh.press("Play")
+        assert await fresh.ended("past") == "finished"
+    finally:
+        await fresh.page.prefer("light")
 
 
 COLORS = """
@@ -114,34 +120,40 @@ COLORS = """
 async def test_forced_colors_keep_the_marks(fresh: Window) -> None:
     """Guards against lanes that vanish where the system chooses all colors."""
     await fresh.page.prefer("dark", forced_colors="active")
-    await fresh.run(**SEEDED)
-    await fresh.ended()
-    system, inks = await fresh.js(
-        f"{COLORS} return [system, colors('#live .lane .mark', 'stroke')]"
-    )
-    assert inks == [system] and len(await fresh.fates()) == 24
-    lines = await fresh.js(
-        f"{COLORS} return [all('nav [aria-current]', 'textDecorationLine'),"
-        " all('nav a:not([aria-current])', 'textDecorationLine')]"
-    )
-    assert lines == [["underline"], ["none"]]
+    try:
+        await fresh.run(**SEEDED)
+        await fresh.ended()
+        system, inks = await fresh.js(
+            f"{COLORS} return [system, colors('#live .lane .mark', 'stroke')]"
+        )
+        assert inks == [system] and len(await fresh.fates()) == 24
+        lines = await fresh.js(
+            f"{COLORS} return [all('nav [aria-current]', 'textDecorationLine'),"
+            " all('nav a:not([aria-current])', 'textDecorationLine')]"
+        )
+        assert lines == [["underline"], ["none"]]
+    finally:
+        await fresh.page.prefer("light")
 
 
 async def test_forced_colors_keep_the_density_view(fresh: Window) -> None:
     """Guards against traces and cuts in the color of the bands below them."""
     await fresh.page.prefer("dark", forced_colors="active")
-    await fresh.run(n=200, max_tokens=64, seed=19)
-    await fresh.ended()
-    await fresh.js("document.querySelector('#live [role=slider]').focus()")
-    await fresh.page.press(DOWN, DOWN)
-    await fresh.frames(60)
-    system, bars, lost, traces, widths = await fresh.js(
-        f"""{COLORS}
-        return [system, colors('#live .bar', 'fill'), colors('#live .lost', 'fill'),
-          colors('#live .trace', 'stroke'), all('#live .trace:not([d=""])', 'strokeWidth')];"""
-    )
-    assert lost == traces == [system] and bars and system not in bars
-    assert len(widths) == 2, "the answer and the chosen candidate are not alike"
+    try:
+        await fresh.run(n=200, max_tokens=64, seed=19)
+        await fresh.ended()
+        await fresh.js("document.querySelector('#live [role=slider]').focus()")
+        await fresh.page.press(DOWN, DOWN)
+        await fresh.frames(60)
+        system, bars, lost, traces, widths = await fresh.js(
+            f"""{COLORS}
+            return [system, colors('#live .bar', 'fill'), colors('#live .lost', 'fill'),
+              colors('#live .trace', 'stroke'), all('#live .trace:not([d=""])', 'strokeWidth')];"""
+        )
+        assert lost == traces == [system] and bars and system not in bars
+        assert len(widths) == 2, "the answer and the chosen candidate are not alike"
+    finally:
+        await fresh.page.prefer("light")
 
 
 TWIN = """
@@ -255,12 +267,15 @@ async def test_axe_finds_nothing(fresh: Window) -> None:
     await fresh.js("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
     await fresh.js(source)
     request_id = (await fresh.state())["id"]
-    for scheme in ("light", "dark"):
-        await fresh.page.prefer(scheme)
-        for fragment in ("#watch", f"#record={request_id}", "#operate"):
-            await fresh.go(fragment)
-            await fresh.frames(10)
-            assert await fresh.js(VIOLATIONS) == [], (scheme, fragment)
-        await fresh.press("Token")
-        assert await fresh.js(VIOLATIONS) == [], scheme
-        await fresh.page.press(ESCAPE)
+    try:
+        for scheme in ("light", "dark"):
+            await fresh.page.prefer(scheme)
+            for fragment in ("#watch", f"#record={request_id}", "#operate"):
+                await fresh.go(fragment)
+                await fresh.frames(10)
+                assert await fresh.js(VIOLATIONS) == [], (scheme, fragment)
+            await fresh.press("Token")
+            assert await fresh.js(VIOLATIONS) == [], scheme
+            await fresh.page.press(ESCAPE)
+    finally:
+        await fresh.page.prefer("light")
