@@ -184,6 +184,12 @@ async def test_a_finished_candidate_is_scored_once_and_can_win() -> None:
     assert sum(early) > 0, "the case did not occur"
 
 
+async def test_an_answer_is_truncated_only_if_none_is_complete() -> None:
+    """No candidate ends before 5 tokens here."""
+    generation = await answer(request(max_tokens=5), ToyGenerator(end_every=10**9), FixedScorer())
+    assert generation.best.finish is FinishReason.LENGTH
+
+
 async def test_forks_fill_the_room_of_rejected_candidates() -> None:
     """The best two go on, and six forks of them in turn; each has its parent's text up to there."""
     seen: dict[int, list[str]] = {}
@@ -294,17 +300,20 @@ async def test_by_reward_alone_a_truncated_answer_can_win() -> None:
 
 
 async def test_rounds_of_full_slots_grow_with_a_small_alpha() -> None:
-    """Guards against rounds that release one candidate, grow by nothing and score all again.
-
-    The paper's trigger: the live set shrinks as texts grow.
-    """
+    """Guards against rounds that release one candidate, grow by nothing and score all again."""
     generator = ToyGenerator(256 * 4 + 10, end_every=10**9)
     never = request(256, 60, alpha=0.0, schedule=MemorySchedule(first=4))
     rounds = (await answer(never, generator, FixedScorer())).rounds
     positions = [trace.decision_token for trace in rounds]
     assert positions == sorted(set(positions))
     assert rounds[0].ended_by is RoundEnd.SLOTS_FULL
-    full = [trace for trace in rounds if trace.ended_by is RoundEnd.SLOTS_FULL]
+
+
+async def test_memory_schedule_ends_rounds_when_slots_are_full() -> None:
+    """The paper's trigger: with room for a quarter, the live set shrinks as texts grow."""
+    generator = ToyGenerator(32 * 16 + 10, end_every=10**9)
+    generation = await answer(request(32, 64, schedule=MemorySchedule()), generator, FixedScorer())
+    full = [t for t in generation.rounds if t.ended_by is RoundEnd.SLOTS_FULL]
     assert len(full) >= 2
     assert all(trace.freed_slots > 0 for trace in full)
 
@@ -341,10 +350,6 @@ async def test_tokens_of_forks_and_their_most_probable_ones() -> None:
             assert (top.tokens[0].token_id, top.tokens[0].token) == (token_id, token)
         drawn = tuple(top.tokens[0].logprob for top in candidate.top_logprobs)
         assert drawn == candidate.logprobs
-        total = candidate.mean_logprob * candidate.num_tokens
-        assert sum(candidate.logprobs) == pytest.approx(total)
-    without = await answer(request(), ToyGenerator(), FixedScorer())
-    assert not any(c.token_ids or c.logprobs for c in without.candidates)
 
 
 @pytest.mark.parametrize(
@@ -398,3 +403,20 @@ async def test_closing_the_iterator_frees_the_slots() -> None:
                 break
         assert generator.ledger.owned > 0
     assert generator.ledger.owned == 0
+
+
+async def test_logprobs_cover_all_rounds() -> None:
+    """Guards against the tokens of the last round only, or of another candidate."""
+    with_logprobs = replace(
+        request(schedule=GeometricSchedule(first=4)),
+        sampling=Sampling(max_tokens=60, logprobs=True),
+    )
+    generation = await answer(with_logprobs, ToyGenerator(end_every=20), FixedScorer())
+    assert len(generation.rounds) > 2, "the case did not occur"
+    assert len({candidate.token_ids for candidate in generation.candidates}) > 1
+    for candidate in generation.candidates:
+        assert len(candidate.token_ids) == len(candidate.logprobs) == candidate.num_tokens
+        total = candidate.mean_logprob * candidate.num_tokens
+        assert sum(candidate.logprobs) == pytest.approx(total)
+    without = await answer(request(), ToyGenerator(), FixedScorer())
+    assert not any(c.token_ids or c.logprobs for c in without.candidates)

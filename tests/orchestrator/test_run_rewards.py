@@ -7,16 +7,33 @@ import statistics
 import pytest
 
 from generator_service.toy import ToyGenerator
+from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Algorithm,
     Candidate,
     Generation,
     GeometricSchedule,
+    MemorySchedule,
     Normalization,
+    RoundEnd,
+    Scorer,
     TokensSchedule,
     WeightedReward,
 )
 from tests.orchestrator.runs import FixedScorer, LetterScorer, answer, request
+
+
+async def test_a_score_is_the_weighted_sum_of_raw_scores() -> None:
+    plain = await answer(request(alpha=0.0), ToyGenerator(), LikelihoodScorer())
+    rewards = (WeightedReward("likelihood", 2.0), WeightedReward("length", -0.5))
+    scorers: list[Scorer] = [LikelihoodScorer(), FixedScorer()]
+    weighted = await answer(request(alpha=0.0, rewards=rewards), ToyGenerator(), scorers)
+    likelihoods = {c.id: c.score for c in plain.candidates}
+    assert {c.id for c in weighted.candidates} == set(likelihoods)
+    for candidate in weighted.candidates:
+        assert candidate.rewards == (likelihoods[candidate.id], len(candidate.text))
+        expected = 2 * likelihoods[candidate.id] - 0.5 * len(candidate.text)
+        assert candidate.score == pytest.approx(expected)
 
 
 async def test_batch_normalisation_covers_all_candidates_that_count() -> None:
@@ -117,3 +134,14 @@ async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:
     assert second.num_live == 0
     assert second.num_vetoed == second.num_rejected > 0
     assert generation.best.rewards == (1.0,) and not generation.best.vetoed
+
+
+async def test_vetoes_release_full_slots() -> None:
+    """Progress: guards against an endless series of empty rounds."""
+    reward = WeightedReward("a", veto_below=0.05)
+    vetoing = request(32, 64, alpha=0.0, schedule=MemorySchedule(), rewards=(reward,))
+    generator = ToyGenerator(32 * 16 + 10, end_every=10**9)
+    generation = await answer(vetoing, generator, LetterScorer("a"))
+    full = [trace for trace in generation.rounds if trace.ended_by is RoundEnd.SLOTS_FULL]
+    assert any(trace.num_vetoed for trace in full), "the case did not occur"
+    assert all(trace.num_rejected >= max(1, trace.num_vetoed) for trace in full)
