@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ class _Requests(h11.Connection):
 class Connection(H11Protocol):
     """A connection without pipelining: a request before the last answer is complete ends it.
 
-    One timer bounds the wait for headers and the time for which a reply stays unread.
+    Its end has a timer until the headers are complete, and one while a reply is unread.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class Connection(H11Protocol):
         self._settings = settings
         self._handshakes = handshakes
         self.access_log = False  # it has query strings
-        self._timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         if timer := self._handshakes.pop(self, None):
@@ -84,8 +86,8 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         if self._is_answering:
-            self._cancel_timer()
-        elif not self._timer:
+            self._cancel_end()
+        elif not self._end_timer:
             self._end_after(self._settings.header_s)
 
     @property
@@ -94,21 +96,25 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._end_after(self._settings.unread_s)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._cancel_timer()
+        self._await_reader()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: a caller could fill the log."""
 
     def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self._end_after(self._settings.unread_s)  # closing waits for the reader of what is left
+        """Close an idle connection, but not before its last reply was taken."""
+        if self._num_unsent():
+            later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = later
+            if not self._reader_timer:
+                self._await_reader()
+        else:
+            super().timeout_keep_alive_handler()
+            self._end_after(self._settings.unread_s)  # a client may leave TLS open
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timer()
+        self._cancel_end()
+        self._cancel_reader()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -125,18 +131,40 @@ class Connection(H11Protocol):
         self.transport.close()
         self._end_after(self._settings.header_s)
 
+    def _num_unsent(self) -> int:
+        """Bytes of replies that the client has not taken."""
+        tls = getattr(self.transport, "_ssl_protocol", None)  # its socket has a buffer of its own
+        below = tls._transport.get_write_buffer_size() if tls and tls._transport else 0
+        return int(self.transport.get_write_buffer_size() + below)
+
+    def _await_reader(self, before: float = math.inf) -> None:
+        """End the connection when `unread_s` pass in which no byte of the reply is taken."""
+        self._cancel_reader()
+        left = self._num_unsent()
+        if left >= before:
+            self._end("late")
+        elif left:
+            self._reader_timer = self.loop.call_later(
+                self._settings.unread_s, self._await_reader, left
+            )
+
+    def _cancel_reader(self) -> None:
+        if self._reader_timer:
+            self._reader_timer.cancel()
+        self._reader_timer = None
+
     def _end_after(self, seconds: float) -> None:
-        self._cancel_timer()
-        self._timer = self.loop.call_later(seconds, self._end, "late")
+        self._cancel_end()
+        self._end_timer = self.loop.call_later(seconds, self._end, "late")
 
     def _end(self, reason: str) -> None:
         metrics.add(names.HTTP_REFUSED, 1, reason=reason)
         self.transport.abort()
 
-    def _cancel_timer(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-        self._timer = None
+    def _cancel_end(self) -> None:
+        if self._end_timer:
+            self._end_timer.cancel()
+        self._end_timer = None
 
 
 T = TypeVar("T")

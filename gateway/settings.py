@@ -67,7 +67,9 @@ class GatewaySettings(ProcessSettings):
     )
     header_s: Seconds = Field(10, description="seconds that a request's headers may take")
     body_s: Seconds = Field(30, description="seconds that a request's body may take")
-    unread_s: Seconds = Field(30, description="seconds that a client may leave a full reply unread")
+    unread_s: Seconds = Field(
+        30, description="seconds in which a client may read no byte of a reply"
+    )
     max_body_bytes: int = Field(
         MAX_PUBLIC_MESSAGE_BYTES, ge=1024, le=2**30, description="most bytes of a request's body"
     )

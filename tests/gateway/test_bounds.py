@@ -164,9 +164,7 @@ async def test_an_unread_reply_has_a_time(
     address: str, orchestrator: FakeOrchestrator, body: dict[str, Any]
 ) -> None:
     """Guards against a client that holds a connection and its reply by not reading."""
-    large = replace(GENERATION.candidates[0], text="x" * 20_000_000)
-    whole = replace(GENERATION, candidates=(large,))
-    orchestrator.events = (EVENTS[0], Finished(whole))
+    holding(orchestrator)
     if "stream" not in body:
         body = {**body, "stream": True, "specrej": {"events": "rounds"}}
     async with gateway_at(address, unread_s=0.3) as server:
@@ -175,6 +173,63 @@ async def test_an_unread_reply_has_a_time(
         await until(lambda: connections(server) == 1)
         await until(lambda: connections(server) == 0)
         connection.leave()
+
+
+def holding(orchestrator: FakeOrchestrator) -> None:
+    """Make answers larger than what the sockets' buffers take."""
+    large = replace(GENERATION.candidates[0], text="x" * 20_000_000)
+    orchestrator.answer = replace(GENERATION, candidates=(large,))
+    orchestrator.events = (EVENTS[0], Finished(orchestrator.answer))
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_a_slow_reader_gets_its_reply(
+    address: str, orchestrator: FakeOrchestrator, tmp_path: Path, *, is_tls: bool
+) -> None:
+    """Guards against a large answer that is cut, and repeated, though its client reads on."""
+    holding(orchestrator)
+    authority = Authority(tmp_path)
+    pair = authority.issue()
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if is_tls else {}
+    tls = context(authority) if is_tls else None
+    async with gateway_at(address, unread_s=600, **settings) as server:
+        client = Connection(*await asyncio.open_connection("localhost", server.port, ssl=tls))
+        client.writer.write(request(CHAT, BODY))
+        await until(lambda: connections(server) == 1)
+        (served,) = server._state.connections
+        await client.read_until(b"\r\n\r\n")
+        await until(lambda: served._num_unsent() > 0 and not served._is_answering)
+        served.timeout_keep_alive_handler()
+        for _ in range(2):
+            left = served._num_unsent()
+            while served._num_unsent() == left:
+                assert await client.reader.read(2**20)
+            served._reader_timer._run()  # `unread_s` later
+            assert served._reader_timer and not served.transport.is_closing()
+
+        def is_cut() -> bool:
+            if served._reader_timer:
+                served._reader_timer._run()
+            return connections(server) == 0
+
+        await until(is_cut)
+        client.leave()
+
+
+async def test_a_second_request_does_not_excuse_an_unread_reply(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against replies that are held without a bound: the second one waits for the first."""
+    holding(orchestrator)
+    async with gateway_at(address, unread_s=0.3) as server:
+        client = await Connection.open(server.port, request(CHAT, BODY))
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: connections(server) == 1)
+        (served,) = server._state.connections
+        await until(lambda: served._num_unsent() > 0 and not served._is_answering)
+        client.writer.write(request(CHAT, BODY))
+        await until(lambda: connections(server) == 0)
+        client.leave()
 
 
 # TLS

@@ -153,7 +153,8 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self.tenants: list[str] = []  # of the requests
         self.times_left: list[float] = []
         self.failures: list[Exception] = []
-        self.events = EVENTS
+        self.events = EVENTS  # of streams
+        self.answer = GENERATION  # of unary calls
         self.after_events: Exception | None = None
         self.hangs = False
         self.holds = False
@@ -171,7 +172,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self, request: orchestrator_pb2.GenerateRequest, context: Context
     ) -> orchestrator_pb2.GenerateResponse:
         await self._take(request, context)
-        return wire.generation_to_message(GENERATION)
+        return wire.generation_to_message(self.answer)
 
     async def GenerateStream(  # type: ignore[override]  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.GenerateStreamRequest, context: Context
