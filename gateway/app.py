@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 
 from starlette.applications import Starlette
@@ -29,6 +30,8 @@ Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 _CLIENT_LEFT = 499  # nginx's number
 _BEARER = {"token": {"type": "http", "scheme": "bearer"}}
+# Headers of replies that pages of other origins may read.
+_SHOWN_HEADERS = ("x-request-id", "x-should-retry", "retry-after", "retry-after-ms")
 
 
 class Gateway:
@@ -69,10 +72,21 @@ class Gateway:
             Route(path, Endpoint(handler, path), methods=[method])
             for (method, path), handler in ((key.split(), handlers[key]) for key in handlers)
         ]
+        others = [
+            Route(path, Endpoint(partial(_wrong_method, method), path))
+            for method, path in map(str.split, handlers)
+        ]
         unknown = Route("/{path:path}", Endpoint(self.nowhere, "unknown"))
-        origins = [origin for origin in self._settings.cors_origins.split(",") if origin]
-        cors = Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",))
-        return Starlette(routes=[*routes, unknown], middleware=[cors] if origins else [])
+        origins = [origin.strip() for origin in self._settings.cors_origins.split(",")]
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=[*filter(None, origins)],
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=_SHOWN_HEADERS,
+        )
+        routes += [*others, unknown]
+        return Starlette(routes=routes, middleware=[cors] if any(origins) else [])
 
     async def chat(self, request: HTTPRequest) -> Response:
         """Answer a conversation."""
@@ -242,10 +256,29 @@ class Gateway:
                 schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
                 schemas |= schema.pop("$defs")
                 operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
-            paths[path.replace(":path", "")] = {method: operation}
+            path = path.replace(":path", "")
+            if names := re.findall(r"{(\w+)}", path):
+                of_path = {"in": "path", "required": True, "schema": {"type": "string"}}
+                operation["parameters"] = [{"name": name, **of_path} for name in names]
+            paths[path] = {method: operation}
         about = {"title": "specrej gateway", "version": version("specrej")}
         components = {"schemas": schemas, "securitySchemes": _BEARER}
-        return {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
+        with_or_without_token: list[JSON] = [{}, {"token": []}]
+        return {
+            "openapi": "3.1.0",
+            "info": about,
+            "paths": paths,
+            "components": components,
+            "security": with_or_without_token,
+        }
+
+
+async def _wrong_method(method: str, http: HTTPRequest) -> Response:
+    """An error that names the method of the route."""
+    refused = HTTPError(405, f"the method must be {method}", "method_not_allowed")
+    response = response_of(refused)
+    response.headers["allow"] = method
+    return response
 
 
 class Endpoint:

@@ -62,6 +62,8 @@ def body_of(
     elif isinstance(error, errors.InvalidRequest):
         named = [f"{name_of(item.field)}: {item.description}" for item in error.violations]
         message, path = "; ".join(named), error.violations[0].field
+        if error.reason == "CONTEXT_EXCEEDED":
+            code = "context_length_exceeded"
     elif path == "model":
         code = "model_not_found"
     param = name_of(path) if path else None

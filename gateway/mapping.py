@@ -17,7 +17,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     create_model,
     model_validator,
@@ -135,6 +137,9 @@ STREAM_TABLE: Mapping[str, Rule] = {"include_obfuscation": Ignored("chunks are n
 # Options that are fields of OpenAI's and of `specrej`, which has more values; not both at once.
 _BOTH = {"selection.n": "best_of", "sampling.structured_output": "response_format"}
 
+# Forms of the rewards, and what pydantic adds to the path of a wrong key: no parts of a path.
+_BY_NAME, _LISTED, _KEY = "(by name)", "(listed)", "[key]"
+
 # Unknown fields are kept, for the tables.
 _JSON = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -159,7 +164,11 @@ def _options_of(part: str = "") -> dict[str, Any]:
     hints = get_type_hints(Options) | {
         "schedule": Annotated[Schedule, Field(discriminator="kind")],
         "structured_output": Annotated[StructuredOutput, Field(discriminator="kind")],
-        "rewards": dict[str, float] | tuple[WeightedReward, ...],
+        "rewards": Annotated[
+            Annotated[dict[str, float], Tag(_BY_NAME)]
+            | Annotated[tuple[WeightedReward, ...], Tag(_LISTED)],
+            Discriminator(lambda given: _BY_NAME if isinstance(given, Mapping) else _LISTED),
+        ],
     }
     paths = {name: path_of(name) for name in hints}
     chosen = [n for n, path in paths.items() if path not in own and path.startswith(part)]
@@ -316,7 +325,7 @@ class Call:
             if path == known or path.startswith((f"{known}.", f"{known}[")):
                 return self.sources[known] + path[len(known) :]
         part, _, option = path.partition(".")
-        return f"specrej.{option}" if part in ("sampling", "selection") else path
+        return f"specrej.{option}" if option and part in ("sampling", "selection") else path
 
 
 def parsed(model: type[R], body: bytes) -> R:
@@ -341,7 +350,8 @@ def parsed(model: type[R], body: bytes) -> R:
 
 def _name(location: tuple[int | str, ...]) -> str:
     """The path of a field: that of ("messages", 0, "content") is "messages[0].content"."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    parts = [part for part in location if part not in (_BY_NAME, _LISTED, _KEY)]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.lstrip(".") or "body"
 
 
@@ -402,6 +412,8 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
                 options[option] = value
     sources.setdefault("selection.min_answers", "n")
     sources.setdefault("sampling.top_logprobs", "logprobs")
+    sources.setdefault("sampling.max_tokens", "max_tokens")
+    sources["prompt.allow_special_tokens"] = "specrej.allow_special_tokens"
     options["model"] = model if has_preset else request.model
     if options.get("temperature") == 0 and options.get("return_candidates", 1) > 1:
         raise InvalidRequest([Violation("n", "must be 1 at temperature 0: all would be equal")])

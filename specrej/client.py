@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
@@ -63,6 +63,8 @@ _TRACED = importlib.util.find_spec("opentelemetry") is not None
 
 # One user turn, a whole prompt, or a conversation.
 PromptLike = str | Prompt | Sequence[Message]
+M = TypeVar("M", bound=ProtobufMessage)
+
 # Names in lower case, and values.
 Metadata = Sequence[tuple[str, str]]
 
@@ -88,23 +90,37 @@ def build_request(
         given["logit_bias"] = [TokenBias(token_id, bias) for token_id, bias in biases.items()]
     if isinstance(schema := given.get("structured_output"), Mapping):
         given["structured_output"] = JsonSchema(json.dumps(schema))
-    with _valid():
-        request = wire.part_to_message(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
-        sampling = wire.part_to_message(Sampling, given, common_pb2.Sampling)
-        request.sampling.CopyFrom(sampling)
-        selection = wire.part_to_message(Selection, given, orchestrator_pb2.Selection)
-        request.selection.CopyFrom(selection)
+    request = _part(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
+    request.sampling.CopyFrom(_part(Sampling, given, common_pb2.Sampling, "sampling."))
+    selection = _part(Selection, given, orchestrator_pb2.Selection, "selection.")
+    request.selection.CopyFrom(selection)
+    with _valid("prompt"):
         request.prompt.CopyFrom(_prompt(prompt))
     return request
 
 
+def _part(contract: Any, given: Mapping[str, Any], message: type[M], path: str = "") -> M:
+    """The message with those options that are fields of the contract.
+
+    Raises:
+        InvalidRequest: the first value that the message cannot hold.
+    """
+    try:
+        return wire.part_to_message(contract, given, message)
+    except ValueError:
+        for name, value in given.items():
+            with _valid(path + name):
+                wire.part_to_message(contract, {name: value}, message)
+        raise
+
+
 @contextmanager
-def _valid() -> Iterator[None]:
+def _valid(path: str) -> Iterator[None]:
     """Raises InvalidRequest: a value that no message can hold."""
     try:
         yield
     except ValueError as error:
-        raise InvalidRequest([Violation("request", str(error))]) from None
+        raise InvalidRequest([Violation(path, str(error))]) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +359,7 @@ class Client(_Connection):
             NotFound: the server has no record of it for this tenant.
             InvalidRequest: the id is no Unicode.
         """
-        with _valid():
+        with _valid("request_id"):
             request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
         answer = await self._call("GetRecord", request, timeout_s, token, metadata)
         return wire.from_message(answer.record, RequestRecord)
@@ -389,7 +405,7 @@ class RewardClient(_Connection):
         Raises:
             SpecrejError: one of its kinds.
         """
-        with _valid():
+        with _valid("request"):
             request = reward_pb2.ScoreRequest(
                 reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished
             )

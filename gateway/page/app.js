@@ -44,6 +44,7 @@ class Run {
     this.isBusy = false;
     this.race.removeAttribute('busy');
     this.race.setAttribute('idle', 'next');
+    this.race.find('actions').replaceChildren();
     this.race.show(this.state, this.clock);
   }
 
@@ -176,9 +177,20 @@ form.addEventListener('input', ({ target }) => {
   arrange(form);
   renew();
 });
-form.addEventListener('keydown', ({ key, ctrlKey, metaKey }) => {
-  if (key === 'Enter' && (ctrlKey || metaKey)) form.requestSubmit();
+form.addEventListener('keydown', (event) => {
+  if (event.key !== 'Enter' || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault(); // an input would submit a second time
+  form.requestSubmit();
 });
+// A browser can show what is wrong with a field only where it can be seen.
+form.addEventListener(
+  'invalid',
+  ({ target }) => {
+    const around = target.closest('details');
+    if (around) around.open = true;
+  },
+  true,
+);
 $('stop').addEventListener('click', stop);
 $('code').addEventListener('toggle', showCode);
 $('language').addEventListener('change', showCode);
@@ -289,7 +301,7 @@ async function route() {
   }
 }
 
-async function describe() {
+async function describe(asks = true) {
   try {
     const description = await get('v1/specrej/describe');
     setText($('service'), `${description.generator.model} on ${description.generator.device}`);
@@ -297,21 +309,26 @@ async function describe() {
     showCode();
   } catch (error) {
     setText($('service'), error.message);
-    if (error.needsToken) askToken();
+    if (error.needsToken && asks) askToken();
   }
 }
 
 function askToken() {
   if ($('token').open) return;
   $('token').querySelector('input').value = token();
+  $('token').returnValue = ''; // what Escape leaves
   $('token').showModal();
 }
 
 $('token-open').addEventListener('click', askToken);
 $('token').addEventListener('close', () => {
-  if ($('token').returnValue === 'save') setToken($('token').querySelector('input').value.trim());
-  if ($('token').returnValue === 'forget') setToken('');
-  describe().then(route);
+  if ($('token').returnValue === 'save') {
+    setToken($('token').querySelector('input').value.trim());
+    describe().then(route);
+  } else if ($('token').returnValue === 'forget') {
+    setToken('');
+    describe(false);
+  }
 });
 addEventListener('hashchange', route);
 

@@ -9,12 +9,13 @@ export function drawSeed(form) {
   form.elements.seed.placeholder = Math.floor(Math.random() * 2 ** 31);
 }
 
-// Show the fields that the chosen algorithm and schedule have.
+// Show the fields that the chosen algorithm and schedule have; others must not refuse the form.
 export function arrange(form) {
   const { algorithm, schedule } = form.elements;
   const chosen = [algorithm.value, algorithm.value === 'best-of-n' ? '' : schedule.value];
   for (const part of form.querySelectorAll('[data-for]')) {
     part.hidden = !part.dataset.for.split(' ').some((value) => chosen.includes(value));
+    for (const field of part.querySelectorAll('input, select')) field.disabled = part.hidden;
   }
   schedule.disabled = algorithm.value === 'best-of-n';
   form.elements.alpha.disabled = algorithm.value !== 'speculative-rejection';

@@ -37,6 +37,12 @@ def connections(server: Server) -> int:
     return len(server._state.connections)
 
 
+def only_connection(server: Server) -> connection.Connection:
+    (served,) = server._state.connections
+    assert isinstance(served, connection.Connection)
+    return served
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/mod", MODELS])
 async def test_headers_have_a_time(address: str, sent: bytes) -> None:
     """Guards against connections that are held by a header that never ends."""
@@ -124,9 +130,12 @@ async def test_other_types_of_bodies_are_refused(
 
 async def test_other_origins_only_if_they_are_set(address: str) -> None:
     origin = "https://chat.example"
-    async with gateway_at(address, cors_origins=f"{origin},https://b.example") as server:
+    async with gateway_at(address, cors_origins=f"https://b.example, {origin}") as server:
         _, headers, _ = await post(server.port, CHAT, BODY, origin=origin)
         assert headers["access-control-allow-origin"] == origin
+        # Clients in browsers repeat requests unless they can read these.
+        shown = headers["access-control-expose-headers"].split(", ")
+        assert {"x-should-retry", "retry-after-ms", "x-request-id"} <= {*shown}
         _, headers, _ = await post(server.port, CHAT, BODY, origin="https://other.example")
         assert "access-control-allow-origin" not in headers
 
@@ -196,7 +205,7 @@ async def test_a_slow_reader_gets_its_reply(
         client = Connection(*await asyncio.open_connection("localhost", server.port, ssl=tls))
         client.writer.write(request(CHAT, BODY))
         await until(lambda: connections(server) == 1)
-        (served,) = server._state.connections
+        served = only_connection(server)
         await client.read_until(b"\r\n\r\n")
         await until(lambda: served._num_unsent() > 0 and not served._is_answering)
         served.timeout_keep_alive_handler()
@@ -225,7 +234,7 @@ async def test_a_second_request_does_not_excuse_an_unread_reply(
         client = await Connection.open(server.port, request(CHAT, BODY))
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await until(lambda: connections(server) == 1)
-        (served,) = server._state.connections
+        served = only_connection(server)
         await until(lambda: served._num_unsent() > 0 and not served._is_answering)
         client.writer.write(request(CHAT, BODY))
         await until(lambda: connections(server) == 0)

@@ -44,6 +44,10 @@ async def gateway(address: str) -> AsyncIterator[Server]:
             400, "invalid_request_error", "invalid_value", {},
         ),
         (
+            errors.InvalidRequest([VIOLATION], reason="CONTEXT_EXCEEDED"),
+            400, "invalid_request_error", "context_length_exceeded", {},
+        ),
+        (
             errors.SlotsExceeded([VIOLATION], max_candidates=3),
             400, "invalid_request_error", "slots_exceeded", {},
         ),
@@ -211,6 +215,8 @@ async def test_logs_have_no_content_of_requests(
 async def test_routes_that_do_not_exist(gateway: Server) -> None:
     status, _, body = await post(gateway.port, "/v1/nothing", BODY)
     assert (status, body["error"]["code"]) == (404, "not_found")
+    status, headers, body = await get(gateway.port, CHAT)
+    assert (status, headers["allow"], body["error"]["code"]) == (405, "post", "method_not_allowed")
     assert (await get(gateway.port, "/healthz"))[0] == 200
 
 
@@ -228,7 +234,11 @@ async def test_the_document_has_every_route_and_field(gateway: Server) -> None:
     text = json.dumps(document)
     for name in set(text.split("#/components/schemas/")[1:]):
         assert name.split('"')[0] in schemas
-    assert len(document["paths"]) == 15
+    assert len(document["paths"]) == 15 and document["security"] == [{}, {"token": []}]
+    for path, method in document["paths"].items():
+        for operation in method.values():
+            declared = [one["name"] for one in operation.get("parameters", ())]
+            assert declared == re.findall(r"{(\w+)}", path)
 
 
 # Tokens

@@ -136,6 +136,9 @@ def test_all_bad_fields_are_reported_at_once() -> None:
     found = violations(tools=[{}], suffix="x", unknown=1, verbosity="high")
     assert found.keys() == {"tools", "suffix", "unknown", "verbosity"}
     assert violations(n="2", temperature="hot").keys() == {"n", "temperature"}
+    assert violations(logit_bias={"abc": 1}).keys() == {"logit_bias.abc"}
+    for rewards, field in (({"a": "x"}, ".a"), ([{"name": "a", "weight": "x"}], "[0].weight")):
+        assert violations(specrej={"rewards": rewards}).keys() == {f"specrej.rewards{field}"}
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,7 @@ def test_options_arrive_as_the_clients() -> None:
     assert call.name_of("selection.rewards[0].weight") == "specrej.rewards[0].weight"
     assert call.name_of("sampling.min_tokens") == "specrej.min_tokens"
     assert call.name_of("sampling.logit_bias[1].bias") == "logit_bias[1].bias"
+    assert call.name_of("sampling.max_tokens") == "max_tokens"  # its default, too
 
 
 def test_several_choices_are_promised() -> None:

@@ -273,6 +273,9 @@ async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) ->
             "specrej.structured_output.regex.pattern",
         ),
         ({"extra_body": {"best_of": 10**6}}, "best_of"),
+        ({"max_tokens": 5 * 10**9}, "max_tokens"),
+        ({"logit_bias": {"99999999999": 1}}, "logit_bias"),
+        ({"extra_body": extra(allow_special_tokens=True)}, "specrej.allow_special_tokens"),
         (
             {"extra_body": extra(schedule={"kind": "tokens", "tokens": [2, 1]})},
             "specrej.schedule.tokens.decision_tokens",

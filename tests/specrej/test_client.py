@@ -84,18 +84,23 @@ def test_rewards_and_prompts_have_several_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "field"),
     [
-        Options(n=2**31),
-        Options(seed=2**63),
-        Options(stop=["\ud800"]),
-        Options(rewards=[c.WeightedReward("a", normalization=c.Normalization("bath"))]),
+        (Options(n=2**31), "selection.n"),
+        (Options(alpha=0.5, seed=2**63), "sampling.seed"),
+        (Options(stop=["\ud800"]), "sampling.stop"),
+        (
+            Options(rewards=[c.WeightedReward("a", normalization=c.Normalization("bath"))]),
+            "selection.rewards",
+        ),
+        (Options(model="\ud800"), "model"),
     ],
 )
-def test_value_beyond_the_message_is_an_invalid_request(bad: Options) -> None:
-    """Guards against protobuf's ValueError reaching callers that catch SpecrejError."""
-    with pytest.raises(errors.InvalidRequest):
+def test_value_beyond_the_message_is_an_invalid_request(bad: Options, field: str) -> None:
+    """Guards against protobuf's ValueError reaching callers, and an error that names no field."""
+    with pytest.raises(errors.InvalidRequest) as refused:
         build_request("why?", **bad)
+    assert [violation.field for violation in refused.value.violations] == [field]
 
 
 def test_an_unknown_option_is_a_type_error() -> None:

@@ -21,7 +21,7 @@ from gateway.settings import GatewaySettings
 from specrej.client import Client, build_request
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.gateway.page.conftest import need
-from tests.gateway.page.window import Window
+from tests.gateway.page.window import ENTER, ESCAPE, Window
 from tests.serving import until_slots_are_free
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -230,16 +230,58 @@ async def test_both_sides_of_a_comparison_do_the_same_work(form: Window, client:
     assert {body["seed"] for body in bodies} == {5}
 
 
+async def test_fields_that_are_not_shown_do_not_refuse_the_form(form: Window) -> None:
+    """Guards against a button that does nothing: a browser shows no error of a hidden field."""
+    await form.fill(factor=1)
+    await form.fill(schedule="tokens")
+    await form.press("Run")
+    assert await form.ended()
+    await form.fill(temperature=2.5)
+    await form.press("Run")
+    await form.until("document.activeElement.name === 'temperature'")
+    assert len(await sent(form)) == 1
+
+
+async def test_the_keys_that_send_do_it_once(form: Window) -> None:
+    """Guards against a second submission, which inputs make of their own."""
+    await form.js("document.querySelector('#ask [name=n]').focus()")
+    await form.page.chord("\ue009", ENTER)
+    assert await form.ended()
+    assert len(await sent(form)) == 1
+
+
+async def test_the_dialog_for_a_token_can_be_left(form: Window) -> None:
+    """Guards against a dialog that opens again and again before everything else."""
+    await form.js(
+        """
+        window.asked = 0;
+        window.fetch = async () => {
+          window.asked += 1;
+          return Response.json({ error: { message: 'a token is needed' } }, { status: 401 });
+        };
+        document.getElementById('token-open').click();"""
+    )
+    await form.page.press(ESCAPE)
+    await form.until("!document.getElementById('token').open")
+    await form.js("document.getElementById('token-open').click()")
+    await form.press("Forget it")
+    await form.until("document.getElementById('service').textContent === 'a token is needed'")
+    state = await form.js("return [document.getElementById('token').open, window.asked]")
+    assert state == [False, 1]
+
+
 async def test_stop_ends_both_sides_of_a_comparison(form: Window, stack: Stack) -> None:
     """Guards against a second side that waits for ever, and lanes that seem to grow."""
     await form.send_endless()
     await form.fill(n=32, max_tokens=2000, first=1000, compare=True)
+    await form.js("document.querySelector('#other .actions').append('of an earlier request')")
     await form.press("Run")
     await form.until("document.getElementById('live').state.position > 3")
     await form.press("Stop")
     assert [await form.ended(), await form.ended("other")] == ["stopped"] * 2
     await form.until("document.getElementById('stop').disabled")
     assert await form.text("#other .chip") == "stopped"
+    assert await form.text("#other .actions") == ""
     assert await form.text("#compare-reward .verdict") == "\u2013"
     names = await form.js(
         "return [...document.querySelectorAll('#live .lane')].map((each) => each.ariaLabel)"
