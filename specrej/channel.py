@@ -26,8 +26,9 @@ from specrej.limits import MAX_MESSAGE_BYTES
 
 # gRPC retries only in the caller's channel; `specrej.client.Retries` replaces this policy. Session
 # streams are never retried: their state is lost. A name of several orchestrators is balanced.
+_BALANCING: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
 SERVICE_CONFIG = {
-    "loadBalancingConfig": [{"round_robin": {}}],
+    **_BALANCING,
     "methodConfig": [
         {
             "name": [
@@ -117,7 +118,7 @@ def options(
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 400),
         ("grpc.enable_retries", int(retries)),
-        ("grpc.service_config", json.dumps(SERVICE_CONFIG if retries else {})),
+        ("grpc.service_config", json.dumps(SERVICE_CONFIG if retries else _BALANCING)),
     ]
 
 

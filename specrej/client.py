@@ -235,7 +235,7 @@ class Client(_Connection):
     """A client of the orchestrator at `address` ("host:port").
 
     Every call has a deadline of `timeout_s` seconds, or its own. Without `retries`, a call to an
-    unavailable server is retried a few times within two seconds. `credentials` are the fields of
+    unavailable server is sent four times in all. `credentials` are the fields of
     `specrej.credentials.Credentials`: tokens, TLS and client certificates. A call's own `token`
     replaces theirs; its `metadata` is sent with it.
 
@@ -340,7 +340,7 @@ class Client(_Connection):
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         request = health_pb2.HealthCheckRequest(service=self._service)
         try:
-            answer = await stub.Check(request, timeout=timeout_s)
+            answer = await stub.Check(request, timeout=min(timeout_s, _LONGEST_S))
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -244,7 +244,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def _deadline_s(self, context: Context) -> float | None:
         remaining = context.time_remaining()
         # grpc reports "no deadline" as None or as one many years ahead.
-        if remaining is None or remaining > 1e7:
+        if remaining is None or remaining > 1e9:
             return self._default_deadline_s
         return min(remaining, self._max_deadline_s or remaining)
 

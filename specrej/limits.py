@@ -23,6 +23,7 @@ MAX_DECISION_TOKENS = 1024
 MAX_REWARDS = 8
 MAX_BATCH = 65_536  # candidates that a service can be configured for
 _NAME_CHARACTERS = 256
+_TEXT_CHARACTERS = 2**24  # of a candidate: as many tokens as it may have, of 128 characters
 
 # All repeated fields of requests: how many items each may have. For public requests, these and the
 # numbers of characters are rules of the schema, too.
@@ -57,9 +58,9 @@ _CHARACTERS: Mapping[str, int] = {
     "OpenSession.cache_salt": 128,
     "OpenSession.adapter": _NAME_CHARACTERS,
     "ScoreRequest.reward": _NAME_CHARACTERS,
-    "ScoreRequest.responses": 262_144,
+    "ScoreRequest.responses": _TEXT_CHARACTERS,
     "OpenScoring.reward": _NAME_CHARACTERS,
-    "ScoreCandidate.text": 262_144,
+    "ScoreCandidate.text": _TEXT_CHARACTERS,
 }
 # Its fields have the same paths in errors as those of Generate.
 _WITHOUT_PATH = "GenerateStreamRequest.request"

@@ -27,7 +27,7 @@ from orchestrator.backends.resolving import Target
 from orchestrator.background import ended
 from specrej.contracts import BackendHealth, BackendKind, BackendState
 from specrej.errors import InternalError, Overloaded, SpecrejError, Unavailable
-from specrej.status import from_backend_error
+from specrej.status import from_backend_error, has_details
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,10 @@ class Backend(Generic[P]):
                 raise self.failure from None
             raise
         except Unavailable as failure:
-            self.suspect(failure)
+            cause = failure.__cause__
+            # A backend that answers is judged by its polls: it may lack one reward's server only.
+            if not (isinstance(cause, grpc.aio.AioRpcError) and has_details(cause)):
+                self.suspect(failure)
             raise
         finally:
             self._timeouts.pop(timeout, None)

@@ -10,7 +10,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specrej.contracts import Candidate, CandidateText, Progress, Round, RoundTrace, TextDelta
+from specrej.contracts import (
+    Candidate,
+    CandidateText,
+    Progress,
+    RankedCandidate,
+    Round,
+    RoundTrace,
+    TextDelta,
+)
 
 # Tokens of a stride: what a caller sees at once.
 _STRIDE_TOKENS = 4
@@ -71,7 +79,12 @@ class ProgressReporter:
             chosen.append(CandidateText(candidate.id, texts[candidate.id]))
         return tuple(chosen)
 
-    def _send(self, winner: Candidate) -> None:
+    def end(self, answer: RankedCandidate) -> None:
+        """Send what is held back of an answer that the deadline cut short."""
+        if self._sent:
+            self._send(answer)
+
+    def _send(self, winner: Candidate | RankedCandidate) -> None:
         end = len(winner.text) - (0 if winner.finish else self._num_held)
         text = winner.text[: max(0, end)]
         # The end of a text may change while a character is incomplete.

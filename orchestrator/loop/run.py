@@ -124,8 +124,11 @@ async def run(
     if state.lacks_answers(least):
         state.cut_short(may_degrade=request.allow_degraded)
     is_lost = Degradation.GENERATOR in state.degradations
-    state.hurried = deadline.hurried or bool(state.live and not is_lost)
-    yield Finished(state.generation(request.selection.return_candidates, (clock() - began) * 1e3))
+    state.hurried = deadline.hurried or scorer.is_late or bool(state.live and not is_lost)
+    generation = state.generation(request.selection.return_candidates, (clock() - began) * 1e3)
+    if progress:
+        progress.end(generation.best)
+    yield Finished(generation)
 
 
 @asynccontextmanager
@@ -240,7 +243,11 @@ class _Run:
         if any(c.finish for c in candidates) or (candidates and not self.deadline.is_over):
             with telemetry.span(names.SPAN_SCORE):
                 scores = self.scorer.score(candidates, self.deadline.score_patience_s)
-                self.state.judge(candidates, await self._growing_ahead(ended, scores))
+                scored = await self._growing_ahead(ended, scores)
+                try:
+                    self.state.judge(candidates, scored)
+                except RewardInvalid as error:  # a sum is not finite
+                    self.state.judge(candidates, self.scorer.replaced(candidates, error))
             self.deadline.note_scoring(len(candidates), self.clock() - began)
 
     async def _growing_ahead(self, ended: Round, scores: Awaitable[RawScores]) -> RawScores:

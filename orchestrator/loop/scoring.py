@@ -72,6 +72,7 @@ class RequestScorer:
         self._patience_s = patience_s
         self._exit = AsyncExitStack()
         self._sessions: list[ScoringSession] = []  # empty after a fallback
+        self.is_late = False  # whether it fell back because the time was short
 
     async def __aenter__(self) -> Self:
         try:
@@ -114,15 +115,24 @@ class RequestScorer:
                 )
             except _REWARD_FAILED as error:
                 self._fall_back(error)
-        likelihoods = tuple((candidate.mean_logprob,) for candidate in candidates)
-        return RawScores(likelihoods, is_fallback=True)
+        return _likelihoods(candidates)
+
+    def replaced(self, candidates: Sequence[Candidate], error: RewardInvalid) -> RawScores:
+        """What replaces scores that are invalid together; raises the error without fallback."""
+        self._fall_back(error)
+        return _likelihoods(candidates)
 
     def _fall_back(self, error: Exception) -> None:
         """Replace the rewards by the likelihood, or raise the error again."""
         if not self._may_fall_back:
             raise error
         log.warning("a reward failed (%s): ranking by likelihood", type(error).__name__)
-        self._sessions = []
+        self._sessions, self.is_late = [], isinstance(error, TimeoutError)
+
+
+def _likelihoods(candidates: Sequence[Candidate]) -> RawScores:
+    values = tuple((candidate.mean_logprob,) for candidate in candidates)
+    return RawScores(values, is_fallback=True)
 
 
 async def _all_checked(

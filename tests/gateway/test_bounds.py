@@ -213,6 +213,7 @@ async def test_a_slow_reader_gets_its_reply(
             left = served._num_unsent()
             while served._num_unsent() == left:
                 assert await client.reader.read(2**20)
+            assert served._reader_timer
             served._reader_timer._run()  # `unread_s` later
             assert served._reader_timer and not served.transport.is_closing()
 

@@ -28,6 +28,7 @@ from specrej.contracts import (
     Scores,
     ScoringSession,
     SessionSpec,
+    WeightedReward,
 )
 from specrej.errors import DeadlineExceeded, RewardInvalid, Unavailable
 from tests.orchestrator.caching import Clock
@@ -202,6 +203,7 @@ async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> Non
         with pytest.raises(TimeoutError):
             await answer(request(), ToyGenerator(), FaultyScorer(batch), **options)
     assert generation.degradations == (Degradation.REWARD,)
+    assert generation.hurried, "equal requests with more time must not get this answer"
     assert generation.best.finish is FinishReason.STOP
 
 
@@ -212,12 +214,22 @@ async def test_the_likelihood_replaces_a_failing_reward(batch: int, error: Excep
     with pytest.raises(type(error)):
         await answer(request(), ToyGenerator(), FaultyScorer(batch, error))
     generation = await answer(lenient(), ToyGenerator(), FaultyScorer(batch, error))
-    assert generation.degradations == (Degradation.REWARD,)
+    assert generation.degradations == (Degradation.REWARD,) and not generation.hurried
     assert all(c.rewards == (c.score,) for c in generation.candidates)
     assert all(c.score == pytest.approx(c.mean_logprob) for c in generation.candidates)
     if batch < 2:
         plain = await answer(request(), ToyGenerator(), LikelihoodScorer())
         assert generation.candidates == plain.candidates
+
+
+async def test_the_likelihood_replaces_scores_whose_sum_overflows() -> None:
+    """Guards against a failed request where finite raw scores give no finite score."""
+    weighted = lenient(rewards=(WeightedReward("a", 2.0),))
+    huge = FixedScorer(lambda candidate: -1.7e308 if candidate.id == 3 else 0.5)
+    generation = await answer(weighted, ToyGenerator(), huge)
+    assert generation.degradations == (Degradation.REWARD,)
+    with pytest.raises(RewardInvalid):
+        await answer(replace(weighted, allow_degraded=False), ToyGenerator(), huge)
 
 
 async def test_a_failing_reward_cancels_the_others() -> None:
@@ -296,10 +308,14 @@ async def test_a_backend_that_hangs_holds_no_answer(verb: str) -> None:
     assert not generator.toy.ledger.owned
 
 
-async def test_streamed_text_is_in_the_answer_if_a_later_stride_hangs() -> None:
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+async def test_streamed_text_is_in_the_answer_if_a_later_stride_hangs(
+    stop: tuple[str, ...],
+) -> None:
     sent: list[Any] = []
     single = request(1, 60, schedule=GeometricSchedule(8))
-    single = replace(single, sampling=replace(single.sampling, min_tokens=60), allow_degraded=True)
+    sampling = replace(single.sampling, min_tokens=60, stop=stop)
+    single = replace(single, sampling=sampling, allow_degraded=True)
     generator, within = FaultyGenerator(hangs_at=30), WithinRounds(sent.append, progress=False)
     options = {"time_left_s": 1.0, "clock": generator.clock, "within": within}
     last = (await events_of(single, generator, FixedScorer(), **options))[-1]

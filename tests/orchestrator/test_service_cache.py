@@ -327,7 +327,7 @@ async def test_storing_does_not_miss_the_deadline(shared_valkey: ValkeyServer) -
         ) as service,
     ):
         gate.shut()
-        call = service.stub.Generate(small_request(), timeout=3)
+        call = service.stub.Generate(small_request(), timeout=6)
         await until(lambda: gate.held == 1)
         front.replies.shut()
         gate.open()

@@ -19,7 +19,7 @@ from specrej.channel import SERVICE_CONFIG, options
 from specrej.client import Options, build_request
 from specrej.security import Role, new_token
 from specrej.v1 import orchestrator_pb2
-from tests.serving import listening
+from tests.serving import listening, until
 from tests.specrej.fakes import (
     EVENTS,
     GENERATION,
@@ -213,6 +213,23 @@ async def test_retries_wait_as_the_server_demands(
     assert len(orchestrator.requests) == num_sent
 
 
+@pytest.mark.parametrize("retries", [None, Retries()])
+async def test_all_servers_of_a_name_get_calls(retries: Retries | None) -> None:
+    """Guards against one server that has the load of all."""
+    first, second = FakeOrchestrator(), FakeOrchestrator()
+    async with (
+        listening(first.service()) as one,
+        listening(second.service()) as other,
+        Client(f"ipv4:{one},{other}", retries=retries) as client,
+    ):
+
+        async def both_were_called() -> bool:
+            await client.describe()
+            return bool(first.peers and second.peers)
+
+        await until(both_were_called, bound_s=20)
+
+
 async def test_a_stream_with_an_event_is_not_retried(
     address: str, orchestrator: FakeOrchestrator
 ) -> None:
@@ -383,7 +400,7 @@ async def test_metadata_of_a_call(orchestrator: FakeOrchestrator, tmp_path: Path
 
 async def test_whether_the_orchestrator_serves(address: str) -> None:
     async with Client(address) as client:
-        assert await client.is_serving()
+        assert await client.is_serving(timeout_s=math.inf)
     async with Client("127.0.0.1:1") as client:
         assert not await client.is_serving(timeout_s=0.5)
 

@@ -94,6 +94,27 @@ async def test_the_description_follows_the_service() -> None:
         await until(is_new)
 
 
+class RemoteReward(ToyReward):
+    """It may lack its server, another one."""
+
+    is_away = False
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        if self.is_away:
+            raise Unavailable("the server of the reward cannot be reached")
+        return super().score(prompt, candidates)
+
+
+async def test_a_service_that_answers_is_not_away() -> None:
+    """Guards against one reward's failure that takes a service from all other requests."""
+    reward = RemoteReward()
+    async with reward_services(reward) as running:
+        reward.is_away = True
+        with pytest.raises(Unavailable):
+            await answer(request(), ToyGenerator(), partial(running.client.open, "toy"))
+        assert running.counts == (1, 0, 0)
+
+
 async def test_a_service_that_ended_the_session_is_tried_again() -> None:
     """A session whose lease expired is no sign that its service is lost."""
     reward = RefusesSecondBatch()
