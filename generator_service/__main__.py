@@ -14,6 +14,7 @@ from generator_service.settings import GeneratorSettings
 from generator_service.toy import is_toy, load_toy
 from specrej import telemetry, threads
 from specrej.contracts import Generator
+from specrej.errors import SpecrejError
 from specrej.serving import Heartbeat, Server
 from specrej.settings import load
 
@@ -33,7 +34,7 @@ def main() -> None:
     try:
         with telemetry.configured("generator", settings):
             asyncio.run(_serve(settings))
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, SpecrejError, ValueError) as error:
         raise SystemExit(f"generator: {error}") from error
     threads.leave()
 

@@ -84,6 +84,7 @@ class Engine:
     def _clear(self) -> None:
         """No sessions, all slots free, no prompt stored."""
         self.sessions: dict[int, Session] = {}
+        self._failed: dict[int, SpecrejError] = {}  # sessions between two commands, until closed
         self.ledger = SlotLedger(self._capacity_slots)
         self.prompts: PromptTree[PromptKV] = PromptTree(
             self.ledger,
@@ -176,6 +177,7 @@ class Engine:
     def close(self, session_id: int) -> int:
         """Free all that a session holds, waiting or running; slots freed, 0 if it is gone."""
         self.queue.leave(session_id)
+        self._failed.pop(session_id, None)
         session = self.sessions.pop(session_id, None)
         if session is None:
             return 0
@@ -192,9 +194,7 @@ class Engine:
         lost = [*self.queue, *self.sessions.values()]
         self._clear()
         for session in lost:
-            refuse(session.opened, error)
-            if session.growing:
-                refuse(session.growing, error)
+            self._refuse(session, session.growing, error)
 
     # Steps
 
@@ -335,13 +335,23 @@ class Engine:
         try:
             self.close(session.id)
         finally:
-            refuse(session.opened, failure)
-            if growing:
-                refuse(growing, failure)
+            self._refuse(session, growing, failure)
         return failure
+
+    def _refuse(
+        self, session: Session, growing: Future[PrefixBatch] | None, failure: SpecrejError
+    ) -> None:
+        """End the command that waits, or else the next one."""
+        if growing:
+            refuse(growing, failure)
+        elif session.opened.done():
+            self._failed[session.id] = failure
+        refuse(session.opened, failure)
 
     def _idle(self, session_id: int) -> Session:
         session = self.sessions.get(session_id)
+        if failure := self._failed.get(session_id):
+            raise failure
         if session is None:
             raise SessionExpired("the session is closed")
         if session.growing:

@@ -71,6 +71,8 @@ def _plan(given: argparse.Namespace) -> tuple[Capacity, int]:
     """The capacity of each device, and the number of the model's weights."""
     read, devices = reader(given.model), given.tensor_parallel
     whole, settings = ModelSizes.of(read), GeneratorSettings(context_tokens=given.context_tokens)
+    if given.engine == "own" and devices > 1:
+        raise ValueError("the own engine uses one device: --tensor-parallel is for vLLM")
     device = "cuda" if given.dtype == "bfloat16" else "cpu"
     is_vllm = given.engine == "vllm" or (given.engine, device) == ("auto", "cuda") or devices > 1
     planned = Capacity(

@@ -261,8 +261,9 @@ def _heaviest(weights: Tensor, enough: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nucleus(descending: Tensor, enough: Tensor) -> Tensor:
     """Zero all but the smallest prefix that reaches `enough` [rows, 1]; the first always stays."""
-    before = descending.cumsum(dim=-1) - descending
-    return descending.masked_fill(before >= enough, 0.0)
+    excluded = descending.cumsum(dim=-1) - descending >= enough
+    excluded[:, 0] = False  # of a tiny top_p, `enough` is 0 in float32
+    return descending.masked_fill(excluded, 0.0)
 
 
 def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:

@@ -104,6 +104,8 @@ class GeneratorSettings(ServiceSettings):
         needed = {"remote_url", "model"}
         if self.engine == "remote" and (missing := needed - self.model_fields_set):
             raise ValueError(f"{' and '.join(sorted(missing))} must be set if engine is remote")
+        if self.engine == "remote" and self.adapters:
+            raise ValueError("adapters must be empty if engine is remote")
         return self
 
     @field_validator("vllm_options")

@@ -10,6 +10,7 @@ from reward_service.settings import RewardSettings
 from reward_service.start import start_worker
 from specrej import settings as settings_loader
 from specrej import telemetry, threads
+from specrej.errors import SpecrejError
 from specrej.serving import Server
 
 
@@ -20,7 +21,7 @@ def main() -> None:
     try:
         with telemetry.configured("reward", settings):
             asyncio.run(serve(settings))
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, RuntimeError, SpecrejError, ValueError) as error:
         raise SystemExit(f"reward service: {error}") from error
     threads.leave()
 

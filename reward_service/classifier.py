@@ -1,7 +1,7 @@
 """Sequence classifiers: Bradley-Terry models, and regression heads with several labels.
 
-The score is the head's output at the last token of the conversation: one label's logit, or a
-weighted sum of several, then transformed as declared.
+The score is the head's output at the conversation's last token that is no padding: one label's
+logit, or a weighted sum of several, then transformed as declared.
 
 An unfinished text is closed by default: these models were trained on whole conversations, and their
 reward is read at the tokens that close the last turn.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from reward_service.causal_reward import CausalReward, Reading
 from reward_service.checkpoint import load_backbone, load_head
+from reward_service.conversation import Tokenized
 from reward_service.specs import ClassifierSpec, Resources, VLLMClassifierSpec
 from specrej import fingerprint
 
@@ -30,11 +31,27 @@ MANIFEST = "reward.json"
 
 
 class _LastLogits(Reading):
-    def __init__(self, spec: ClassifierSpec) -> None:
+    def __init__(self, spec: ClassifierSpec, pad_id: int | None) -> None:
         self._spec = spec
+        self._pad_id = pad_id
+
+    def marks(self, tokens: Tokenized) -> list[int]:
+        return [num_read(tokens.token_ids, self._pad_id) - 1]
 
     def score(self, outputs: Tensor) -> float:
         return weighted(self._spec, outputs[-1].tolist())
+
+
+def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
+    """How many tokens there are up to the last one that is no padding, at least one.
+
+    Heads are trained on this token (`GenericForSequenceClassification` of transformers): where the
+    tokens of padding and of the end are the same, not on the end.
+    """
+    length = len(token_ids)
+    while length > 1 and token_ids[length - 1] == pad_id:
+        length -= 1
+    return length
 
 
 def weighted(spec: ClassifierSpec | VLLMClassifierSpec, logits: Sequence[float]) -> float:
@@ -75,7 +92,8 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
         "head": fingerprint.of_file(spec.head) if spec.head else "",
         "adapter": fingerprint.of_directory(spec.adapter) if spec.adapter else "",
     }
-    reading = _LastLogits(spec)
+    # A head that `training` has fitted reads the last token.
+    reading = _LastLogits(spec, None if spec.head else model.config.pad_token_id)
     return CausalReward(spec, resources, description, model, head, reading, digests=digests)
 
 

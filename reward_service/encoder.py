@@ -42,6 +42,12 @@ class _EncoderReward(ABC):
         self._tokenizer = tokenizer
         self._control_tokens = ControlTokens(tokenizer)
         self._model = model.eval()
+        pad_id = model.config.get_text_config().pad_token_id
+        # Classifiers of decoders read the last token that is no padding: without that token they
+        # take one text at a time.
+        self._pad_id = pad_id or 0
+        if pad_id is None:
+            self.token_budget = 0
 
     @abstractmethod
     def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
@@ -65,7 +71,7 @@ class _EncoderReward(ABC):
         """In micro-batches of at most `token_budget` tokens, padding included."""
         for indices in plan([len(piece.token_ids) for piece in pieces], self.token_budget):
             texts = [pieces[index] for index in indices]
-            ids = _padded([text.token_ids for text in texts], self._device)
+            ids = _padded([text.token_ids for text in texts], self._device, self._pad_id)
             mask = _padded([[1] * len(text.token_ids) for text in texts], self._device)
             types = _padded([text.types for text in texts], self._device)
             for text, result in zip(texts, self._encode(ids, mask, types), strict=True):
@@ -207,5 +213,6 @@ def plan(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return batches
 
 
-def _padded(rows: Sequence[Sequence[int]], device: str) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
+def _padded(rows: Sequence[Sequence[int]], device: str, value: int = 0) -> Tensor:
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)

@@ -19,15 +19,14 @@ class LMHead:
     """The output embeddings of a language model, as they are when they are used.
 
     Raises:
-        ValueError: the model scales its logits in a way that is not supported.
+        ValueError: the model does more than that between its last hidden states and its logits.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        for scale in ("logit_scale", "logits_scaling"):
-            if getattr(model.config, scale, 1) != 1:
-                raise ValueError(f"models with {scale} are not supported")
         self._model: Any = model
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
+        if not self._are_the_models():
+            raise ValueError("models with layers or scales before their logits are not supported")
 
     def preferring(self, pair: list[int]) -> Head:
         """The probability of the first of two tokens against the second, [rows, 1]."""
@@ -46,6 +45,19 @@ class LMHead:
             for part, token_ids in parts
         ]
         return torch.cat(chosen)
+
+    @torch.inference_mode()
+    def _are_the_models(self) -> bool:
+        """Whether the logits of three tokens are those of the whole model, but for rounding."""
+        ids = torch.tensor([[0, 1, 2]], device=self._model.device)
+        expected = self._model(input_ids=ids, use_cache=False).logits[0].float()
+        states = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        try:
+            actual = self._logits(states)
+        except RuntimeError:  # of another width
+            return False
+        tolerance = 0.05 * float(expected.abs().max())
+        return actual.shape == expected.shape and torch.allclose(actual, expected, atol=tolerance)
 
     def _logits(self, states: Tensor) -> Tensor:
         logits: Tensor = self._model.get_output_embeddings()(states).float()

@@ -1,6 +1,6 @@
 """Sequence classifiers on vLLM's pooling runner, for models that one device cannot hold.
 
-Texts are written and tokenized as for classifier.py, and scored at their last token. vLLM's prefix
+Texts are written and tokenized as for classifier.py, and scored at the same token. vLLM's prefix
 cache keeps beginnings that texts share, such as the prompt, in whole blocks while there is room;
 sessions keep nothing. Needs vLLM's own environment (docs/vllm.md); uses its public interfaces only.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from reward_service.causal_reward import closes
-from reward_service.classifier import check_labels, weighted
+from reward_service.classifier import check_labels, num_read, weighted
 from reward_service.conversation import Conversation, Turns, load_conversation
 from reward_service.reward import StatelessSession, Text, TextTask, distinct
 from reward_service.specs import Resources, VLLMClassifierSpec
@@ -42,12 +42,14 @@ class VLLMClassifier:
         llm: Any,
         raw: Any,
         conversation: Conversation,
+        pad_id: int | None,
     ) -> None:
         self.name = spec.name
         self.token_budget = resources.token_budget
         self.fingerprint = spec.fingerprint(resources)
         self._spec = spec
         self._conversation = conversation
+        self._pad_id = pad_id
         self._llm = llm
         self._raw = raw
         # Used by the reward's thread alone, and running only during `compute`.
@@ -72,7 +74,9 @@ class VLLMClassifier:
     def _begin(self, turns: Turns, candidates: Sequence[Candidate]) -> TextTask:
         closed = [closes(candidate, self._spec.unfinished == "closed") for candidate in candidates]
         tokenized = turns.tokenize([candidate.text for candidate in candidates], closed)
-        unique, where = distinct([tuple(tokens.token_ids) for tokens in tokenized])
+        texts = [tokens.token_ids for tokens in tokenized]
+        read = [tuple(text[: num_read(text, self._pad_id)]) for text in texts]
+        unique, where = distinct(read)
 
         def to_scores(logits: list[list[float]]) -> list[float]:
             return [weighted(self._spec, of_text) for of_text in logits]
@@ -135,4 +139,4 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
 
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
     raw = PoolingParams(task="classify", use_activation=False)
-    return VLLMClassifier(spec, resources, llm, raw, conversation)
+    return VLLMClassifier(spec, resources, llm, raw, conversation, config.pad_token_id)

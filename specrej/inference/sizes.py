@@ -130,7 +130,13 @@ class Architecture:
 
 
 _TIED = {"tie_word_embeddings": True}
-_GEMMA_3 = _TIED | {"vocab_size": 262_208, "head_dim": 256, "max_position_embeddings": 131_072}
+_GEMMA_3 = _TIED | {
+    "vocab_size": 262_208,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 ARCHITECTURES = {
     "llama": Architecture(),
     "mistral": Architecture(),

@@ -55,7 +55,10 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("LlamaConfig", _SIZES | {"num_key_value_heads": 4}),
     "Llama 3": ("LlamaConfig", _SIZES | {"rope_parameters": _LLAMA_3_ROPE}),
     "Mistral": ("MistralConfig", _SIZES | {"sliding_window": 12}),
-    "Ministral 3": ("Ministral3Config", _SIZES | {"rope_parameters": _SCALED_QUERIES}),
+    "Ministral 3 (checkpoints of text alone)": (
+        "Ministral3Config",
+        _SIZES | {"rope_parameters": _SCALED_QUERIES},
+    ),
     "Qwen2, Qwen2.5": ("Qwen2Config", _SIZES),
     "Qwen3": ("Qwen3Config", _SIZES),
     "Gemma 2": ("Gemma2Config", _SIZES | {"sliding_window": 12}),

@@ -76,6 +76,7 @@ _LLAMA_LAYER = 41_943_040 + 176_160_768 + 8_192
 _QWEN_8B_LAYER = 41_943_040 + 3 * 4096 * 12288 + 8_192 + 2 * 128
 _QWEN_32B_LAYER = 5120 * 128 * (64 + 8 + 8 + 64) + 3 * 5120 * 25600 + 2 * 5120 + 2 * 128
 _GEMMA_LAYER = 3840 * 256 * (16 + 8 + 8 + 16) + 3 * 3840 * 15360 + 4 * 3840 + 2 * 256
+_GEMMA_4B_LAYER = 2560 * 256 * (8 + 4 + 4 + 8) + 3 * 2560 * 10240 + 4 * 2560 + 2 * 256
 # On each of four devices: 16 heads, 2 key heads, 7168 of 28672.
 _LLAMA_70B_LAYER = 8192 * 128 * (16 + 2 + 2 + 16) + 3 * 8192 * 7168 + 2 * 8192
 
@@ -128,6 +129,24 @@ CASES = {
         vocabulary=262_208,
         drawn=255,
         slots=127_215,
+    ),
+    "gemma-3-4b": Case(
+        # As published, the text part leaves out its heads, too.
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "sliding_window": 1024,
+            },
+        },
+        slot=2 * 34 * 4 * 256 * 2,
+        weights=34 * _GEMMA_4B_LAYER + 2560 + 262_208 * 2560,
+        vocabulary=262_208,
+        drawn=255,
+        slots=472_445,
     ),
     "mistral-7b": Case(
         config_of("mistral", 32, 32, 8, 4096, 14336, 32_768, 32_768),
@@ -324,6 +343,12 @@ def test_the_command_prints_one_table(tmp_path: Path) -> None:
     ):
         assert part in output
     assert "full ones" in output and "text model alone" in output
+
+
+def test_an_engine_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    """Guards against a plan for another engine than the one that was named."""
+    code, output = run(tmp_path, LLAMA_3_8B, "--engine", "own", "--tensor-parallel", "4")
+    assert code == 1 and "the own engine uses one device" in output
 
 
 def test_the_documented_plan(tmp_path: Path) -> None:

@@ -299,8 +299,9 @@ async def test_the_best_whole_answer_wins() -> None:
     def reply(body: Body, _: int) -> Reply:
         return answered("aeiou" if body["seed"] == 6 else "xyz")
 
-    async with generator(reply) as (made, _):
+    async with generator(reply, auto_candidates=2) as (made, _):
         described = await made.describe()
+        assert described.auto_candidates == 2
         assert described.whole_answers and "no early rejection" in described.device
         events = [event async for event in run(request, made, LetterScorer("a"))]
     finished = events[-1]
@@ -331,7 +332,11 @@ async def test_the_service_of_an_endpoint() -> None:
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"model": "m"}, "remote_url must be set"), ({"remote_url": "http://x"}, "model must be set")],
+    [
+        ({"model": "m"}, "remote_url must be set"),
+        ({"remote_url": "http://x"}, "model must be set"),
+        ({"model": "m", "remote_url": "http://x", "adapters": {"a": "/a"}}, "adapters must be"),
+    ],
 )
 def test_settings_that_are_missing_are_named(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):

@@ -95,6 +95,20 @@ def test_a_failing_step_ends_its_sessions_and_frees_their_slots() -> None:
     assert engine.ledger.owned == 0
 
 
+def test_a_failure_between_two_commands_is_the_next_ones() -> None:
+    """Guards against a bug that looks like an expired session, which is moved and fails again."""
+    model = Recorder(MODEL)
+    engine = Engine(model, 100)
+    session = admitted(engine, n=2, first=4)
+    model.is_failing = True
+    engine.step()  # the prompt is read before a round begins
+    with pytest.raises(InternalError):
+        engine.extend(session, 4)
+    engine.close(session)
+    with pytest.raises(SessionExpired):
+        engine.extend(session, 4)
+
+
 class FailsFor:
     """A model whose passes fail if they have rows of these sessions, or too many rows."""
 

@@ -74,7 +74,9 @@ def test_top_k_and_top_p_keep_the_likeliest_only() -> None:
     torch.testing.assert_close(
         measured, torch.tensor([0, 0.4, 0, 0.25, 0.2]) / 0.85, atol=0.02, rtol=0
     )
-    assert set(drawn(logits, Sampling(top_p=1e-9)).tolist()) == {1}
+    for least in (1e-9, 1e-46, 5e-324):  # the last two are 0 in float32
+        for kept in (0, 2, 5):
+            assert set(drawn(logits, Sampling(top_p=least, top_k=kept)).tolist()) == {1}
     assert set(drawn(logits, Sampling(top_k=1)).tolist()) == {1}
 
 

@@ -47,10 +47,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scores_are_plain_transformers_scores_whatever_the_batch(
     tmp_path: Path, family: str, pad: str | None, pad_id: int | None
 ) -> None:
-    """Guards pooling at the true last token.
+    """Guards the token that is read, whatever else is in the batch.
 
-    With pad == eos every rendered text ends in the pad token, and transformers' own batched head
-    scores the token before it; without a pad token it refuses to batch.
+    With pad == eos every rendered text ends in the pad token, and transformers' own head scores the
+    token before it; without a pad token it refuses to batch.
     """
     directory = save(tmp_path, make_config(family, pad_id), make_tokenizer(pad))
     expected = references(directory, TEXTS)

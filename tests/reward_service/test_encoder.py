@@ -44,6 +44,9 @@ CONFIGS: dict[str, Any] = {
     "bert": BertConfig(**BERT),
     "deberta": DebertaV2Config(**BERT, type_vocab_size=0),
     "roberta": RobertaConfig(**BERT, type_vocab_size=1),
+    # Decoders, whose classifiers look for padding.
+    "llama": tiny.make_config("llama", 2),
+    "llama without padding": tiny.make_config("llama", None),
 }
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    ElectraConfig,
+    ModernBertDecoderConfig,
+)
 
 from reward_service.reward import score, score_batch
 from tests.reward_service.tiny import (
     CONFIGS,
     PROMPT,
+    SIZES,
     batch,
     computed,
     load,
@@ -45,6 +52,18 @@ def test_scores_are_mean_and_sum_of_the_tokens(tmp_path: Path, family: str, clos
     total = load("likelihood", tmp_path, unfinished=unfinished, beta=0.5, mean=False)
     scores = score_batch(total.open(PROMPT), total, candidates)
     assert scores.values == pytest.approx([0.5 * float(e.sum()) for e in expected], abs=1e-3)
+
+
+@pytest.mark.parametrize("config", [ModernBertDecoderConfig, BertConfig, ElectraConfig])
+def test_layers_before_the_output_embeddings_are_refused(tmp_path: Path, config: Any) -> None:
+    """Guards against probabilities of another model: those without these layers."""
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")}
+    shape = {"num_hidden_layers": 2, "intermediate_size": 64, "max_position_embeddings": 256}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1}
+    made = config(**sizes, **shape, **special, sep_token_id=2, is_decoder=True)
+    save_language_model(tmp_path, made, None)
+    with pytest.raises(ValueError, match=r"before their logits|not a|supported"):
+        load("likelihood", tmp_path)
 
 
 def test_difference_from_a_reference_is_the_implicit_reward_of_dpo(tmp_path: Path) -> None:

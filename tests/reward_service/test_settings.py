@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -94,6 +95,21 @@ def test_missing_model_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == f"reward service: reward r: no model directory {tmp_path / 'gone'}"
+
+
+def test_a_reward_that_fails_at_the_start_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a traceback of the event loop that hides the reason."""
+    spec = {"name": "x", "kind": "function", "function": f"{__name__}:not_a_number"}
+    monkeypatch.setattr(sys, "argv", ["reward", "--port", "0", "--rewards", json.dumps([spec])])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == "reward service: reward x returned a score that is not finite"
+
+
+def not_a_number(prompt: Any, texts: list[str]) -> list[float]:
+    return [math.nan for _ in texts]
 
 
 def test_help_lists_every_kind(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,6 @@ def plain(directory: Path, auto_class: Any = AutoModelForSequenceClassification)
     """Tokenizer and model by transformers."""
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     model: Any = auto_class.from_pretrained(directory).eval()
-    model.config.pad_token_id = None  # a classifier then reads the last token
     return tokenizer, model
 
 
