@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flask import Response, jsonify, request
 from locust.runners import STATE_CLEANUP, STATE_RUNNING
@@ -13,6 +14,7 @@ from locust.runners import STATE_CLEANUP, STATE_RUNNING
 from loadtest.options import violations
 from loadtest.thresholds import CALLS, Kind, percentile
 from loadtest.workload import split_label
+from specrej.credentials import is_loopback
 
 _CHART = Path(__file__).with_name("latency_tab.html")
 _LATENCY = "latency-vs-n"
@@ -60,7 +62,10 @@ def _check_form() -> Response | None:
     """Refuse forms of other sites' pages, which Locust allows: one could send the token and a file
     of this machine to a host of its own. Answer a bad value as Locust's page shows it."""
     own = request.host_url.rstrip("/")
-    if request.method == "POST" and request.headers.get("Origin", own) != own:
+    host = urlsplit(own).hostname or ""
+    # Another site's name may begin to mean this machine.
+    is_foreign = is_loopback(request.remote_addr or "") and not is_loopback(host)
+    if request.method == "POST" and (is_foreign or request.headers.get("Origin", own) != own):
         return Response("the form is another site's", 403)
     if request.endpoint != "locust.swarm":
         return None

@@ -29,7 +29,7 @@ from specrej.channel import open_channel
 from specrej.cli_options import add_credentials, add_options, credentials_of, options_of
 from specrej.client import Client, RewardClient
 from specrej.contracts import Event, Generation, Message, Prompt, ServiceDescription
-from specrej.security import Role, append_line, new_token, time_of
+from specrej.security import Role, append_line, new_token, revoke, time_of
 
 _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
     errors.InvalidRequest: 2,
@@ -313,7 +313,8 @@ def _health(given: argparse.Namespace) -> None:
 def _add_token(commands: Any) -> None:
     text = """Make a token for TENANT. The token is printed to stdout and not stored. Its line for a
         tokens file, with only its SHA-256, goes to stderr or is appended to a file:
-        specrej token acme --append tokens.jsonl > acme.token"""
+        specrej token acme --append tokens.jsonl > acme.token. With --revoke, make none, and remove
+        all of the tenant's lines from a file."""
     parser = _add(commands, "token", _token, text)
     parser.add_argument("tenant", metavar="TENANT", help="the tenant that the token identifies")
     parser.add_argument(
@@ -327,14 +328,24 @@ def _add_token(commands: Any) -> None:
     parser.add_argument(
         "--expires", default="", help="end of its validity, as 2030-12-31T23:59:59Z; default: none"
     )
-    parser.add_argument(
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
         "--append", type=Path, metavar="FILE", help="append the line to this tokens file instead"
+    )
+    files.add_argument(
+        "--revoke",
+        type=Path,
+        metavar="FILE",
+        help="remove the tenant's lines from this tokens file",
     )
 
 
 def _token(given: argparse.Namespace) -> None:
     if not given.tenant:
         _fail("TENANT must not be empty", 2)
+    if given.revoke is not None:
+        _revoke(given.revoke, given.tenant)
+        return
     if given.expires:
         try:
             time_of(given.expires)
@@ -349,6 +360,16 @@ def _token(given: argparse.Namespace) -> None:
         except OSError as error:
             _fail(str(error))
     print(made)
+
+
+def _revoke(path: Path, tenant: str) -> None:
+    try:
+        number = revoke(path, tenant)
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    if not number:
+        _fail(f"{path} has no token of {tenant}")
+    note(f"{number} tokens of {tenant} removed from {path}")
 
 
 def _prompt(system: str, text: str) -> Prompt:

@@ -18,6 +18,8 @@ import math
 import os
 import re
 import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
@@ -298,3 +300,25 @@ def append_line(path: Path, line: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "a", encoding="utf-8") as file:
         file.write(f"{gap}{line}\n")
+
+
+def revoke(path: Path, tenant: str) -> int:
+    """Remove a tenant's lines from a tokens file, which keeps its mode; returns their number.
+
+    Raises:
+        OSError: it cannot be read or written.
+        ValueError: a line is invalid; nothing is removed.
+    """
+    read_tokens(path)
+    lines = path.read_text("utf-8").split("\n")
+    kept = [line for line in lines if not _is_of(line, tenant)]
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write("\n".join(kept))
+    shutil.copymode(path, file.name)
+    Path(file.name).replace(path)
+    return len(lines) - len(kept)
+
+
+def _is_of(line: str, tenant: str) -> bool:
+    is_entry = line.strip() and not line.lstrip().startswith("#")
+    return bool(is_entry and json.loads(line)["tenant"] == tenant)

@@ -13,6 +13,7 @@ import logging
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ _MORE_CALLS = 512
 _MAX_PENDING = 8192
 
 _BEAT_S = 0.25  # between two checks of the heartbeats, and two measurements of the event loop
+_LAGS_S = 60.0  # for which a measurement of the event loop counts
 
 # The time for messages in flight to arrive at a stopping server, and for its answers to leave.
 _SETTLING_S = 0.5
@@ -405,7 +407,7 @@ class ServerGauges:
         self, certificates: ReloadingFile[PEM] | None, access: Access | None = None
     ) -> None:
         self._certificates, self._access = certificates, access
-        self._lag_s = 0.0  # longest delay of the event loop since the last export
+        self._lags: deque[tuple[float, float]] = deque()  # (when, delay of the event loop)
 
     def observe(self) -> None:
         """Export them from now on."""
@@ -420,11 +422,14 @@ class ServerGauges:
         """Sleep; what it takes beyond these seconds is a delay of the event loop."""
         began = time.monotonic()
         await asyncio.sleep(seconds)
-        self._lag_s = max(self._lag_s, time.monotonic() - began - seconds)
+        now = time.monotonic()
+        self._lags.append((now, now - began - seconds))
+        while self._lags[0][0] < now - _LAGS_S:
+            self._lags.popleft()
 
     def _event_loop_lag(self) -> Iterator[telemetry.metrics.Observed]:
-        lag_s, self._lag_s = self._lag_s, 0.0
-        yield lag_s, {}
+        # Of a time, not since the last export: there may be several exporters.
+        yield max((lag_s for _, lag_s in tuple(self._lags)), default=0.0), {}
 
     def _files_rejected(self) -> Iterator[telemetry.metrics.Observed]:
         watched = (self._access, self._certificates)

@@ -44,6 +44,10 @@ class Program:
     is_stuck: Callable[[], Awaitable[bool]] | None = None
 
 
+# A generator may fetch its model first: as long as the startup probes in Kubernetes.
+START_S = 1800.0
+
+
 class Processes:
     """Children in their starting order; leaving the context stops them in reverse.
 
@@ -56,7 +60,7 @@ class Processes:
         programs: Sequence[Program],
         log_dir: Path,
         *,
-        start_timeout_s: float = 120.0,
+        start_timeout_s: float = START_S,
         grace_s: float = 15.0,
     ) -> None:
         self._programs = {program.name: program for program in programs}

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.local.processes import ProcessError, Processes, Program
+from deploy.local.processes import START_S, ProcessError, Processes, Program
 from specrej.channel import open_channel
 from specrej.credentials import Credentials, TLSFiles, tls_files
 from specrej.serving import LIVENESS
@@ -115,7 +115,7 @@ class Stack:
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
         credentials: Credentials | None = None,
-        start_timeout_s: float = 120.0,
+        start_timeout_s: float = START_S,
         grace_s: float = 15.0,
         orchestrators: int = 1,
         generators: int = 1,

@@ -70,7 +70,7 @@ RPC_DURATION = _seconds("rpc.server.call.duration", "ended calls, by code", RPC_
 RPC_REFUSED = _counter("specrej.rpc.server.refused", "{call}", "calls ended by bounds", "reason")
 HEARTBEAT_AGE = _gauge("specrej.heartbeat.age", "s", "since the compute thread last made progress")
 EVENT_LOOP_LAG = _gauge(
-    "specrej.event_loop.lag", "s", "longest delay of the event loop since the last export"
+    "specrej.event_loop.lag", "s", "longest delay of the event loop in the last minute"
 )
 FILES_REJECTED = _gauge("specrej.files.rejected", "{file}", "changed files that cannot be used")
 CERTIFICATE_LIFE = _gauge(

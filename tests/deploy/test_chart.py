@@ -91,11 +91,13 @@ def test_the_archive_is_the_chart(chart: Path, tmp_path: Path) -> None:
 
 def test_values_change_what_they_name(chart: Path) -> None:
     """Guards against values without effect, and settings that no pod is restarted for."""
-    settings = {"orchestrator": {"SPECREJ_ORCHESTRATOR_MAX_RUNNING": "7"}}
+    redis = "SPECREJ_ORCHESTRATOR_REDIS_URL"  # empty: none
+    settings = {"orchestrator": {"SPECREJ_ORCHESTRATOR_MAX_RUNNING": "7", redis: ""}}
     images = {"generator": "example.com/generator:1", "models": "example.com/models:1"}
     theirs = _template(chart, images=images, settings=settings, replicas={"orchestrator": 3})
     ours = rendered("cpu-embedded")
-    assert theirs.settings("orchestrator") == ours.settings("orchestrator") | {"MAX_RUNNING": "7"}
+    changed = {"MAX_RUNNING": "7", "REDIS_URL": ""}
+    assert theirs.settings("orchestrator") == ours.settings("orchestrator") | changed
     assert theirs.workloads["orchestrator"]["spec"]["replicas"] == 3
     used = {container["name"]: container["image"] for _, container in theirs.containers()}
     others = {container["name"]: container["image"] for _, container in ours.containers()}
@@ -107,8 +109,8 @@ def test_values_change_what_they_name(chart: Path) -> None:
     assert [name for name in annotated if "checksum/settings" in annotated[name]] == [
         "orchestrator"
     ]
-    changed = _template(chart, settings={"orchestrator": {"SPECREJ_ORCHESTRATOR_MAX_RUNNING": "8"}})
-    template = changed.workloads["orchestrator"]["spec"]["template"]
+    other = _template(chart, settings={"orchestrator": {"SPECREJ_ORCHESTRATOR_MAX_RUNNING": "8"}})
+    template = other.workloads["orchestrator"]["spec"]["template"]
     assert template["metadata"]["annotations"] != annotated["orchestrator"]
 
 
@@ -124,11 +126,18 @@ def test_values_of_a_group_of_nodes(chart: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"overlay": "other"}, {"image": {}}, {"settings": {"redis": {}}}]
+    ("values", "reason"),
+    [
+        ({"overlay": "other"}, "schema"),
+        ({"image": {}}, "schema"),
+        ({"settings": {"redis": {}}}, "schema"),
+        ({"images": {"orchestator": "x"}}, "images.orchestator: overlay cpu-embedded has nothing"),
+        ({"overlay": "gpu-nodes", "replicas": {"generator": 5}}, "replicas.generator: overlay"),
+    ],
 )
-def test_wrong_values_are_refused(chart: Path, values: dict[str, Any]) -> None:
+def test_wrong_values_are_refused(chart: Path, values: dict[str, Any], reason: str) -> None:
     """Guards against a value that is misspelt and ignored."""
-    assert "schema" in _run(chart, values)["error"]
+    assert reason in _run(chart, values)["error"]
 
 
 def test_objects_are_in_the_namespace_of_the_release(chart: Path) -> None:

@@ -117,9 +117,11 @@ async def check_tables(page: Page) -> None:
 
 async def check_forms_of_other_sites(url: str) -> None:
     """A page of another site cannot send the token and a file to its own host."""
-    request = Request(f"{url}/swarm", b"user_count=1", {"Origin": "http://other.example"})
-    with pytest.raises(HTTPError, match="403"):
-        await asyncio.to_thread(build_opener(ProxyHandler({})).open, request, timeout=60)
+    origin = {"Origin": "http://other.example"}
+    for headers in (origin, origin | {"Host": "other.example"}):  # a name of 127.0.0.1
+        request = Request(f"{url}/swarm", b"user_count=1", headers)
+        with pytest.raises(HTTPError, match="403"):
+            await asyncio.to_thread(build_opener(ProxyHandler({})).open, request, timeout=60)
 
 
 async def test_short_test_in_the_page(

@@ -28,7 +28,7 @@ from specrej import contracts as c
 from specrej.cli_options import parse_reward, parse_schedule, parse_structured_output
 from specrej.client import Options, build_request
 from specrej.plain_view import plain_line, summary_line
-from specrej.security import Access
+from specrej.security import Access, read_tokens
 from specrej.serving import Server, Service
 from specrej.settings import ServiceSettings
 from tests.certificates import Authority
@@ -391,6 +391,21 @@ async def test_a_new_token_goes_to_stdout_and_its_line_elsewhere(
     assert capsys.readouterr().err.startswith("specrej: ")
     _, line = await command("token", "acme", "--expires", "2030-12-31T23:59:59Z")
     assert json.loads(line)["expires"] == "2030-12-31T23:59:59Z"
+
+
+async def test_revoke_removes_the_tokens_of_one_tenant(command: Command, tmp_path: Path) -> None:
+    """Guards against names that are taken as patterns, or written in another way."""
+    path = tmp_path / "tokens"
+    for tenant in ("m\u00fcller", "acme.eu", "acme-eu", "acme.eu"):
+        await command("token", tenant, "--append", str(path))
+    path.write_text("# ours\n" + path.read_text().replace(": ", ":"))
+    for tenant, left in (("acme.eu", 2), ("m\u00fcller", 1)):
+        await command("token", tenant, "--revoke", str(path))
+        assert len(read_tokens(path).entries) == left
+    assert path.read_text().startswith("# ours\n") and "acme-eu" in path.read_text()
+    assert path.stat().st_mode & 0o077 == 0
+    with pytest.raises(SystemExit, match="1"):
+        await command("token", "acme.eu", "--revoke", str(path))
 
 
 async def test_unusable_credentials_are_errors(

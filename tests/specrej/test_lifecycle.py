@@ -85,8 +85,8 @@ async def test_the_delay_of_the_event_loop_is_measured() -> None:
 
     def has_lagged() -> bool:
         time.sleep(0.05)  # blocks the loop, between two measurements at the latest
-        ((lag_s, _),) = server._gauges._event_loop_lag()
-        return lag_s > 0.02
+        exported = [lag_s for _ in range(2) for lag_s, _ in server._gauges._event_loop_lag()]
+        return min(exported) > 0.02  # a second exporter has it, too
 
     async with running(server):
         await until(has_lagged)
