@@ -57,7 +57,7 @@ up: $(READY) models ## start all services and keep them running until Ctrl-C
 example: $(READY) models ## start all services, run a program of examples/, stop: make example NAME=batch
 	@$(BIN)/python -m examples $(NAME) $(ARGS)
 
-PYTEST = $(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder
 
 test: $(READY) models ## run the tests: make test ARGS="tests/specrej -k client"
 	@$(PYTEST) -m "not long" $(ARGS)

@@ -254,9 +254,9 @@ async def test_the_dialog_for_a_token_can_be_left(form: Window) -> None:
     """Guards against a dialog that opens again and again before everything else."""
     await form.js(
         """
-        window.asked = 0;
+        window.numCalls = 0;
         window.fetch = async () => {
-          window.asked += 1;
+          window.numCalls += 1;
           return Response.json({ error: { message: 'a token is needed' } }, { status: 401 });
         };
         document.getElementById('token-open').click();"""
@@ -266,7 +266,7 @@ async def test_the_dialog_for_a_token_can_be_left(form: Window) -> None:
     await form.js("document.getElementById('token-open').click()")
     await form.press("Forget it")
     await form.until("document.getElementById('service').textContent === 'a token is needed'")
-    state = await form.js("return [document.getElementById('token').open, window.asked]")
+    state = await form.js("return [document.getElementById('token').open, window.numCalls]")
     assert state == [False, 1]
 
 
