@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _IDLE_S = 60  # between two requests of a connection
 _HANDSHAKE_S = 10.0
+_FLUSH_S = 0.02  # between two looks at replies that are being read
 _ENDING_S = 3.0  # for the end of cancelled requests
 
 
@@ -114,11 +115,15 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """Refuse connections, give requests `grace_s` seconds to finish, then end them."""
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + grace_s
         self._listener.close()
         for connection in tuple(self._state.connections):
             connection.shutdown()
         if self._state.tasks and grace_s:
             await asyncio.wait(self._state.tasks, timeout=grace_s)
+        while self._state.connections and clock() < end_s:  # clients that read  # noqa: ASYNC110
+            await asyncio.sleep(_FLUSH_S)
         for connection in tuple(self._state.connections):
             connection.transport.abort()  # as if the client had left
         if self._state.tasks:

@@ -48,7 +48,7 @@ class _Requests(h11.Connection):
 class Connection(H11Protocol):
     """A connection without pipelining: a request before the last answer is complete ends it.
 
-    Its end has a timer until the headers are complete, and one while a reply is unread.
+    One timer bounds the wait for headers, another the time in which no byte of a reply is read.
     """
 
     def __init__(
@@ -101,13 +101,16 @@ class Connection(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: a caller could fill the log."""
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._reader_timer:
+            self._await_reader()  # over TLS, a whole reply may be written without a pause
+
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, but not before its last reply was taken."""
         if self._num_unsent():
             later = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
             self.timeout_keep_alive_task = later
-            if not self._reader_timer:
-                self._await_reader()
         else:
             super().timeout_keep_alive_handler()
             self._end_after(self._settings.unread_s)  # a client may leave TLS open
@@ -141,7 +144,8 @@ class Connection(H11Protocol):
         """End the connection when `unread_s` pass in which no byte of the reply is taken."""
         self._cancel_reader()
         left = self._num_unsent()
-        if left >= before:
+        is_written = self._is_answering and not self.flow.write_paused  # then it grows, too
+        if left >= before and not is_written:
             self._end("late")
         elif left:
             self._reader_timer = self.loop.call_later(

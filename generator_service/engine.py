@@ -194,7 +194,9 @@ class Engine:
         lost = [*self.queue, *self.sessions.values()]
         self._clear()
         for session in lost:
-            self._refuse(session, session.growing, error)
+            refuse(session.opened, error)
+            if session.growing:
+                refuse(session.growing, error)
 
     # Steps
 
@@ -335,18 +337,12 @@ class Engine:
         try:
             self.close(session.id)
         finally:
-            self._refuse(session, growing, failure)
+            if growing:
+                refuse(growing, failure)
+            elif session.opened.done():  # no command waits: the next one fails
+                self._failed[session.id] = failure
+            refuse(session.opened, failure)
         return failure
-
-    def _refuse(
-        self, session: Session, growing: Future[PrefixBatch] | None, failure: SpecrejError
-    ) -> None:
-        """End the command that waits, or else the next one."""
-        if growing:
-            refuse(growing, failure)
-        elif session.opened.done():
-            self._failed[session.id] = failure
-        refuse(session.opened, failure)
 
     def _idle(self, session_id: int) -> Session:
         session = self.sessions.get(session_id)

@@ -63,7 +63,7 @@ def _check_form() -> Response | None:
     of this machine to a host of its own. Answer a bad value as Locust's page shows it."""
     own = request.host_url.rstrip("/")
     host = urlsplit(own).hostname or ""
-    # Another site's name may begin to mean this machine.
+    # The name of another site may later resolve to this machine.
     is_foreign = is_loopback(request.remote_addr or "") and not is_loopback(host)
     if request.method == "POST" and (is_foreign or request.headers.get("Origin", own) != own):
         return Response("the form is another site's", 403)

@@ -88,12 +88,14 @@ def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:
         return torch.nn.functional.linear(states.float(), weight, bias)
 
     description = "A reward model's logit for the response as the assistant's turn."
+    # A head that `training` has fitted reads the last token.
+    pad_id = None if spec.head else model.config.get_text_config().pad_token_id
     digests = {
+        "padding": str(pad_id),
         "head": fingerprint.of_file(spec.head) if spec.head else "",
         "adapter": fingerprint.of_directory(spec.adapter) if spec.adapter else "",
     }
-    # A head that `training` has fitted reads the last token.
-    reading = _LastLogits(spec, None if spec.head else model.config.pad_token_id)
+    reading = _LastLogits(spec, pad_id)
     return CausalReward(spec, resources, description, model, head, reading, digests=digests)
 
 

@@ -163,7 +163,7 @@ class CrossEncoderReward(_EncoderReward):
             )
         super().__init__(resources, tokenizer, model)
         self.name = spec.name
-        self.fingerprint = spec.fingerprint(resources)
+        self.fingerprint = spec.fingerprint(resources, padding=str(self._pad_id))
         self._transform = spec.transform
         limit = tokenizer.model_max_length
         positions = getattr(model.config, "max_position_embeddings", limit)

@@ -46,7 +46,7 @@ class VLLMClassifier:
     ) -> None:
         self.name = spec.name
         self.token_budget = resources.token_budget
-        self.fingerprint = spec.fingerprint(resources)
+        self.fingerprint = spec.fingerprint(resources, padding=str(pad_id))
         self._spec = spec
         self._conversation = conversation
         self._pad_id = pad_id
@@ -139,4 +139,5 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
 
     llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**arguments | spec.vllm_options))
     raw = PoolingParams(task="classify", use_activation=False)
-    return VLLMClassifier(spec, resources, llm, raw, conversation, config.pad_token_id)
+    pad_id = config.get_text_config().pad_token_id
+    return VLLMClassifier(spec, resources, llm, raw, conversation, pad_id)

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import secrets
-import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -303,19 +303,29 @@ def append_line(path: Path, line: str) -> None:
 
 
 def revoke(path: Path, tenant: str) -> int:
-    """Remove a tenant's lines from a tokens file, which keeps its mode; returns their number.
+    """Remove a tenant's lines from a tokens file, which keeps its owner and its mode; returns their
+    number.
 
     Raises:
         OSError: it cannot be read or written.
         ValueError: a line is invalid; nothing is removed.
     """
     read_tokens(path)
+    path = path.resolve()  # a link stays one
+    status = path.stat()
     lines = path.read_text("utf-8").split("\n")
     kept = [line for line in lines if not _is_of(line, tenant)]
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write("\n".join(kept))
-    shutil.copymode(path, file.name)
-    Path(file.name).replace(path)
+        made = Path(file.name)
+        try:
+            file.write("\n".join(kept))
+            os.chown(made, status.st_uid, status.st_gid)
+            made.chmod(stat.S_IMODE(status.st_mode))
+            file.flush()
+            made.replace(path)
+        except BaseException:
+            made.unlink()
+            raise
     return len(lines) - len(kept)
 
 

@@ -301,7 +301,7 @@ async function route() {
   }
 }
 
-async function describe(asks = true) {
+async function describe(opensDialog = true) {
   try {
     const description = await get('v1/specrej/describe');
     setText($('service'), `${description.generator.model} on ${description.generator.device}`);
@@ -309,7 +309,7 @@ async function describe(asks = true) {
     showCode();
   } catch (error) {
     setText($('service'), error.message);
-    if (error.needsToken && asks) askToken();
+    if (error.needsToken && opensDialog) askToken();
   }
 }
 
@@ -327,6 +327,10 @@ $('token').addEventListener('close', () => {
     describe().then(route);
   } else if ($('token').returnValue === 'forget') {
     setToken('');
+    remembered.clear();
+    $('recent').replaceChildren();
+    player = new Player([]);
+    showPlayer();
     describe(false);
   }
 });

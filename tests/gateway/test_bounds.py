@@ -226,14 +226,38 @@ async def test_a_slow_reader_gets_its_reply(
         client.leave()
 
 
+async def test_a_stream_that_is_written_is_no_unread_reply(
+    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against the end of a stream whose client reads: what is unsent may grow meanwhile."""
+    orchestrator.hangs = True
+    async with gateway_at(address) as server:
+        client = await Connection.open(server.port, request(CHAT, STREAM))
+        await orchestrator.received.wait()
+        served = only_connection(server)
+        monkeypatch.setattr(served, "_num_unsent", lambda: 6000)
+        served._await_reader(5000)
+        assert served._reader_timer and not served.transport.is_closing()
+        served.pause_writing()
+        served._await_reader(5000)
+        assert served.transport.is_closing()
+        client.leave()
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
 async def test_a_second_request_does_not_excuse_an_unread_reply(
-    address: str, orchestrator: FakeOrchestrator
+    address: str, orchestrator: FakeOrchestrator, tmp_path: Path, *, is_tls: bool
 ) -> None:
     """Guards against replies that are held without a bound: the second one waits for the first."""
     holding(orchestrator)
-    async with gateway_at(address, unread_s=0.3) as server:
-        client = await Connection.open(server.port, request(CHAT, BODY))
+    authority = Authority(tmp_path)
+    pair = authority.issue()
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if is_tls else {}
+    tls = context(authority) if is_tls else None
+    async with gateway_at(address, unread_s=0.3, **settings) as server:
+        client = Connection(*await asyncio.open_connection("localhost", server.port, ssl=tls))
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.writer.write(request(CHAT, BODY))
         await until(lambda: connections(server) == 1)
         served = only_connection(server)
         await until(lambda: served._num_unsent() > 0 and not served._is_answering)

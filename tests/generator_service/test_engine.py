@@ -107,6 +107,10 @@ def test_a_failure_between_two_commands_is_the_next_ones() -> None:
     engine.close(session)
     with pytest.raises(SessionExpired):
         engine.extend(session, 4)
+    idle = admitted(engine, n=2, first=4)
+    engine.start_over(InternalError("a bug"))
+    with pytest.raises(SessionExpired):  # no fault of this one: it may be moved
+        engine.extend(idle, 4)
 
 
 class FailsFor:

@@ -32,8 +32,12 @@ needs_vllm = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model with two labels, and with heads of a size that vLLM's kernels support."""
-    config = make_config("llama", 0, head_dim=32, num_labels=2)
-    return save(tmp_path_factory.mktemp("classifier"), config, make_tokenizer("<pad>"))
+    return saved(tmp_path_factory.mktemp("classifier"), 0)
+
+
+def saved(directory: Path, pad_id: int) -> Path:
+    config = make_config("llama", pad_id, head_dim=32, num_labels=2)
+    return save(directory, config, make_tokenizer("<pad>" if pad_id == 0 else tiny.EOS))
 
 
 def loaded(kind: str, directory: Path, **options: Any) -> Any:
@@ -71,15 +75,22 @@ class FakeEngine:
         """There is nothing to end."""
 
 
-def test_scores_are_weighted_logits_of_each_different_text(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards equal texts, closed turns and the accounts where vLLM is not installed."""
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What `FakeEngine` receives."""
     module = SimpleNamespace(
         AsyncEngineArgs=dict, AsyncLLMEngine=FakeEngine, PoolingParams=lambda **options: options
     )
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(vllm_classifier, "prepare_environment", lambda threads: None)
+    monkeypatch.setattr(FakeEngine, "requests", [])
+    return FakeEngine.requests
+
+
+def test_scores_are_weighted_logits_of_each_different_text(
+    directory: Path, fake: list[list[int]]
+) -> None:
+    """Guards equal texts, closed turns and the accounts where vLLM is not installed."""
     options: dict[str, Any] = {"vllm_options": {"quantization": "fp8"}, "unfinished": "open"}
     reward = loaded("vllm-classifier", directory, **options)
     candidates = [
@@ -88,13 +99,23 @@ def test_scores_are_weighted_logits_of_each_different_text(
         Candidate(2, "ab", 0, 0.0),
     ]
     scores = score_batch(reward.open(PROMPT), reward, candidates)
-    unclosed, closed = FakeEngine.requests
+    unclosed, closed = fake
     assert closed == [*unclosed, closed[-1]]
     expected = [len(ids) - 0.5 * ids[-1] for ids in (unclosed, closed, unclosed)]
     assert list(scores.values) == expected
     assert scores.computed_tokens == len(unclosed) + len(closed) - 10
     with pytest.raises(ValueError, match="has 2 labels, label_weights has 3"):
         loaded("vllm-classifier", directory, label_weights=[1.0, 1.0, 1.0])
+    reward.close()
+
+
+def test_padding_at_the_end_is_not_read(tmp_path: Path, fake: list[list[int]]) -> None:
+    """Guards models whose padding is their end of text: their heads were not trained on it."""
+    options: dict[str, Any] = {"vllm_options": {"quantization": "fp8"}}
+    reward = loaded("vllm-classifier", saved(tmp_path, 2), **options)
+    score(reward, PROMPT, ["ab"])
+    (read,) = fake
+    assert 2 not in read[-2:]
     reward.close()
 
 

@@ -395,7 +395,8 @@ async def test_a_new_token_goes_to_stdout_and_its_line_elsewhere(
 
 async def test_revoke_removes_the_tokens_of_one_tenant(command: Command, tmp_path: Path) -> None:
     """Guards against names that are taken as patterns, or written in another way."""
-    path = tmp_path / "tokens"
+    path, file = tmp_path / "tokens", tmp_path / "file"
+    path.symlink_to(file)
     for tenant in ("m\u00fcller", "acme.eu", "acme-eu", "acme.eu"):
         await command("token", tenant, "--append", str(path))
     path.write_text("# ours\n" + path.read_text().replace(": ", ":"))
@@ -403,7 +404,7 @@ async def test_revoke_removes_the_tokens_of_one_tenant(command: Command, tmp_pat
         await command("token", tenant, "--revoke", str(path))
         assert len(read_tokens(path).entries) == left
     assert path.read_text().startswith("# ours\n") and "acme-eu" in path.read_text()
-    assert path.stat().st_mode & 0o077 == 0
+    assert path.is_symlink() and file.stat().st_mode & 0o077 == 0
     with pytest.raises(SystemExit, match="1"):
         await command("token", "acme.eu", "--revoke", str(path))
 
