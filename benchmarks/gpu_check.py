@@ -85,7 +85,11 @@ _PRODUCT_SIZE = 8192 if ON_CUDA else 1024
 
 
 def main() -> None:
-    """Check, and write both files."""
+    """Check, and write both files.
+
+    Raises:
+        SystemExit: with 1 if a test of the suite failed, or the suite did not end.
+    """
     arguments = parse_arguments(
         __doc__,
         shape=("llama-3-8b" if ON_CUDA else "small", f"one of {', '.join(SHAPES)}"),
@@ -107,6 +111,7 @@ def main() -> None:
     (arguments.out / "gpu-check.md").write_text("\n".join(_page(result)) + "\n")
     headings = ("N", "tokens/s", "of the bound", "step ms", "prune of half, ms")
     report("vLLM behind the session verbs", headings, map(_row, result["speed"]), result)
+    sys.exit(bool(result["conformance"] and result["conformance"]["exit_code"]))
 
 
 class Result(dict[str, Any]):
@@ -135,10 +140,13 @@ def _conformance(out: Path) -> dict[str, Any]:
     suite = [*command, *files, "-k", "vllm or cuda"]
     file = out / "conformance.txt"
     with file.open("w") as stream:
-        subprocess.run(suite, stdout=stream, check=False)
+        code = subprocess.run(
+            suite, stdout=stream, stderr=subprocess.STDOUT, check=False
+        ).returncode
     output = file.read_text()
-    failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
-    return {"summary": output.strip().splitlines()[-1].strip("= "), "failed": failed}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    summary = (output.strip().splitlines() or [""])[-1].strip("= ")
+    return {"summary": summary, "failed": failed, "exit_code": code}
 
 
 async def _measure(arguments: argparse.Namespace, result: Result) -> None:

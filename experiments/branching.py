@@ -125,7 +125,9 @@ def compare(runs: Sequence[Line], reward: str) -> tuple[Table, Table]:
     Judges differ in standard deviations over all answers; seconds are medians of ratios.
     """
     columns, judges = _columns([run for run in runs if run["reward"] == reward])
-    rejection = {name: of for name, of in columns.items() if not name.startswith(_BRANCHING)}
+    # In the order of N: values of a file that was continued later may come first.
+    sizes = sorted((n for n in columns if not n.startswith(_BRANCHING)), key=_candidates)
+    rejection = {name: columns[name] for name in sizes}
     rows: list[tuple[Cell, ...]] = []
     differences: list[tuple[Cell, ...]] = []
     for name, of in columns.items():
@@ -147,6 +149,11 @@ def compare(runs: Sequence[Line], reward: str) -> tuple[Table, Table]:
         Table("differences", caption, headings_of_differences, tuple(differences)),
         Table("branching", caption, headings, tuple(rows)),
     )
+
+
+def _candidates(system: str) -> int:
+    """The N of "N = 16"."""
+    return int(system.rpartition(" ")[2])
 
 
 def _columns(

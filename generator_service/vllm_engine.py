@@ -329,7 +329,8 @@ def _steps(seconds: float, running: int, stats: Any) -> list[Step]:
     """
     if not stats:
         return [Step(seconds, running)]
-    rows = max(1, running + len(stats.finished_requests))
+    reported = len(stats.time_to_first_tokens_iter) + len(stats.inter_token_latencies_iter)
+    rows = max(1, running, reported)  # requests whose round has ended are not running
     count = max(1, round(stats.num_generation_tokens / rows))
     tokens, rest = divmod(stats.num_generation_tokens, count)
     steps = [Step(seconds / count, rows, tokens + (number < rest)) for number in range(count)]

@@ -239,7 +239,8 @@ class VLLMGenerator:
     async def warm_up(self) -> None:
         """A few tokens, so that first-time work is done before the first request."""
         sampling = Sampling(max_tokens=3, ignore_eos=True)
-        async with self.open(SessionSpec(Prompt(text="Hello"), 2, sampling, 1)) as session:
+        n = min(2, self.engine.max_rows)
+        async with self.open(SessionSpec(Prompt(text="Hello"), n, sampling, 1)) as session:
             await session.extend(1)
             await session.extend(3)
 

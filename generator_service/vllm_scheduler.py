@@ -92,8 +92,12 @@ class _Scheduler:
             output.prefill_stats = kept[0].prefill_stats
             output.events = [event for one in outputs for event in one.events or ()] or None
             if logprobs := [one.new_logprobs for one in outputs if one.new_logprobs]:
-                columns = zip(*(lists[:3] for lists in logprobs), strict=True)
-                output.new_logprobs = LogprobsLists(*map(np.concatenate, columns))
+                # As wide as the largest request of each step's batch asks for.
+                width = min(lists.logprobs.shape[1] for lists in logprobs)
+                tokens = [lists.logprob_token_ids[:, :width] for lists in logprobs]
+                values = [lists.logprobs[:, :width] for lists in logprobs]
+                ranks = [lists.sampled_token_ranks for lists in logprobs]
+                output.new_logprobs = LogprobsLists(*map(np.concatenate, (tokens, values, ranks)))
         return output
 
     def _may_wait(self, name: str) -> bool:

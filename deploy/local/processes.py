@@ -233,7 +233,8 @@ async def run_python(arguments: Sequence[str], address: str) -> int:
     # Ctrl-C reaches the program, too, which ends by itself.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, env={**os.environ, "SPECREJ_ADDRESS": address}
+        *_dying_with_parent((sys.executable, *arguments)),
+        env={**os.environ, "SPECREJ_ADDRESS": address},
     )
     try:
         return await process.wait()

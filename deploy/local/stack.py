@@ -314,7 +314,7 @@ async def _is_ready(port: int, tls: ssl.SSLContext | None) -> bool:
 
 
 async def _first_line(port: int, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:
-    """The first line of the reply; empty: nothing listens."""
+    """The first line of the reply; empty: there is none."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port, ssl=tls)
     except OSError:
@@ -322,5 +322,7 @@ async def _first_line(port: int, request: bytes, tls: ssl.SSLContext | None = No
     try:
         writer.write(request)
         return await reader.readline()
+    except OSError:
+        return b""  # it ended meanwhile
     finally:
         writer.close()

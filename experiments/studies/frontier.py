@@ -19,7 +19,7 @@ import numpy as np
 from experiments.flops import UNKNOWN
 from experiments.replay import Replayer
 from experiments.studies.best_of_n import doublings, expected_answer, ranked
-from experiments.studies.plans import Measured, default_of, measure
+from experiments.studies.plans import Measured, default_of, is_scored, measure
 from experiments.studies.prefixes import Correlation
 from experiments.studies.statistics import MIN_PROMPTS, Estimate, bounded_mean, mean
 from experiments.studies.tables import Table
@@ -164,6 +164,8 @@ def study(
     first_tokens = []
     for token in correlation.decision_tokens:
         plan = replace(default.plan, schedule=GeometricSchedule(token.position), memory_tokens=0)
+        if not is_scored(prompts, reward, plan):  # it also cuts at tokens that the grid lacks
+            continue
         run = measure(replayers, plan, UNKNOWN)
         complete, alone = (mean(judge.ahead(run, judge.all)) for judge in judges)
         row = (token.position, token.kendall, float(run.tokens.mean()), (complete, alone))

@@ -97,7 +97,7 @@ def plans(
         for n in ns(prompts)
         for schedule, memory_tokens in schedules
         if not memory_tokens or n * memory_tokens >= longest
-        if _is_scored(prompts, reward, Plan(n, 0.5, schedule, memory_tokens))
+        if is_scored(prompts, reward, Plan(n, 0.5, schedule, memory_tokens))
         for alpha in alphas
     )
 
@@ -114,7 +114,7 @@ def base_n(prompts: Sequence[Trajectories]) -> int:
     return max(1, min(prompt.n for prompt in prompts) // 8)
 
 
-def _is_scored(prompts: Sequence[Trajectories], reward: str, plan: Plan) -> bool:
+def is_scored(prompts: Sequence[Trajectories], reward: str, plan: Plan) -> bool:
     """Full slots end a round at the grid's position before, so the first position matters too."""
     if reward == LIKELIHOOD:
         return True

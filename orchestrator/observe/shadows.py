@@ -222,14 +222,19 @@ def observe(run: WatchedRun) -> Observation:
         partial.append(verdicts)
     # Once the best has ended it can be ranked out, and still be the answer.
     partial = partial[: len(run.partial[best])]
-    lost = [_num_lost(best, weights, partial, alpha) for alpha in ALPHAS]
+    least = run.request.selection.min_answers
+    lost = [_num_lost(best, weights, partial, alpha, least) for alpha in ALPHAS]
     is_shadow = best in run.shadows
     most = max(weights.values())
     return Observation(pairs_by_label, weights[best], most, [weights[best] * is_shadow, *lost])
 
 
 def _num_lost(
-    best: int, weights: Mapping[int, int], partial: Sequence[Mapping[int, Verdict]], alpha: float
+    best: int,
+    weights: Mapping[int, int],
+    partial: Sequence[Mapping[int, Verdict]],
+    alpha: float,
+    least: int,
 ) -> int:
     """Of the candidates that `best` represents, how many a run with this alpha rejects.
 
@@ -239,10 +244,14 @@ def _num_lost(
     for verdicts in partial:
         vetoed = {number for number, verdict in verdicts.items() if verdict.vetoed}
         scores = {number: verdict.score for number, verdict in verdicts.items()}
-        room = num_kept(sum(standing.values()), alpha)
-        for number in rank(scores, vetoed):
+        room = num_kept(sum(standing.values()), alpha, least)
+        ranking = rank(scores, vetoed)
+        first = next((number for number in ranking if standing[number]), None)
+        for number in ranking:
             standing[number] = 0 if number in vetoed else min(standing[number], room)
             room -= standing[number]
+        if first is not None and not any(standing.values()):  # a cut keeps one of vetoed ones
+            standing[first] = 1
     return weights[best] - standing[best]
 
 

@@ -60,6 +60,21 @@ def test_only_prompts_that_every_system_has_answered_count() -> None:
     assert [row[-1] for row in table.rows] == ["j 0.000; logprob -1.000", "j 1.000; logprob -1.000"]
 
 
+def test_the_order_of_the_file_does_not_count() -> None:
+    """Guards a file that was continued with a smaller N: rewards met the tokens of another N."""
+    made = {"N = 16": (100, 1.0), "N = 64": (400, 3.0), "branching 8/4,2": (100, 2.0)}
+    lines = [
+        line(prompt, system, 0.0) | {"tokens": tokens, "score": score}
+        for prompt in "ab"
+        for system, (tokens, score) in made.items()
+    ]
+    ratios = [
+        {str(row[0]): str(row[5]) for row in compare(of, "r")[1].rows}
+        for of in (lines, lines[::-1])
+    ]
+    assert ratios[0] == ratios[1]
+
+
 def test_differences_are_of_equal_prompts() -> None:
     lines = [
         line(prompt, system, judged=shift + number, seconds=seconds)

@@ -95,6 +95,12 @@ def test_luck_among_settings_is_not_recommended() -> None:
     assert kept >= 8
 
 
+def test_cuts_off_the_grid_are_left_out() -> None:
+    """Guards against a collection of hours without a report: cuts double from each first one."""
+    result = study(collection(8, 32, max_tokens=128, positions=(16, 64)))
+    assert [first.position for first in result.first_tokens] == [64]
+
+
 def test_default_that_may_lose_is_not_recommended() -> None:
     """Guards against the best setting of all prompts, whose own lead is not above chance.
 

@@ -382,6 +382,11 @@ async def test_a_cancelled_prune_frees_what_it_rejects(
     await until(lambda: not engine.held)
 
 
+async def test_one_candidate_is_enough_to_start() -> None:
+    """Guards against a valid setting with which the process ends after loading."""
+    await make(DoubleEngine(max_rows=1)).warm_up()
+
+
 async def test_warm_up_and_end(engine: DoubleEngine, generator: VLLMGenerator) -> None:
     await generator.warm_up()
     check_idle(generator)

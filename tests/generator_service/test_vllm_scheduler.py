@@ -73,9 +73,12 @@ def recent() -> Scheduler:
     return scheduler
 
 
-def output(name: str, token: int, finish: FinishReason | None = None) -> EngineCoreOutput:
-    row = np.array([[token]])
-    logprobs = LogprobsLists(row, -row / 10.0, row[0], None)
+def output(
+    name: str, token: int, finish: FinishReason | None = None, width: int = 1
+) -> EngineCoreOutput:
+    """`width`: of the drawn token and those that another request of the batch asks for."""
+    row = np.array([[token, *range(100, 99 + width)]])
+    logprobs = LogprobsLists(row, -row / 10.0, row[0, :1], None)
     return EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=finish)
 
 
@@ -95,6 +98,18 @@ def test_tokens_leave_together_at_the_end_of_a_round() -> None:
     assert scheduler.sent(output("a", 4)) == []
     (made,) = scheduler.sent(output("a", 8, FinishReason.LENGTH))
     assert made.new_token_ids == [4, 8]
+
+
+def test_outputs_are_joined_whatever_other_requests_ask_for() -> None:
+    """Guards against an error in the scheduler, which ends vLLM and all sessions: the number of
+    log-probabilities is that of the batch, which changes between two steps."""
+    scheduler = recent()
+    scheduler.add("a", stream_interval=3)
+    assert scheduler.sent(output("a", 1)) == []
+    assert scheduler.sent(output("a", 2, width=6)) == []
+    (made,) = scheduler.sent(output("a", 3, FinishReason.LENGTH, width=4))
+    assert made.new_logprobs.logprobs.tolist() == [[-0.1], [-0.2], [-0.3]]
+    assert made.new_logprobs.logprob_token_ids.tolist() == [[1], [2], [3]]
 
 
 def test_tokens_with_stop_texts_are_sent_at_once() -> None:
@@ -143,9 +158,12 @@ def test_steps_that_come_together_are_counted_each() -> None:
     """Of three steps of four requests, one of which ends earlier."""
     prompts = SimpleNamespace(computed=5, cached_tokens=2)
     stats = SimpleNamespace(
-        num_generation_tokens=11, finished_requests=["b"], prompt_token_stats=prompts
+        num_generation_tokens=11,
+        time_to_first_tokens_iter=[0.1],  # one entry per request, in one of these lists
+        inter_token_latencies_iter=[0.1] * 3,
+        prompt_token_stats=prompts,
     )
-    steps = _steps(0.3, 3, stats)
+    steps = _steps(0.3, 0, stats)  # none of them runs on: a round has ended
     assert [(step.rows, step.generated) for step in steps] == [(4, 4), (4, 4), (4, 3)]
     assert sum(step.seconds for step in steps) == pytest.approx(0.3)
     assert [(step.prefilled, step.reused) for step in steps] == [(5, 2), (0, 0), (0, 0)]

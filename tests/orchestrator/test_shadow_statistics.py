@@ -57,9 +57,12 @@ def watched(
     rng: random.Random | None = None,
     rewards: Sequence[WeightedReward] = PLAIN,
     schedule: Schedule | None = None,
+    least: int = 1,
 ) -> WatchedRun:
     """A run without backends."""
-    selection = Selection(rewards=tuple(rewards), schedule=schedule or GeometricSchedule())
+    selection = Selection(
+        rewards=tuple(rewards), schedule=schedule or GeometricSchedule(), min_answers=least
+    )
     request = GenerationRequest(Prompt(text="?"), Sampling(), selection)
     generator: Any = None
     return WatchedRun(request, generator, (), "", rng or random.Random(0))
@@ -116,9 +119,9 @@ class Outcome:
         return observe(self.run)
 
 
-def outcome(rng: random.Random, world: World, alpha: float = ALPHA) -> Outcome:
+def outcome(rng: random.Random, world: World, alpha: float = ALPHA, least: int = 1) -> Outcome:
     """Speculative Rejection in a world, and the ends of its shadows."""
-    run = watched(rng)
+    run = watched(rng, least=least)
     rejected_in: dict[int, int] = {}
     live, ranked = set(range(len(world.finals))), set[int]()
     for index in range(len(world.partials) + 1):
@@ -127,7 +130,7 @@ def outcome(rng: random.Random, world: World, alpha: float = ALPHA) -> Outcome:
         live -= {candidate.id for candidate in candidates if candidate.finish}
         rewards = {number: world.reward(number, index) for number in range(len(world.finals))}
         scores = {number: rewards[number] for number in ranked}
-        kept = rejection.cut(scores, live, alpha).kept if live else ranked
+        kept = rejection.cut(scores, live, alpha, least=least).kept if live else ranked
         rejected_in |= dict.fromkeys(live - kept, index)
         ranked &= kept
         live &= kept
@@ -235,12 +238,32 @@ def test_regret_is_about_how_often_the_best_was_rejected(
     assert statistics.mean(observation.lost[0] > 0 for observation in observations) <= estimate
 
 
-@given(seed=st.integers(0, 10**6), n=st.integers(1, 40), alpha=st.sampled_from(ALPHAS))
-def test_replaying_the_alpha_of_the_run_rejects_the_same(seed: int, n: int, alpha: float) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 40),
+    alpha=st.sampled_from(ALPHAS),
+    least=st.sampled_from((1, 1, 4)),
+)
+def test_replaying_the_alpha_of_the_run_rejects_the_same(
+    seed: int, n: int, alpha: float, least: int
+) -> None:
     """The policy replayed on the sample, against the policy itself."""
     rng = random.Random(seed)
-    lost = outcome(rng, World.drawn(rng, n, (0.5, 0.7, 0.9), 0.2), alpha).observation.lost
+    world = World.drawn(rng, n, (0.5, 0.7, 0.9), 0.2)
+    lost = outcome(rng, world, alpha, least).observation.lost
     assert lost[1 + ALPHAS.index(alpha)] == lost[0]
+
+
+def test_of_vetoed_candidates_the_best_one_is_kept() -> None:
+    """Guards against a recommended alpha of 0 where prefixes are vetoed whatever alpha is."""
+    run = watched(rewards=(WeightedReward("toy", veto_below=0.0),))
+    growing = tuple(Candidate(number, "", 1, 0.0) for number in range(4))
+    raw: dict[int, tuple[float, ...]] = {number: (-4.0 + number,) for number in range(4)}
+    run.take(Round(growing, RoundEnd.DECISION_TOKEN, 1, SlotGauge(1, 0, 0)), raw, {3})
+    ended = (Candidate(3, "", 2, 0.0, FinishReason.STOP),)
+    run.take(Round(ended, RoundEnd.ALL_FINISHED, 2, SlotGauge(1, 0, 0)), {3: (1.0,)}, set())
+    run.ends |= dict.fromkeys(run.shadows, ((-1.0,), False))
+    assert set(observe(run).lost) == {0}
 
 
 @pytest.mark.parametrize(

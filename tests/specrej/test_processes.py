@@ -176,12 +176,21 @@ async def test_an_ended_or_stuck_child_is_restarted(tmp_path: Path) -> None:
         await asyncio.wait({keeping})
 
 
+PARENT_OF_A_PROGRAM = """
+import asyncio, sys
+from deploy.local.processes import run_python
+child = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+asyncio.run(run_python(("-c", child), ""))
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's prctl")
-async def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [PARENT, PARENT_OF_A_PROGRAM])
+async def test_children_die_with_a_killed_parent(tmp_path: Path, script: str) -> None:
     """Guards against ports and memory held by orphans after a kill -9 of the parent."""
     root = Path(__file__).parents[2]
     parent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PARENT, str(tmp_path)), cwd=root, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", script, str(tmp_path)), cwd=root, stdout=asyncio.subprocess.PIPE
     )
     assert parent.stdout is not None
     child = os.pidfd_open(int(await asyncio.wait_for(parent.stdout.readline(), 30)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 
 from deploy.local.processes import ProcessError, Processes
-from deploy.local.stack import Ports, Stack
+from deploy.local.stack import Ports, Stack, _is_ready
 
 
 def names(directory: Path) -> list[str]:
@@ -32,6 +33,18 @@ async def test_a_taken_port_raises_before_anything_starts() -> None:
         with pytest.raises(ProcessError, match=rf"port {port} \(reward\)"):
             async with Stack(replace(Ports.free(), reward=port)):
                 pytest.fail("entered")
+
+
+async def test_a_reset_connection_is_no_answer() -> None:
+    """Guards against a stack that ends because one service does, and hides why."""
+
+    async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock: socket.socket = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async with await asyncio.start_server(leave, "127.0.0.1", 0) as server:
+        assert not await _is_ready(server.sockets[0].getsockname()[1], None)
 
 
 async def test_a_service_that_cannot_start_raises(

@@ -23,6 +23,7 @@ from specrej.contracts import (
     GeometricSchedule,
     Prompt,
     Pruned,
+    Round,
     Sampling,
     Session,
     SessionSpec,
@@ -126,6 +127,34 @@ async def test_the_new_generator_decides_how_many_forks_have_room() -> None:
     async with generators(*toys) as running:
         moved = await _answer_without(of_eight, running, toys, "prune", 0)
     assert content(moved) == content(undisturbed)
+
+
+class Refuses(HeldGenerator):
+    """Its sessions cannot grow, and their port answers so."""
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+        async with super().open(spec) as session:
+
+            async def refuse(until_tokens: int) -> Round:
+                raise Unavailable("the endpoint answers with status 503")
+
+            session.extend = refuse  # type: ignore[method-assign]
+            yield session
+
+
+@pytest.mark.parametrize("makes_whole_answers", [False, True])
+async def test_whole_answers_that_failed_are_not_paid_for_again(
+    makes_whole_answers: bool,
+) -> None:
+    """Guards against all N requests to an endpoint, sent again because one of them failed."""
+    toys = [Refuses() for _ in range(2)]
+    for toy in toys:
+        toy.whole_answers = makes_whole_answers
+    async with generators(*toys) as running:
+        with pytest.raises(Unavailable):
+            await answer(request(8), running.client, SCORER)
+    assert sum(toy.num_opened for toy in toys) == (1 if makes_whole_answers else 2)
 
 
 async def _answer_without(
