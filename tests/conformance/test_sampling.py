@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import Counter
@@ -251,6 +252,17 @@ async def test_logprobs_are_reported_if_requested(subject: Subject) -> None:
                 logprobs[candidate.id] += candidate.new_logprobs
                 assert candidate.logprob == pytest.approx(sum(logprobs[candidate.id]), abs=1e-3)
     assert {c.new_logprobs for c in await whole(subject.generator, 4, ENDLESS)} == {()}
+
+
+async def test_sessions_may_report_different_numbers_of_tokens(subject: Subject) -> None:
+    """Guards against an engine that ends when the widths of what a batch reports differ."""
+    few = replace(ENDLESS, max_tokens=40)
+    many = replace(ENDLESS, max_tokens=8, logprobs=True, top_logprobs=5)
+    alone = await whole(subject.generator, 2, few)
+    together = await asyncio.gather(
+        whole(subject.generator, 2, few), *(whole(subject.generator, 2, many) for _ in range(2))
+    )
+    assert [c.new_token_ids for c in together[0]] == [c.new_token_ids for c in alone]
 
 
 @also_remote_own
