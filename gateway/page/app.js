@@ -31,6 +31,7 @@ class Run {
     this.events = [];
     this.ended = null;
     this.began = performance.now();
+    this.race.find('actions').replaceChildren();
     this.abort = new AbortController();
   }
 
@@ -44,7 +45,6 @@ class Run {
     this.isBusy = false;
     this.race.removeAttribute('busy');
     this.race.setAttribute('idle', 'next');
-    this.race.find('actions').replaceChildren();
     this.race.show(this.state, this.clock);
   }
 
@@ -60,7 +60,6 @@ class Run {
     this.isBusy = true;
     this.race.removeAttribute('idle');
     this.race.setAttribute('busy', '');
-    this.race.find('actions').replaceChildren();
     this.race.show(this.state, this.clock);
     try {
       await stream(body, abort.signal, take);
@@ -183,14 +182,8 @@ form.addEventListener('keydown', (event) => {
   form.requestSubmit();
 });
 // A browser can show what is wrong with a field only where it can be seen.
-form.addEventListener(
-  'invalid',
-  ({ target }) => {
-    const around = target.closest('details');
-    if (around) around.open = true;
-  },
-  true,
-);
+const show = ({ target }) => target.closest('details')?.setAttribute('open', '');
+form.addEventListener('invalid', show, true);
 $('stop').addEventListener('click', stop);
 $('code').addEventListener('toggle', showCode);
 $('language').addEventListener('change', showCode);
@@ -301,7 +294,7 @@ async function route() {
   }
 }
 
-async function describe(opensDialog = true) {
+async function describe() {
   try {
     const description = await get('v1/specrej/describe');
     setText($('service'), `${description.generator.model} on ${description.generator.device}`);
@@ -309,7 +302,7 @@ async function describe(opensDialog = true) {
     showCode();
   } catch (error) {
     setText($('service'), error.message);
-    if (error.needsToken && opensDialog) askToken();
+    if (error.needsToken) askToken();
   }
 }
 
@@ -321,18 +314,11 @@ function askToken() {
 }
 
 $('token-open').addEventListener('click', askToken);
-$('token').addEventListener('close', () => {
-  if ($('token').returnValue === 'save') {
-    setToken($('token').querySelector('input').value.trim());
-    describe().then(route);
-  } else if ($('token').returnValue === 'forget') {
-    setToken('');
-    remembered.clear();
-    $('recent').replaceChildren();
-    player = new Player([]);
-    showPlayer();
-    describe(false);
-  }
+$('token').addEventListener('close', ({ target }) => {
+  const { returnValue: choice } = target;
+  if (choice) setToken(choice === 'save' ? target.querySelector('input').value.trim() : '');
+  if (choice === 'save') describe().then(route);
+  if (choice === 'forget') location.reload(); // without what the token has shown
 });
 addEventListener('hashchange', route);
 
