@@ -126,6 +126,11 @@ def has_details(failure: grpc.aio.AioRpcError) -> bool:
     return DETAILS_TRAILER in dict(failure.trailing_metadata() or ())
 
 
+def is_answer(error: errors.SpecrejError) -> bool:
+    """Whether the backend of a failed call is there: one of our services sent this error."""
+    return isinstance(error.__cause__, grpc.aio.AioRpcError) and has_details(error.__cause__)
+
+
 def without_foreign_text(
     error: errors.SpecrejError, failure: BaseException | None, backend: str
 ) -> errors.SpecrejError:

@@ -27,7 +27,7 @@ from orchestrator.backends.resolving import Target
 from orchestrator.background import ended
 from specrej.contracts import BackendHealth, BackendKind, BackendState
 from specrej.errors import InternalError, Overloaded, SpecrejError, Unavailable
-from specrej.status import from_backend_error, has_details
+from specrej.status import from_backend_error, is_answer
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +156,8 @@ class Backend(Generic[P]):
                 raise self.failure from None
             raise
         except Unavailable as failure:
-            cause = failure.__cause__
             # A backend that answers is judged by its polls: it may lack one reward's server only.
-            if not (isinstance(cause, grpc.aio.AioRpcError) and has_details(cause)):
+            if not is_answer(failure):
                 self.suspect(failure)
             raise
         finally:

@@ -12,8 +12,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import replace
 from typing import Self
 
-import grpc.aio
-
 from orchestrator.backends.fleet import Backend
 from specrej.contracts import (
     NO_FORKS,
@@ -28,7 +26,7 @@ from specrej.contracts import (
 )
 from specrej.errors import InvalidRequest, Overloaded, Unavailable
 from specrej.remote import RemoteGenerator
-from specrej.status import has_details
+from specrej.status import is_answer
 from specrej.telemetry import metrics, names
 
 log = logging.getLogger(__name__)
@@ -149,9 +147,9 @@ class FailoverSession:
             Unavailable: the session has moved before, or its generator is there: one that makes
                 whole answers has tried again itself, and another one would pay for all of them.
         """
-        cause, described = error.__cause__, self._session.backend.description
-        is_there = isinstance(cause, grpc.aio.AioRpcError) and has_details(cause)
-        if not self._may_move or (is_there and described and described.whole_answers):
+        described = self._session.backend.description
+        is_paid = described and described.whole_answers and is_answer(error)
+        if is_paid or not self._may_move:
             raise error
         self._may_move = False
         self._lost = self._session

@@ -40,6 +40,7 @@ from specrej.contracts import (
     Finished,
     FinishReason,
     Forks,
+    Generation,
     GenerationRequest,
     Generator,
     Round,
@@ -120,15 +121,7 @@ async def run(
                 if len(state.rounds) == 1:
                     state.first_round_ms = (clock() - began) * 1e3
                 yield completed
-    state.unused_tokens = growth.discard(())
-    if state.lacks_answers(least):
-        state.cut_short(may_degrade=request.allow_degraded)
-    is_lost = Degradation.GENERATOR in state.degradations
-    state.hurried = deadline.hurried or scorer.is_late or bool(state.live and not is_lost)
-    generation = state.generation(request.selection.return_candidates, (clock() - began) * 1e3)
-    if progress:
-        progress.end(generation.best)
-    yield Finished(generation)
+    yield Finished(current.generation(began))
 
 
 @asynccontextmanager
@@ -199,6 +192,23 @@ class _Run:
             self.state.degradations.append(Degradation.GENERATOR)
         finally:
             _count_fates(self.state)
+
+    def generation(self, began: float) -> Generation:
+        """The answer, once the rounds are over; `began`: the run, by its clock.
+
+        Raises:
+            DeadlineExceeded: too few answers are complete, and the request allows no degradation.
+        """
+        state, selection = self.state, self.request.selection
+        state.unused_tokens = self.growth.discard(())
+        if state.lacks_answers(selection.min_answers):
+            state.cut_short(may_degrade=self.request.allow_degraded)
+        is_cut = bool(state.live) and Degradation.GENERATOR not in state.degradations
+        state.hurried = self.deadline.hurried or self.scorer.is_late or is_cut
+        made = state.generation(selection.return_candidates, (self.clock() - began) * 1e3)
+        if self.progress:
+            self.progress.end(made.best)
+        return made
 
     async def round(self) -> RoundCompleted:
         """Extend all live candidates, score them, reject the lowest, free their slots."""

@@ -105,3 +105,18 @@ def test_branching_quotes_its_runs(max_tokens: int, reward: str, system: str) ->
     assert isinstance(ratio, Estimate)
     interval = rf"{ratio.value:.2f} \({ratio.low:.2f} to {ratio.high:.2f}\)"
     assert re.search(rf"{quoted}[a-z ]*{interval} \|$", page, re.MULTILINE)
+
+
+def test_the_machines_of_kept_results_are_those_of_their_files() -> None:
+    """Guards against a figure that is read as another machine's."""
+    page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    first, others = page.split("Machine of the kept results: ")[1].split("Of\n", 1)
+    amd, intel = others.partition("\n\n")[0].split(": 2 cores of ")[:2]
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        found = re.search(r'"processor": "([^"]*)"', path.read_text(encoding="utf-8"))
+        if not found or path.stem.startswith("gpu_check"):
+            continue
+        named = [f"`{path.stem}`" in part for part in (amd, intel)]
+        is_amd, is_usual = "AMD EPYC" in found[1], "2.50GHz" in found[1]
+        assert named == [is_amd, not is_amd and not is_usual], path.name
+    assert "Intel Xeon at 2.50 GHz" in first and "AMD EPYC" in intel

@@ -226,6 +226,22 @@ async def test_a_slow_reader_gets_its_reply(
         client.leave()
 
 
+async def test_a_stopping_gateway_waits_for_readers(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against an answer that is cut though its request has finished in time."""
+    holding(orchestrator)
+    async with gateway_at(address) as server:
+        client = await Connection.open(server.port, request(CHAT, BODY))
+        head = await client.read_until(b"\r\n\r\n")
+        served = only_connection(server)
+        await until(lambda: served._num_unsent() > 0 and not served._is_answering)
+        stopping = asyncio.create_task(server.stop(60))
+        body = await client.read_all(60)
+        assert b"content-length: %d\r\n" % len(body) in head
+        await stopping
+
+
 async def test_a_stream_that_is_written_is_no_unread_reply(
     address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
