@@ -197,27 +197,26 @@ _ORDERS = (
     ("reward", "orchestrator", "generator"),
 )
 _ENDED = ("UNAVAILABLE", "exit 0")
-_case = partial(here, limit_s=60)
 
 CASES: tuple[Case, ...] = (
     *(
-        _case(f"starts/any-order/{'-'.join(names)}", partial(in_order, names), "OK", "exit 0 x 3")
+        here(f"starts/any-order/{'-'.join(names)}", partial(in_order, names), "OK", "exit 0 x 3")
         for names in _ORDERS
     ),
-    _case("starts/sigterm-in-flight", sigterm_in_flight, "OK", *_ENDED),
+    here("starts/sigterm-in-flight", sigterm_in_flight, "OK", *_ENDED),
     *(
-        _case(
+        here(
             f"starts/sigterm-longer-than-grace/{name}",
             partial(sigterm_longer_than_grace, name),
             *_ENDED,
         )
         for name in ("orchestrator", "generator")
     ),
-    _case("starts/sigterm-twice", sigterm_twice, *_ENDED),
+    here("starts/sigterm-twice", sigterm_twice, *_ENDED),
     *(
-        _case(f"starts/sigterm-during-load/{name}", partial(sigterm_during_load, name), "exit 0")
+        here(f"starts/sigterm-during-load/{name}", partial(sigterm_during_load, name), "exit 0")
         for name in ("reward", "generator")
     ),
-    _case("starts/no-child-left", no_child_left, "gone"),
-    _case("starts/dependencies-absent", model_fails_to_load, "exit 1", "UNAVAILABLE", "OK"),
+    here("starts/no-child-left", no_child_left, "gone"),
+    here("starts/dependencies-absent", model_fails_to_load, "exit 1", "UNAVAILABLE", "OK"),
 )

@@ -43,7 +43,7 @@ NODES = ("a", "b", "c")
 _REDIS_SEAT, _REDIS_PORT = "c", 6379
 # Longer than the delays of a slow machine, and than the loss of a backend.
 LEASE_S = 15.0
-LOST_S = 2.0
+LOST_S = 5.0
 _GENERATORS, _REWARDS = "generators.test", "rewards.test"
 _COMMON = {"HOST": "0.0.0.0", "ALLOW_ANONYMOUS": "true", "DRAIN_S": "0.5", "GRACE_S": "10"}
 # Covers a reconnect, the leases and a poll of the backends.

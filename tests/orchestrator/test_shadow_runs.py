@@ -304,5 +304,5 @@ async def test_a_lost_backend_ends_shadows_only(service: Whole, backend: str) ->
     assert await ended(service) == {KIND: 0}
     await server.start()
     await until(lambda: service.generator.is_idle)
-    await answer(service, 2)
+    await calls.answer_when_available(service, message(2))
     assert await ended(service) == {KIND: 1}
