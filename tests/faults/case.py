@@ -14,7 +14,7 @@ from tests.faults.world import NotRecovered, World
 # defines. Raises AssertionError if the service violates a promise.
 Play = Callable[[World], Awaitable[Sequence[str]]]
 
-_LIMIT_S = 120.0
+_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)

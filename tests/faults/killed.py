@@ -14,6 +14,7 @@ from tests.faults.phases import Phase, held_at
 from tests.faults.world import FAILING_SEED, LEASE_S, World
 
 _STOPPED_S = 1.5
+_CALL_S = 60.0  # a slow machine needs 20 s
 
 KILLED_AT = {
     "before-first-token": phases.OPENING,
@@ -25,7 +26,7 @@ KILLED_AT = {
 
 async def kill(name: str, phase: Phase, world: World, **options: Any) -> list[str]:
     """Kill a process while a request is at a phase."""
-    async with held_at(phase, world, stream=True, **options) as call:
+    async with held_at(phase, world, stream=True, timeout_s=_CALL_S, **options) as call:
         world.kill(name)
         for proxy in world.proxies.values():
             await proxy.heal()

@@ -11,6 +11,8 @@ from typing import Any
 from specrej.contracts import Algorithm, TokensSchedule
 from tests.faults.world import MAX_RUNNING, PROMPT, Call, World
 
+_ARRIVES_S = 60.0  # hangs, if it takes longer: a slow machine needs 10 s
+
 _N = 8
 _PROMPT_SLOTS = len(PROMPT.split())
 _LONG: Mapping[str, Any] = {"n": _N, "max_tokens": 400}
@@ -62,12 +64,12 @@ async def _pruning(world: World) -> None:
 
 
 async def _first_round(world: World) -> None:
-    await world.until_generator(lambda g: g.slots.owned > _PROMPT_SLOTS + _N * 4)
+    await world.until_generator(lambda g: g.slots.owned > _PROMPT_SLOTS + _N * 4, _ARRIVES_S)
 
 
 async def _second_round(world: World) -> None:
     # After the first cut half of them live: they own this many slots only well after it.
-    await world.until_generator(lambda g: g.slots.owned > _PROMPT_SLOTS + _N * 20)
+    await world.until_generator(lambda g: g.slots.owned > _PROMPT_SLOTS + _N * 20, _ARRIVES_S)
 
 
 async def _last_step(world: World) -> None:
@@ -79,7 +81,7 @@ async def _last_step(world: World) -> None:
 
 
 async def _queued(world: World) -> None:
-    await world.until_service(lambda service: service.queued > 0)
+    await world.until_service(lambda service: service.queued > 0, _ARRIVES_S)
 
 
 # The toy's texts contain this word.

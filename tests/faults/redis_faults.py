@@ -33,7 +33,7 @@ def _missed(outcomes: Sequence[Outcome]) -> list[str]:
     return _codes(outcomes)
 
 
-def _codes(outcomes: Sequence[Outcome], *, most_s: float = 12.0) -> list[str]:
+def _codes(outcomes: Sequence[Outcome], *, most_s: float = 6.0) -> list[str]:
     late = [outcome.seconds for outcome in outcomes if outcome.seconds > most_s]
     assert not late, f"requests took {late} s"
     texts = {outcome.generation.best.text for outcome in outcomes if outcome.generation}

@@ -197,26 +197,27 @@ _ORDERS = (
     ("reward", "orchestrator", "generator"),
 )
 _ENDED = ("UNAVAILABLE", "exit 0")
+_case = partial(here, limit_s=60)
 
 CASES: tuple[Case, ...] = (
     *(
-        here(f"starts/any-order/{'-'.join(names)}", partial(in_order, names), "OK", "exit 0 x 3")
+        _case(f"starts/any-order/{'-'.join(names)}", partial(in_order, names), "OK", "exit 0 x 3")
         for names in _ORDERS
     ),
-    here("starts/sigterm-in-flight", sigterm_in_flight, "OK", *_ENDED),
+    _case("starts/sigterm-in-flight", sigterm_in_flight, "OK", *_ENDED),
     *(
-        here(
+        _case(
             f"starts/sigterm-longer-than-grace/{name}",
             partial(sigterm_longer_than_grace, name),
             *_ENDED,
         )
         for name in ("orchestrator", "generator")
     ),
-    here("starts/sigterm-twice", sigterm_twice, *_ENDED),
+    _case("starts/sigterm-twice", sigterm_twice, *_ENDED),
     *(
-        here(f"starts/sigterm-during-load/{name}", partial(sigterm_during_load, name), "exit 0")
+        _case(f"starts/sigterm-during-load/{name}", partial(sigterm_during_load, name), "exit 0")
         for name in ("reward", "generator")
     ),
-    here("starts/no-child-left", no_child_left, "gone"),
-    here("starts/dependencies-absent", model_fails_to_load, "exit 1", "UNAVAILABLE", "OK"),
+    _case("starts/no-child-left", no_child_left, "gone"),
+    _case("starts/dependencies-absent", model_fails_to_load, "exit 1", "UNAVAILABLE", "OK"),
 )
