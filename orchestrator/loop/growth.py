@@ -50,7 +50,7 @@ class Growth:
         self._deadline = deadline
         self._clock = clock
         self._ahead: Round | None = None
-        self._failure: OutOfTime | SpecrejError | None = None  # of a stride ahead
+        self._failure: OutOfTime | SpecrejError | None = None  # of the next call
         self._score_s = 0.0  # of the last scores awaited
 
     async def extend(
@@ -127,6 +127,10 @@ class Growth:
         finally:
             awaited.cancel()
             await asyncio.gather(awaited, return_exceptions=True)
+
+    def fail(self, error: OutOfTime | SpecrejError) -> None:
+        """Let the next `extend` raise this error."""
+        self._failure = error
 
     def discard(self, live: Collection[int]) -> int:
         """Drop what candidates that are not `live` any more grew ahead; returns their tokens."""

@@ -53,7 +53,7 @@ from specrej.contracts import (
     SessionSpec,
     WeightedReward,
 )
-from specrej.errors import InternalError, RewardInvalid, Unavailable
+from specrej.errors import InternalError, RewardInvalid, SpecrejError, Unavailable
 from specrej.telemetry import metrics, names
 from specrej.telemetry.traces import Attribute
 
@@ -304,7 +304,12 @@ class _Run:
             metrics.record(names.BRANCH_ROOTS, len({*map(state.root, survivors)}))
         if not rejected and not forks:
             return alpha, {}, 0
-        pruned = await in_time(self.session.prune(state.live, forks), self.deadline.patience_s)
+        try:
+            pruned = await in_time(self.session.prune(state.live, forks), self.deadline.patience_s)
+        except (OutOfTime, SpecrejError) as error:
+            # The round is complete, and where nothing is live so is the answer.
+            self.growth.fail(error)
+            return alpha, {}, 0
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
         state.fork(forks)
         return alpha, forks, pruned.freed_slots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import cycle
@@ -15,11 +15,13 @@ from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop import WithinRounds
 from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
 from specrej.contracts import (
+    NO_FORKS,
     Algorithm,
     Candidate,
     Degradation,
     Finished,
     FinishReason,
+    Forks,
     GenerationRequest,
     GeometricSchedule,
     Prompt,
@@ -294,6 +296,33 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, int]) -> 
     left = await answer(whole, generator, FixedScorer(), time_left_s=1.0, clock=generator.clock)
     assert {c.id for c in left.candidates if c.finish is FinishReason.STOP} == complete
     assert left.usage.generated_tokens > 17 * len(complete)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_a_failed_prune_costs_no_round(
+    is_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against complete answers that are lost with the last prune, and untraced rounds."""
+    early, toy = lenient(schedule=GeometricSchedule(8)), ToyGenerator(end_every=12)
+    scorer = FixedScorer(lambda candidate: float(is_last and candidate.finish is not None))
+    planned, num_failed = await answer(early, toy, scorer), 0
+
+    async def failing(session: ToySession, keep: Collection[int], forks: Forks = NO_FORKS) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        assert bool(keep) is not is_last, "the case did not occur"
+        raise Unavailable("gone")
+
+    monkeypatch.setattr(ToySession, "prune", failing)
+    generation = await answer(early, toy, scorer)
+    assert num_failed == 1 and generation.rounds[-1].num_rejected
+    if is_last:
+        assert generation.candidates == planned.candidates and not generation.degraded
+        assert len(generation.rounds) == len(planned.rounds)
+    else:
+        assert generation.degradations == (Degradation.GENERATOR,)
+        with pytest.raises(Unavailable):
+            await answer(replace(early, allow_degraded=False), toy, scorer)
 
 
 @pytest.mark.parametrize("verb", ["prune", "close"])
