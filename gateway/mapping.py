@@ -8,6 +8,7 @@ that OpenAI's API has no field for are in `specrej`, which is built from the cli
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -27,6 +28,7 @@ from pydantic import (
 
 from specrej.contracts import (
     MAX_SEED,
+    Algorithm,
     CacheControl,
     JsonObject,
     JsonSchema,
@@ -401,8 +403,6 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
                 options[name] = value
                 sources[path_of(name)] = prefix + name
     of_preset = {name for name in options if sources[path_of(name)].startswith("model: ")}
-    for name in of_preset & _unfit(request, options):
-        del options[name]
     for name in type(request).model_fields:
         rule, value = TABLE[name], getattr(request, name)
         if isinstance(rule, Maps) and value is not None:
@@ -410,6 +410,8 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
             option = rule.path.rpartition(".")[2]
             if option in Options.__annotations__:
                 options[option] = value
+    for name in of_preset & _unfit(options):
+        del options[name]
     sources.setdefault("selection.min_answers", "n")
     sources.setdefault("sampling.top_logprobs", "logprobs")
     sources.setdefault("sampling.max_tokens", "max_tokens")
@@ -425,11 +427,21 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
     return call
 
 
-def _unfit(request: Request, options: Mapping[str, Any]) -> set[str]:
-    """Options that the request makes invalid if they are those of a preset."""
-    if request.temperature == 0:  # greedy candidates would all be equal
+def _unfit(options: Mapping[str, Any]) -> set[str]:
+    """Options that the others make invalid: a preset's are left out then."""
+    if options.get("temperature") == 0:  # greedy candidates would all be equal
         return {"n", "min_answers", "branching"}
-    return {"min_answers"} if options.get("min_answers", 0) < (request.n or 1) else set()
+    unfit: set[str] = set()
+    num_choices, least = options.get("return_candidates", 1), options.get("min_answers", 1)
+    branching, most = options.get("branching"), options.get("n") or math.inf
+    if branching:
+        most = min(most, branching.keep)
+        is_best_of_n = options.get("algorithm") is Algorithm.BEST_OF_N
+        if is_best_of_n or branching.keep < max(num_choices, least):
+            unfit.add("branching")
+    if not num_choices <= least <= most:
+        unfit.add("min_answers")
+    return unfit
 
 
 def _fill_in(options: dict[str, Any]) -> None:

@@ -38,6 +38,9 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 
+# In grpc's own text for a message above a limit: the same call fails again.
+_TOO_LARGE = "message larger than max"
+
 # Limits of the trailers: beyond 8 KiB a client may, beyond 16 KiB it will see RESOURCE_EXHAUSTED
 # instead of the status.
 _MAX_TEXT_CHARACTERS = 1024
@@ -82,6 +85,8 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
             violations = [errors.Violation(v.field, v.description) for v in bad.field_violations]
             violations = violations or [errors.Violation("request", message)]
             return _invalid_request(violations, info.reason, metadata)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if not info.reason and _TOO_LARGE in message:
+            return errors.InternalError(message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return errors.Overloaded(message, retry_after_s=delay, metadata=metadata)
         case grpc.StatusCode.UNAVAILABLE:
@@ -143,7 +148,10 @@ def without_foreign_text(
     if is_foreign and isinstance(error, errors.Unavailable):
         return errors.Unavailable(f"{backend} cannot be reached")
     if is_foreign and isinstance(error, errors.InternalError):
-        return errors.InternalError(f"{backend} failed")
+        is_large = _TOO_LARGE in error.message
+        return errors.InternalError(f"{backend} failed{': message too large' * is_large}")
+    if is_foreign and isinstance(error, errors.Overloaded):
+        return errors.Overloaded(f"{backend} is busy", retry_after_s=error.retry_after_s)
     return error
 
 

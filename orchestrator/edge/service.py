@@ -366,11 +366,13 @@ def _completed(
     """A run's answer with times since the request's arrival, and what the plan adds."""
     timings = generation.timings
     added = (Degradation.REWARD,) if plan.has_no_rewards else ()
+    degradations = (*generation.degradations, *added)
+    judge = "" if Degradation.REWARD in degradations else plan.reward_fingerprint
     return replace(
         generation,
-        degradations=(*generation.degradations, *added),
+        degradations=degradations,
         generator_fingerprint=generation.generator_fingerprint or plan.generator_fingerprint,
-        reward_fingerprint=generation.reward_fingerprint or plan.reward_fingerprint,
+        reward_fingerprint=generation.reward_fingerprint or judge,
         timings=replace(
             timings,
             total_ms=before_run_ms + timings.total_ms,

@@ -291,6 +291,8 @@ class _Run:
             has_answer=state.has_answer,
         )
         rejected = state.live & cut.rejected
+        if branching:
+            alpha = len(rejected) / live
         state.keep(cut.kept)
         forks: Forks = {}
         if branching and state.live and not is_full:

@@ -330,8 +330,14 @@ def test_a_preset_allows_temperature_0_and_more_choices(monkeypatch: pytest.Monk
     for choices, least in ((None, 2), (1, 2), (4, 4)):
         options = call_of(chat(model="m:two", n=choices), presets).options
         assert (options["n"], options["min_answers"]) == (32, least)
-    own = call_of(chat(model="m:two", n=4, specrej={"min_answers": 3}), presets).options
-    assert own["min_answers"] == 3
+    own = call_of(chat(model="m:two", n=2, specrej={"min_answers": 3}), presets).options
+    assert own["min_answers"] == 3 and "branching" not in own
+    one = call_of(chat(model="m:two", specrej={"n": 1}), presets).options
+    assert one["n"] == 1 and "min_answers" not in one
+    whole = call_of(chat(model="m:two", specrej={"algorithm": "best-of-n"}), presets).options
+    assert "branching" not in whole and whole["min_answers"] == 2
+    assert "branching" in call_of(chat(model="m:two", n=2), presets).options
+    assert "branching" not in call_of(chat(model="m:two", n=4), presets).options
 
 
 def test_presets_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,7 @@ async def test_a_taper_narrows_later_rounds() -> None:
     branching = request(16, 64, schedule=GeometricSchedule(8), branching=Branching(16, 2, 1.0))
     generation = await answer(branching, ToyGenerator(end_every=10**9), FixedScorer())
     assert [trace.num_live for trace in generation.rounds] == [16, 8, 4, 0]
+    assert [trace.alpha for trace in generation.rounds] == [14 / 16, 14 / 16, 6 / 8, 0]
 
 
 async def test_forks_that_there_cannot_be_do_not_make_an_answer_hurried(

@@ -58,6 +58,7 @@ async def test_the_likelihood_replaces_a_lost_reward_if_allowed(cached_service: 
     assert reply.degraded
     assert list(reply.degradations) == [pb.DEGRADATION_REWARD]
     assert reply.score == reply.candidates[0].mean_logprob
+    assert reply.fingerprints.generator and not reply.fingerprints.reward
     description = await service.orchestrator.describe()
     counts = (description.num_answers, description.num_degraded, description.num_hurried)
     assert counts == (2, 1, 0)

@@ -105,6 +105,17 @@ def test_text_of_a_foreign_service_is_not_passed_on(
     assert error.message == "a reward failed"
 
 
+def test_a_message_above_a_limit_is_not_sent_again() -> None:
+    """Guards against an overload, which callers retry, and against grpc's text."""
+    text = "CLIENT: Received message larger than max (67108900 vs. 67108864)"
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = from_backend_error(AioRpcError(code, Metadata(), Metadata(), text), "a reward")
+    assert isinstance(error, errors.InternalError)
+    assert error.message == "a reward failed: message too large"
+    busy = from_backend_error(failure(code), "a reward")
+    assert isinstance(busy, errors.Overloaded) and busy.message == "a reward is busy"
+
+
 @pytest.mark.parametrize("details", [b"\xff\xff", b"\x1a\x05abc"])
 def test_details_that_cannot_be_read_are_none(details: bytes) -> None:
     """Found by fuzzing: a peer's malformed trailer was a bug of ours instead of its status."""
