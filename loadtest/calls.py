@@ -16,7 +16,7 @@ from specrej import wire
 from specrej.channel import open_blocking_channel
 from specrej.client import Options, build_request
 from specrej.contracts import ServiceDescription
-from specrej.credentials import Credentials
+from specrej.credentials import Credentials, watch_token
 from specrej.security import TENANT_METADATA
 from specrej.status import from_rpc_error
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
@@ -51,6 +51,7 @@ class Caller:
 
     def __init__(self, address: str, timeout_s: float, **credentials: Unpack[Credentials]) -> None:
         self._timeout_s = timeout_s
+        self._token = watch_token(credentials)
         self._channel = open_blocking_channel(address, retries=False, **credentials)
         self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
@@ -72,10 +73,13 @@ class Caller:
     def stream(
         self, prompt: str, started: float, tenant: str = "", **options: Unpack[Options]
     ) -> Outcome:
-        """Make a streaming call and time every round; a greenlet that is stopped cancels it."""
+        """Make a streaming call and time every round; a greenlet that is stopped cancels it.
+
+        It is read to its status: the server counts a call that is left before as cancelled.
+        """
         message = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
         rounds: list[RoundEvent] = []
-        previous, admitted_s = started, 0.0
+        previous, admitted_s, answer = started, 0.0, None
         events = self._stub.GenerateStream(message, **self._arguments(tenant))
         try:
             for event in events:
@@ -87,12 +91,12 @@ class Caller:
                     rounds.append(RoundEvent(now - previous, tokens))
                     previous = now
                 elif event.HasField("finished"):
-                    return _answered(event.finished, started, admitted_s, rounds)
+                    answer = _answered(event.finished, started, admitted_s, rounds)
         except grpc.RpcError as error:
-            return _failed(error, started, admitted_s, rounds)
+            return answer or _failed(error, started, admitted_s, rounds)
         finally:
             events.cancel()
-        return Outcome("NO_ANSWER", time.perf_counter() - started)
+        return answer or Outcome("NO_ANSWER", time.perf_counter() - started)
 
     def describe(self) -> ServiceDescription:
         """The service; raises SpecrejError."""
@@ -106,6 +110,8 @@ class Caller:
 
     def _arguments(self, tenant: str) -> dict[str, Any]:
         metadata = [(TENANT_METADATA, tenant)] if tenant else []
+        if self._token:
+            metadata.append(("authorization", f"Bearer {self._token.get()}"))
         return {"timeout": self._timeout_s, "metadata": metadata}
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from operator import methodcaller
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
@@ -87,17 +87,13 @@ def open_channel(
 def open_blocking_channel(
     address: str, *, retries: bool = True, **credentials: Unpack[Credentials]
 ) -> grpc.Channel:
-    """`open_channel` for threads."""
-
-    def connect(tls: grpc.ChannelCredentials | None) -> grpc.Channel:
-        if tls is None:
-            return grpc.insecure_channel(address, options=options(retries=retries))
-        return grpc.secure_channel(address, tls, options=options(retries=retries))
-
-    if not any(credentials.values()):
-        return connect(None)
-    check_credentials(address, credentials)
-    return _BlockingChannel(_Link(connect, credentials))
+    """`open_channel` for threads. Certificates are read once; the caller sends its token."""
+    how, files = options(retries=retries), tls_files(credentials)
+    if any(credentials.values()):
+        check_credentials(address, credentials)
+    if not files:
+        return grpc.insecure_channel(address, options=how)
+    return grpc.secure_channel(address, _channel_credentials(files.watch().get()), options=how)
 
 
 def options(
@@ -122,14 +118,13 @@ def options(
     ]
 
 
-C = TypeVar("C")
-
-
-class _Link(Generic[C]):
+class _Link:
     """The channel for the next call, reopened when its certificates change, and the token."""
 
     def __init__(
-        self, connect: Callable[[grpc.ChannelCredentials | None], C], given: Credentials
+        self,
+        connect: Callable[[grpc.ChannelCredentials | None], grpc.aio.Channel],
+        given: Credentials,
     ) -> None:
         self._connect = connect
         self._token = watch_token(given)
@@ -138,9 +133,9 @@ class _Link(Generic[C]):
         self._pem = self._files.get() if self._files else None
         self._channel = connect(_channel_credentials(self._pem) if self._pem else None)
         # The previous channel, kept for its running calls: grpc closes one without references.
-        self._last: C | None = None
+        self._last: grpc.aio.Channel | None = None
 
-    def channel(self) -> C:
+    def channel(self) -> grpc.aio.Channel:
         """The channel with the current certificates."""
         if self._files and (pem := self._files.get()) is not self._pem:
             self._last, self._channel = self._channel, self._connect(_channel_credentials(pem))
@@ -151,7 +146,7 @@ class _Link(Generic[C]):
         """The metadata added to every call: the token."""
         return (("authorization", f"Bearer {self._token.get()}"),) if self._token else ()
 
-    def opened(self) -> list[C]:
+    def opened(self) -> list[grpc.aio.Channel]:
         """Every channel to close."""
         return [self._channel, *([self._last] if self._last is not None else ())]
 
@@ -161,13 +156,13 @@ def _channel_credentials(pem: PEM) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(authorities, pem.key, pem.cert)
 
 
-class _Method(Generic[C]):
+class _Method:
     """One method of a stub, with the current channel and token at every call."""
 
-    def __init__(self, link: _Link[C], make: Callable[[C], Callable[..., Any]]) -> None:
+    def __init__(self, link: _Link, make: Callable[[grpc.aio.Channel], Callable[..., Any]]) -> None:
         self._link = link
         self._make = make
-        self._channel: C | None = None
+        self._channel: grpc.aio.Channel | None = None
         self._call: Callable[..., Any]
 
     def __call__(self, *request: Any, metadata: Any = None, **options: Any) -> Any:
@@ -180,10 +175,10 @@ class _Method(Generic[C]):
         return self._call(*request, metadata=given, **options)
 
 
-class _Methods(Generic[C]):
-    """The part of both kinds of channel that stubs use."""
+class _Channel(grpc.aio.Channel):
+    """A channel with the current certificates and token at every call."""
 
-    def __init__(self, link: _Link[C]) -> None:
+    def __init__(self, link: _Link) -> None:
         self._link = link
 
     def unary_unary(self, *method: Any, **how: Any) -> Any:
@@ -197,10 +192,6 @@ class _Methods(Generic[C]):
 
     def stream_stream(self, *method: Any, **how: Any) -> Any:
         return _Method(self._link, methodcaller("stream_stream", *method, **how))
-
-
-class _Channel(_Methods[grpc.aio.Channel], grpc.aio.Channel):
-    """For the event loop."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -225,32 +216,3 @@ class _Channel(_Methods[grpc.aio.Channel], grpc.aio.Channel):
 
     async def channel_ready(self) -> None:
         await self._link.channel().channel_ready()
-
-
-class _BlockingChannel(_Methods[grpc.Channel], grpc.Channel):
-    """For threads."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def subscribe(
-        self,
-        callback: Callable[[grpc.ChannelConnectivity], None],
-        try_to_connect: bool = False,
-    ) -> None:
-        self._link.channel().subscribe(callback, try_to_connect)
-
-    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        self._link.channel().unsubscribe(callback)
-
-    def close(self) -> None:
-        for channel in self._link.opened():
-            channel.close()

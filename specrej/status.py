@@ -85,10 +85,8 @@ def from_rpc_error(failure: grpc.aio.AioRpcError) -> errors.SpecrejError:
             violations = [errors.Violation(v.field, v.description) for v in bad.field_violations]
             violations = violations or [errors.Violation("request", message)]
             return _invalid_request(violations, info.reason, metadata)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if not info.reason and _TOO_LARGE in message:
-            return errors.InternalError(message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return errors.Overloaded(message, retry_after_s=delay, metadata=metadata)
+            return _exhausted(message, delay, metadata)
         case grpc.StatusCode.UNAVAILABLE:
             return errors.Unavailable(message, retry_after_s=delay, metadata=metadata)
         case grpc.StatusCode.FAILED_PRECONDITION:
@@ -151,8 +149,14 @@ def without_foreign_text(
         is_large = _TOO_LARGE in error.message
         return errors.InternalError(f"{backend} failed{': message too large' * is_large}")
     if is_foreign and isinstance(error, errors.Overloaded):
-        return errors.Overloaded(f"{backend} is busy", retry_after_s=error.retry_after_s)
+        error.message = f"{backend} is busy"
     return error
+
+
+def _exhausted(message: str, delay_s: float, metadata: dict[str, str]) -> errors.SpecrejError:
+    if _TOO_LARGE in message:
+        return errors.InternalError(message)
+    return errors.Overloaded(message, retry_after_s=delay_s, metadata=metadata)
 
 
 def _invalid_request(

@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field
 
 from specrej.telemetry import names
 from tests.collector import SERVER
-from tests.gateway.gateways import Connection, request
-from tests.serving import describe_generator, describe_service, until
+from tests.serving import until
 from tests.telemetry.observed import GENERATE, Observed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
@@ -137,32 +136,3 @@ async def test_a_request_is_one_trace(service: Observed) -> None:
     log = (service.stack.log_dir / "gateway.log").read_text()
     assert answer.id.partition("-")[2] in log
     assert "Say hi" not in log
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_slots_are_free_after_a_client_left(service: Observed, stream: bool) -> None:
-    """The same in every phase: tests/gateway/test_disconnection.py, on toys."""
-    stack = service.stack
-    body = {
-        "model": "SmolLM2-135M-Instruct",
-        "messages": [{"role": "user", "content": "Tell me a story."}],
-        "max_tokens": 1000,
-        "stream": stream,
-        "specrej": {"n": 16, "ignore_eos": True},
-    }
-
-    async def num_owned() -> int:
-        return (await describe_generator(stack.generator_address)).slots.owned
-
-    async def is_running() -> bool:
-        return await num_owned() > 0
-
-    async def is_free() -> bool:
-        return await num_owned() == 0
-
-    before = (await describe_service(stack.orchestrator_address)).num_answers
-    connection = await Connection.open(stack.ports.gateway, request("/v1/chat/completions", body))
-    await until(is_running)
-    connection.leave()
-    await until(is_free)
-    assert (await describe_service(stack.orchestrator_address)).num_answers == before

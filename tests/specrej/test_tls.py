@@ -18,9 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from specrej import Client, RewardClient, errors
-from specrej.backend.v1 import reward_pb2
-from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
-from specrej.channel import open_blocking_channel, open_channel
+from specrej.channel import open_channel
 from specrej.credentials import Credentials, TLSFiles
 from tests.certificates import Authority, Pair, place
 from tests.serving import failure_of, listening
@@ -184,16 +182,8 @@ async def test_running_calls_outlive_a_clients_old_certificate(authority: Author
 
 
 async def test_a_clients_new_certificate_is_shown(authority: Authority) -> None:
-    """Guards against services that must be restarted when their own certificate is renewed; the
-    blocking channels are those of rewards behind rewards, and of load tests."""
+    """Guards against services that must be restarted when their own certificate is renewed."""
     server, own, servicer = authority.issue(), authority.issue("own"), FakeReward()
-
-    def describe_twice(address: str) -> None:
-        with open_blocking_channel(address, retries=False, **showing(own, authority)) as channel:
-            stub = RewardServiceStub(channel)
-            for _ in range(2):
-                stub.Describe(reward_pb2.RewardServiceDescribeRequest(), timeout=10)
-                authority.issue("own")
 
     async with (
         listening(servicer.service(), **secured(server, authority)) as address,
@@ -206,8 +196,7 @@ async def test_a_clients_new_certificate_is_shown(authority: Authority) -> None:
         await client.describe()
         after = leaf(own)
         assert [shown.decode() for shown in servicer.certificates] == [before, after, after]
-        await asyncio.to_thread(describe_twice, address)
-    assert len(set(servicer.certificates)) == 3
+    assert before != after
 
 
 def test_errors_of_unusable_files_are_one_line(authority: Authority, tmp_path: Path) -> None:

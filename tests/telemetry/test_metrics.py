@@ -6,12 +6,14 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import grpc.aio
 import pytest
 import pytest_asyncio
 
+from loadtest.calls import Caller
 from specrej.channel import open_channel
 from specrej.contracts import (
     Admitted,
@@ -137,6 +139,17 @@ async def test_calls_reconcile(mixed: tuple[Users, dict[str, Scrape]]) -> None:
             started = values.sum("specrej_rpc_server_started_total", **{names.RPC_METHOD: method})
             in_flight = values.sum("specrej_rpc_server_in_flight", **{names.RPC_METHOD: method})
             assert started == calls_by_code(values, method).total() + in_flight
+
+
+async def test_streams_of_load_tests_are_not_counted_as_cancelled(service: Observed) -> None:
+    """Guards against callers that leave between the last event and the status."""
+    before = (await settled(service))["orchestrator"]
+    with closing(Caller(service.stack.orchestrator_address, 60.0)) as caller:
+        for seed in range(40):
+            outcome = await asyncio.to_thread(caller.stream, "hello", 0.0, n=4, seed=seed)
+            assert outcome.code == "OK" and outcome.rounds
+    counted = (await settled(service))["orchestrator"] - before
+    assert calls_by_code(counted, GENERATE_STREAM) == {"OK": 40}
 
 
 async def test_tokens_reconcile(mixed: tuple[Users, dict[str, Scrape]]) -> None:
