@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -41,7 +42,11 @@ PAUSE_GROWTH = 1.5
 # each of them then runs alone, instead of one after another.
 _NO_ANSWER = b"none"
 _NO_ANSWER_MS = 1000
+# A token begins with the second at which its process must have answered, in 8 hexadecimal digits.
 _TOKEN_CHARACTERS = 32
+_NO_END = 0xFFFFFFFF
+# Appended to the key of a flight for those that cannot wait for it.
+_BESIDE = ":beside"
 
 # Compares the token first: the lease may have expired and be held by another process.
 _RELEASE = """
@@ -55,8 +60,15 @@ return 1
 class Flight(Generic[T]):
     """One generation under way, or its result."""
 
-    def __init__(self, lead_s: float, lose: Callable[[], None]) -> None:
-        """`lose` is called after `lead_s` seconds without progress."""
+    def __init__(
+        self,
+        lead_s: float,
+        lose: Callable[[], None],
+        left_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`lose` is called after `lead_s` seconds without progress; `left_s`: seconds to the
+        leader's deadline."""
+        self.left_s = left_s
         self.is_published = self.is_lost = False
         self._within_s = math.inf
         self._began = asyncio.get_running_loop().time()
@@ -137,7 +149,8 @@ class SingleFlight(Generic[T]):
         `left_s`: seconds to the caller's deadline.
 
         If the leader is cancelled, runs out of time or leaves without landing, one of those that
-        wait leads a new flight.
+        wait leads a new flight. Callers with much less time than the leader lead one beside it
+        after half of their time.
 
         Raises:
             Exception: the leader's error, of any other kind.
@@ -149,7 +162,11 @@ class SingleFlight(Generic[T]):
         while (flight := self._flights.get(key)) is not None:
             self.num_waiting += 1
             try:
-                await flight._over.wait()
+                async with asyncio.timeout(_patience_s(left_s(), flight.left_s())):
+                    await flight._over.wait()
+            except TimeoutError:
+                key += _BESIDE
+                continue
             finally:
                 self.num_waiting -= 1
             if flight._is_valid_within(left_s()):
@@ -158,7 +175,7 @@ class SingleFlight(Generic[T]):
             if flight._error is not None:
                 # Reset the traceback: otherwise it grows with every waiter that raises it.
                 raise flight._error.with_traceback(flight._traceback)
-        flight = self._flights[key] = Flight(self._lead_s, partial(self._lose, key))
+        flight = self._flights[key] = Flight(self._lead_s, partial(self._lose, key), left_s)
         try:
             yield flight
         except OWN_REASONS:
@@ -203,9 +220,10 @@ class SharedSingleFlight:
         `flight`: this process's; the lease is renewed until that flight loses the lead.
 
         If the leader is cancelled, runs out of time or dies, one of those that wait leads. If it
-        fails otherwise, or its answer could not be stored, each of them runs alone.
+        fails otherwise, or its answer could not be stored, each of them runs alone; so does one
+        with much less time than the leader, after half of its time.
         """
-        lease = Lease(self._cache.redis, flight_key(key), self._lease_s)
+        lease = Lease(self._cache.redis, flight_key(key), self._lease_s, flight.left_s())
         try:
             lease.answer = await self._wait(key, lease, flight)
             if lease.answer is not None or not lease.held:
@@ -224,14 +242,17 @@ class SharedSingleFlight:
 
     async def _wait(self, key: str, lease: Lease, flight: Flight[Generation]) -> Generation | None:
         """The answer; None if the lease is held or there is no leader to wait for."""
-        pause_s = FIRST_PAUSE_S
+        pause_s, began = FIRST_PAUSE_S, time.monotonic()
+        left_s = flight.left_s()
         while True:
             # Reads after claiming: the previous leader may have stored its answer just before.
             stored = await lease.claim(("GETRANGE", key, 0, self._cache.max_bytes))
             hit = await self._cache.read(key, stored)
             if hit and not hit.stale:
                 return hit.generation
-            if lease.held or not lease.is_contended:
+            patience_s = _patience_s(left_s, lease.leader_left_s)
+            is_patient = patience_s is None or time.monotonic() - began < patience_s
+            if lease.held or not lease.is_contended or not is_patient:
                 return None
             if pause_s == FIRST_PAUSE_S:
                 telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
@@ -243,8 +264,11 @@ class SharedSingleFlight:
 class Lease:
     """One process's claim to lead the flight of a key; `answer` if another process has made it."""
 
-    def __init__(self, redis: RedisClient, key: str, lease_s: float) -> None:
+    def __init__(
+        self, redis: RedisClient, key: str, lease_s: float, left_s: float | None = None
+    ) -> None:
         self.answer: Generation | None = None
+        self.leader_left_s: float | None = None  # to its deadline, as of the last claim
         self.held = False
         # Whether another process may lead: not if Redis failed, or the last leader shared nothing.
         self.is_contended = True
@@ -252,7 +276,8 @@ class Lease:
         self._key = key
         self._lease_s = lease_s
         self._lease_ms = max(1, round(lease_s * 1000))
-        self._token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
+        end = _NO_END if left_s is None else min(int(time.time() + left_s), _NO_END - 1)
+        self._token = f"{end:08x}{secrets.token_hex(_TOKEN_CHARACTERS // 2 - 4)}"
         self._claiming: asyncio.Task[Sequence[Reply | None]] | None = None
 
     async def end(self, stored: bool) -> None:
@@ -278,6 +303,7 @@ class Lease:
         self._claiming = None
         self.held = claimed is not None and claimed.value is True
         self.is_contended = bool(claimed and holder and (self.held or _may_be_token(holder.value)))
+        self.leader_left_s = _left_s(holder.value) if holder else None
         return reply.value if reply else None
 
     @asynccontextmanager
@@ -329,6 +355,23 @@ class Lease:
             )
             if holder is not None and holder.value != self._token.encode():
                 return
+
+
+def _patience_s(left_s: float | None, leader_left_s: float | None) -> float | None:
+    """How long a caller waits for a leader; None: no limit. The leader hurries for its own deadline
+    alone, so that a caller with less than half of its time keeps enough to run."""
+    if left_s is None or (leader_left_s is not None and left_s >= leader_left_s / 2):
+        return None
+    return left_s / 2
+
+
+def _left_s(token: object) -> float | None:
+    """Seconds to the deadline of the token's process; None: it has none."""
+    try:
+        end = int(bytes(token)[:8], 16) if isinstance(token, bytes) else _NO_END
+    except ValueError:
+        end = _NO_END
+    return None if end == _NO_END else end - time.time()
 
 
 def _may_be_token(holder: object) -> bool:

@@ -42,9 +42,13 @@ class Clock:
         return self.now_s
 
 
-def new_flight(lead_s: float = 60.0) -> Flight[Generation]:
+def new_flight(lead_s: float = 60.0, left_s: float | None = None) -> Flight[Generation]:
     """A flight that marks itself as lost."""
-    flight: Flight[Generation] = Flight(lead_s, lambda: setattr(flight, "is_lost", True))
+
+    def lose() -> None:
+        flight.is_lost = True
+
+    flight: Flight[Generation] = Flight(lead_s, lose, lambda: left_s)
     return flight
 
 

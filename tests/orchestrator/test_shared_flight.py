@@ -38,6 +38,7 @@ class Process:
         self.cache = cache
         self.outcomes: Counter[str] = Counter()
         self.lead_s = 60.0
+        self.left_s: float | None = None
         self._flights = SharedSingleFlight(cache, lease_s=lease_s)
         self._runs = runs
         self._read, self._num_polls = cache.read, 0
@@ -45,7 +46,7 @@ class Process:
 
     async def request(self) -> Generation:
         keys = self._runs.keys
-        self.flight = new_flight(self.lead_s)
+        self.flight = new_flight(self.lead_s, self.left_s)
         joining = self._flights.join(keys.answer, self.flight)
         async with asyncio.timeout(BOUND_S), joining as lease:
             self.outcomes["joined" if lease.answer else "led" if lease.held else "alone"] += 1
@@ -137,6 +138,22 @@ async def test_a_lease_is_renewed_while_the_leader_runs(redis_url: str) -> None:
         assert len(runs.steps) == 1
         runs.end(generation())
         await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("leader_left_s", [None, 3600.0])
+async def test_a_process_with_little_time_runs_beside_the_leader(
+    runs: Processes, leader_left_s: float | None
+) -> None:
+    """Guards against a request whose time passes while another process need not hurry."""
+    leading, short, equal = runs.all
+    leading.left_s, short.left_s, equal.left_s = leader_left_s, 0.2, leader_left_s
+    leader, waiter, patient = await runs.lead_and_wait()
+    await until(lambda: len(runs.steps) == 2)
+    runs.steps[1].set_result(generation())
+    assert not (await waiter).cached and short.outcomes == {"alone": 1}
+    assert (await patient).cached and not leader.done()
+    runs.steps[0].set_result(generation())
+    assert not (await leader).cached and leading.outcomes == {"led": 1}
 
 
 async def test_a_leader_without_progress_loses_the_lease(redis_url: str) -> None:

@@ -127,13 +127,38 @@ async def test_a_result_that_is_not_final_is_for_those_with_less_time_than_it_to
         async with flights.join("k", lambda: left_s) as flight:
             return flight.result if flight.is_published else "a run"
 
-    async with flights.join("k") as flight:
+    async with flights.join("k", lambda: 0.0) as flight:
         waiting = [asyncio.create_task(request(left_s)) for left_s in (0.0, 60.0, None)]
         await turns()
         flight.publish("hurried", is_final=False)
         await turns()
         assert not any(task.done() for task in waiting)
     assert await asyncio.gather(*waiting) == ["hurried", "a run", "a run"]
+
+
+@pytest.mark.parametrize("leader_left_s", [None, 60.0])
+async def test_callers_with_little_time_share_a_run_beside_the_leaders(
+    leader_left_s: float | None,
+) -> None:
+    """Guards against a caller whose time passes while it waits for a leader that need not hurry."""
+    flights, runs = SingleFlight[str](), HeldRuns[str]()
+
+    async def request(left_s: float | None) -> str:
+        async with flights.join("k", lambda: left_s) as flight:
+            if not flight.is_published:
+                flight.publish(await runs.run())
+            return flight.result
+
+    long = [asyncio.create_task(request(left_s)) for left_s in (leader_left_s, 60.0, None)]
+    await turns()
+    short = [asyncio.create_task(request(0.05)) for _ in range(5)]
+    await until(lambda: len(runs.steps) == 2 and flights.num_waiting == 6)
+    runs.steps[1].set_result("in time")
+    assert await asyncio.gather(*short) == ["in time"] * 5
+    assert not any(task.done() for task in long)
+    runs.steps[0].set_result("whole")
+    assert await asyncio.gather(*long) == ["whole"] * 3
+    assert (len(runs.steps), flights.num_flying) == (2, 0)
 
 
 async def test_a_leader_without_progress_loses_the_lead() -> None:
