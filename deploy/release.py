@@ -26,7 +26,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import venv
@@ -247,7 +246,7 @@ def _list(tools: Path, python: Path, name: str) -> None:
 
 def _build_images(base: str) -> object:
     """Build all CPU images, and keep them and their bills of materials."""
-    if not any(_works(engine) for engine in ("buildah", "docker")):
+    if not images.working_engine():
         return "left out: neither buildah nor docker works here"
     (DIST / "images").mkdir()
     written = ("--write", str(DIST / "images.json"), "--archives", str(DIST / "images"))
@@ -255,12 +254,6 @@ def _build_images(base: str) -> object:
     for path in _files(ROOT / "build" / "sbom"):
         shutil.copy(path, DIST / "sbom" / f"image-{path.name}")
     return list(images.TARGETS)
-
-
-def _works(engine: str) -> bool:
-    if not (program := shutil.which(engine)):
-        return False
-    return subprocess.run([program, "info"], capture_output=True, check=False).returncode == 0
 
 
 def _run(*command: str, cwd: Path = ROOT, environment: dict[str, str] | None = None) -> str:

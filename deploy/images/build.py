@@ -2,8 +2,8 @@
 layers and largest packages.
 
 `python -m deploy.images.build [--base IMAGE] [--write FILE] [--archives DIRECTORY] [TARGET ...]`,
-which keeps each image as DIRECTORY/TARGET.tar in OCI's layout. With buildah if it is
-installed, else docker; buildah needs BUILDAH_ISOLATION=chroot where it may not create containers.
+which keeps each image as DIRECTORY/TARGET.tar in OCI's layout. With buildah if it works here, else
+docker; buildah needs BUILDAH_ISOLATION=chroot where it may not create containers.
 The build uses this machine's pip configuration: indexes, links and certificate authorities. Local
 directories among them are mounted by buildah; docker cannot do that. Without a configuration the
 Dockerfile's defaults apply.
@@ -114,15 +114,19 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deploy.images.build")
     parser.add_argument("targets", nargs="*", default=TARGETS, help=" ".join(TARGETS))
     parser.add_argument("--base", default="", help="image to build on; empty: the Dockerfile's")
-    parser.add_argument("--engine", default=_engine(), help="buildah or docker")
+    parser.add_argument("--engine", default=working_engine() or "buildah", help="buildah or docker")
     parser.add_argument("--write", type=Path, help="file for the result, as JSON")
     parser.add_argument("--archives", type=Path, help="existing directory that keeps the images")
     parser.add_argument("--note", default="", help="remark to store with the result")
     return parser.parse_args(arguments)
 
 
-def _engine() -> str:
-    return next((name for name in ("buildah", "docker") if shutil.which(name)), "buildah")
+def working_engine() -> str | None:
+    """The first of buildah and docker that is installed and may be used here."""
+    for name in filter(shutil.which, ("buildah", "docker")):
+        if subprocess.run([name, "info"], capture_output=True, check=False).returncode == 0:
+            return name
+    return None
 
 
 def _build(engine: str, target: str, base: str, pip: Mapping[str, str]) -> Iterator[str]:

@@ -74,6 +74,7 @@ def read_passages(folder: Path) -> list[Passage]:
         Passage(path.name, " ".join(paragraph.split()))
         for path in sorted(folder.glob("*.md"))
         for paragraph in path.read_text("utf-8").split("\n\n")
+        if words(paragraph)
     ]
 
 

@@ -40,6 +40,21 @@ def test_hadolint_reports_no_problem() -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("codes", "engine"),
+    [({"buildah": 1, "docker": 0}, "docker"), ({"buildah": 0, "docker": 0}, "buildah"), ({}, None)],
+)
+def test_the_engine_is_one_that_works(
+    codes: dict[str, int], engine: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a buildah that is installed and may not be used, beside a working docker."""
+    for name, code in codes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.working_engine() == engine
+
+
 def test_stages_are_pinned_and_unprivileged() -> None:
     """Guards against a base image that changes without a commit, and images that run as root."""
     stages = re.findall(r"^FROM \S+ AS (\S+)$", TEXT, re.MULTILINE)

@@ -36,6 +36,7 @@ async def test_a_rare_word_counts_more_than_a_frequent_one() -> None:
 
 async def test_passages_without_a_shared_word_are_left_out(tmp_path: Path) -> None:
     assert BM25(PASSAGES).search("Who wrote Hamlet?") == []
+    (tmp_path / "empty.md").write_text("\n\n---\n")
     assert BM25(read_passages(tmp_path)).search("anything") == []
 
 

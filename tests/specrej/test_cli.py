@@ -447,7 +447,7 @@ async def test_health_follows_the_service(server: Server, tmp_path: Path) -> Non
     loading = await run(*probe, HEALTH_NAME, **variables)
     assert (loading.code, loading.err) == (1, "specrej: NOT_SERVING\n")
     server.set_serving(True)
-    ready = await run(*probe, HEALTH_NAME, **variables)
+    ready = await run(*probe[:3], "inf", *probe[4:], HEALTH_NAME, **variables)
     assert (ready.code, ready.out, ready.err) == (0, "", "")
     unknown = await run(*probe, "unknown", **variables)
     without_certificate = await run(*probe, HEALTH_NAME, SPECREJ_TLS_CA=variables["SPECREJ_TLS_CA"])
