@@ -63,8 +63,8 @@ def _release_unless_cancelled(self: Any, release: Any = Admission._release) -> N
         release(self)
 
 
-def _without_wake_up(self: Any, init: Any = Flight.__init__) -> None:
-    init(self)
+def _without_wake_up(self: Any, *arguments: Any, init: Any = Flight.__init__) -> None:
+    init(self, *arguments)
     self._over = mock.Mock(wait=asyncio.Event().wait)
 
 
