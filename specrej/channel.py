@@ -46,7 +46,9 @@ SERVICE_CONFIG = {
             },
         }
     ],
-    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+    # Each failure takes a token, and below half of them nothing is retried: enough for all calls of
+    # a client that lose their orchestrator at the same time.
+    "retryThrottling": {"maxTokens": 1000, "tokenRatio": 0.1},
 }
 
 

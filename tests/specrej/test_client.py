@@ -15,10 +15,11 @@ import specrej
 from deploy.local.stack import Ports
 from specrej import Client, Retries, RewardClient, errors, wire
 from specrej import contracts as c
-from specrej.channel import SERVICE_CONFIG, options
+from specrej.channel import SERVICE_CONFIG, open_channel, options
 from specrej.client import Options, build_request
 from specrej.security import Role, new_token
 from specrej.v1 import orchestrator_pb2
+from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.serving import listening, until
 from tests.specrej.fakes import (
     EVENTS,
@@ -358,6 +359,16 @@ def test_a_reconnect_is_tried_before_the_last_retry() -> None:
     ]
     reconnect_ms = dict(options(retries=True))["grpc.max_reconnect_backoff_ms"]
     assert float(reconnect_ms) / 1e3 * (1 + JITTER) < sum(waits_s) * (1 - JITTER)
+
+
+async def test_all_calls_that_fail_at_once_are_retried(orchestrator: FakeOrchestrator) -> None:
+    """Guards against a throttle that stops retries when all calls lose one orchestrator."""
+    orchestrator.failures = [errors.Unavailable("gone", retry_after_s=0.01) for _ in range(100)]
+    async with listening(orchestrator.service()) as address, open_channel(address) as channel:
+        stub: Any = OrchestratorServiceStub(channel)
+        calls = [stub.Generate(build_request("why?"), timeout=60) for _ in range(100)]
+        assert len(await asyncio.gather(*calls)) == 100
+    assert not orchestrator.failures
 
 
 async def test_a_calls_own_token_replaces_the_clients(
