@@ -45,6 +45,8 @@ OURS: Mapping[str, Callable[[int], Options]] = {
 PEERS = ("vllm", "its_hub", "optillm", "transformers")
 # Peers that take minutes for an answer; they answer one prompt in --sparse.
 SLOW = ("optillm", "transformers")
+# Systems that reject: an answer of many candidates takes them seconds, the others minutes.
+CHEAP = ("specrej", "specrej-branching")
 # Of the embedded model's chat template, which adds it to a conversation without one. Sent to all
 # systems, since optillm always sends a system turn.
 SYSTEM_TURN = Message(
@@ -121,6 +123,7 @@ class Bench:
     ns: Sequence[int]
     judge: Judge
     every: Mapping[str, int] = field(default_factory=dict)  # answers one prompt in so many
+    more: Mapping[str, Sequence[int]] = field(default_factory=dict)  # N, beside `ns`
     settle_s: float = SETTLE_S
     answers: list[Answer] = field(default_factory=list)
     unavailable: dict[Case, str] = field(default_factory=dict)
@@ -128,7 +131,7 @@ class Bench:
     async def answer(self, item: Item, max_tokens: int) -> None:
         """Add an answer of every system whose turn it is, at every N that is available."""
         for name, system in self.systems.items():
-            for n in self.ns:
+            for n in (*self.ns, *self.more.get(name, ())):
                 if (name, n) in self.unavailable or item.number % self.every.get(name, 1):
                     continue
                 await asyncio.sleep(self.settle_s)
@@ -151,6 +154,7 @@ def main() -> None:
         __doc__,
         prompts=(100, "most prompts: those of experiments, then those of --more"),
         n=("4,16,64", "candidates, comma-separated"),
+        cheap=("", f"more candidates, of {' and '.join(CHEAP)} only"),
         max_tokens=(128, "most new tokens per candidate"),
         systems=(",".join((*OURS, *PEERS)), "systems, comma-separated"),
         reward=("relevance", "the reward that chooses; the next one served is the second judge"),
@@ -221,7 +225,8 @@ async def _ours(
 async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
     """Start the services, let all systems answer all prompts, store answers after each prompt."""
     names, ns = arguments.systems.split(","), parse_numbers(arguments.n)
-    slots = max(ns) * arguments.max_tokens + 8 * _CONTEXT_TOKENS
+    cheap = parse_numbers(arguments.cheap) if arguments.cheap else []
+    slots = max(*ns, *cheap) * arguments.max_tokens + 8 * _CONTEXT_TOKENS
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(slots)}
     async with (
         Stack(environment=environment) as stack,
@@ -247,7 +252,8 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
         warm_up = Bench(chosen, ns[:1], judge)
         await warm_up.answer(items[0], max_tokens=8)
         every = dict.fromkeys(SLOW, arguments.sparse)
-        bench = Bench(chosen, ns, judge, every, unavailable=warm_up.unavailable)
+        more = dict.fromkeys(CHEAP, sorted({*cheap} - {*ns}))
+        bench = Bench(chosen, ns, judge, every, more, unavailable=warm_up.unavailable)
         for number, item in enumerate(items, start=1):
             await bench.answer(item, arguments.max_tokens)
             _store(arguments, number, bench, peers)

@@ -112,14 +112,16 @@ async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
         return 0.5, 0.1
 
     systems: dict[str, answer.System] = {"fails": fails, "works": works, "slow": works}
-    bench = answer.Bench(systems, [2, 4], judge, {"slow": 2}, settle_s=0.0)
+    more = {"works": [8]}
+    bench = answer.Bench(systems, [2, 4], judge, {"slow": 2}, more, settle_s=0.0)
     for number, name in enumerate(("first", "second")):
         await bench.answer(replace(ITEM, id=name, number=number), max_tokens=8)
     assert bench.unavailable == {("fails", 4): "no answer within 1 s"}
-    first = [("fails", 2), ("fails", 4), ("works", 2), ("works", 4), ("works", 2), ("works", 4)]
-    assert calls[:6] == [(*case, "first") for case in first]
+    works_at = [("works", n) for n in (2, 4, 8)]
+    first = [("fails", 2), ("fails", 4), *works_at, ("works", 2), ("works", 4)]
+    assert calls[:7] == [(*case, "first") for case in first]
     # The second prompt: without the failed case, and without the system that answers one in two.
-    assert calls[6:] == [("fails", 2, "second"), ("works", 2, "second"), ("works", 4, "second")]
+    assert calls[7:] == [(*case, "second") for case in (("fails", 2), *works_at)]
     assert [a.tokens for a in bench.answers if (a.system, a.n) == ("works", 4)] == [32, 32]
 
 
