@@ -40,6 +40,7 @@ from specrej.contracts import (
     SessionSpec,
     SlotGauge,
 )
+from specrej.credentials import may_use_proxy
 from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable, Violation
 from specrej.reloading_file import ReloadingFile
 from specrej.serving import time_left_s
@@ -131,7 +132,9 @@ class EndpointGenerator:
         # Compressed answers are not read: a few bytes could be gigabytes.
         headers = {"Accept-Encoding": "identity"}
         limits = httpx2.Limits(max_connections=settings.remote_requests)
-        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
+        self._client = httpx2.AsyncClient(
+            headers=headers, limits=limits, timeout=None, trust_env=may_use_proxy(self._url)
+        )
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[EndpointSession]:

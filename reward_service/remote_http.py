@@ -22,6 +22,7 @@ from reward_service.scoring import Score
 from reward_service.specs import HTTPSpec
 from specrej import fingerprint
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
+from specrej.credentials import may_use_proxy
 from specrej.errors import RewardInvalid, Unavailable
 from specrej.reloading_file import ReloadingFile
 
@@ -40,7 +41,10 @@ class HTTPReward:
 
     def __init__(self, spec: HTTPSpec) -> None:
         self.name = spec.name
-        self.fingerprint = fingerprint.of_values(kind="http", url=spec.url, version=spec.version)
+        selecting = {"headers": spec.headers} if spec.headers else {}
+        self.fingerprint = fingerprint.of_values(
+            kind="http", url=spec.url, version=spec.version, **selecting
+        )
         self.description = "The scores of a reward model behind HTTP."
         self._url, self._timeout_s = spec.url, spec.timeout_s
         self._secrets = {
@@ -51,7 +55,9 @@ class HTTPReward:
         headers = {**spec.headers, "Accept-Encoding": "identity"}
         limits = httpx2.Limits(max_keepalive_connections=_KEPT_CONNECTIONS)
         # Timeouts are those of `answering`: httpx2 bounds only the time between two parts.
-        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
+        self._client = httpx2.AsyncClient(
+            headers=headers, limits=limits, timeout=None, trust_env=may_use_proxy(spec.url)
+        )
 
     @asynccontextmanager
     async def open(self, prompt: Prompt) -> AsyncIterator[Score]:
@@ -85,13 +91,13 @@ class HTTPReward:
         headers = {name: secret.get() for name, secret in self._secrets.items()}
         headers[_TIMEOUT_HEADER] = str(round(timeout_s * 1000))
         posting = self._client.stream("POST", self._url, json=request, headers=headers)
-        answer = b""
+        answer = bytearray()
         async with posting as response:
             async for part in response.aiter_raw():
-                answer += part
+                answer += part  # bytes would be copied for each part
                 if len(answer) > _MAX_ANSWER_BYTES:
                     raise httpx2.ReadError("too long")
-        return response.status_code, answer
+        return response.status_code, bytes(answer)
 
     def _scores(self, status: int, answer: bytes) -> Scores:
         try:

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -307,9 +307,11 @@ def _carry_out(call: _Call[T]) -> None:
 
 
 def _fail(request: _Request[Any], error: BaseException) -> None:
-    # Asyncio's futures refuse a StopIteration, so its caller would wait for ever; what is no
-    # `Exception`, such as a SystemExit in a user's function, would end the event loop.
-    if isinstance(error, StopIteration) or not isinstance(error, Exception):
+    # Asyncio's futures refuse a StopIteration, so its caller would wait for ever; a TimeoutError
+    # or CancelledError would be taken for the call's own; what is no `Exception`, such as a
+    # SystemExit in a user's function, would end the event loop.
+    misread = (StopIteration, TimeoutError, CancelledError)
+    if isinstance(error, misread) or not isinstance(error, Exception):
         wrapped = RuntimeError(f"a reward raised {type(error).__name__}")
         wrapped.__cause__ = error
         error = wrapped

@@ -18,6 +18,7 @@ from specrej.credentials import (
     PEM,
     Credentials,
     check_credentials,
+    is_local,
     system_authorities,
     tls_files,
     watch_token,
@@ -71,7 +72,7 @@ def open_channel(
         OSError, ValueError: the credentials cannot be used, or may not be sent there.
     """
 
-    how = options(retries=retries, max_message_bytes=max_message_bytes)
+    how = options(address, retries=retries, max_message_bytes=max_message_bytes)
     if certified_name:
         how.append(("grpc.ssl_target_name_override", certified_name))
 
@@ -90,7 +91,7 @@ def open_blocking_channel(
     address: str, *, retries: bool = True, **credentials: Unpack[Credentials]
 ) -> grpc.Channel:
     """`open_channel` for threads. Certificates are read once; the caller sends its token."""
-    how, files = options(retries=retries), tls_files(credentials)
+    how, files = options(address, retries=retries), tls_files(credentials)
     if any(credentials.values()):
         check_credentials(address, credentials)
     if not files:
@@ -99,10 +100,12 @@ def open_blocking_channel(
 
 
 def options(
-    *, retries: bool, max_message_bytes: int = MAX_MESSAGE_BYTES
+    address: str, *, retries: bool, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> list[tuple[str, int | str]]:
-    """The gRPC options of every channel to a service."""
+    """The gRPC options of a channel to a service at `address`."""
     return [
+        # What is for this machine, and may be in plaintext therefore, is sent to no proxy.
+        ("grpc.enable_http_proxy", int(not is_local(address))),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),

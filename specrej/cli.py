@@ -98,6 +98,9 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
         _fail(text, _EXIT_CODES.get(type(error), 1))
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None
+    except BrokenPipeError:  # who reads stdout has left, and Python would write to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except asyncio.CancelledError:
         raise SystemExit(_TERMINATED) from None
 
@@ -307,6 +310,8 @@ def _health(given: argparse.Namespace) -> None:
         state = f"{error.code().name} {error.details()}"
     except (OSError, ValueError) as error:  # of the credentials
         state = str(error)
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
     if state != "SERVING":
         _fail(state)
 
@@ -375,7 +380,10 @@ def _revoke(path: Path, tenant: str) -> None:
 
 def _prompt(system: str, text: str) -> Prompt:
     turns = [Message("system", system)] if system else []
-    content = sys.stdin.read() if text == "-" else text
+    try:
+        content = sys.stdin.read() if text == "-" else text
+    except UnicodeDecodeError as error:
+        raise errors.InvalidRequest([errors.Violation("stdin", f"is no text: {error}")]) from None
     return Prompt(messages=(*turns, Message("user", content)))
 
 

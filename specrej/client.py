@@ -405,6 +405,8 @@ class RewardClient(_Connection):
         Raises:
             SpecrejError: one of its kinds.
         """
+        if isinstance(responses, str):
+            responses = [responses]
         with _valid("request"):
             request = reward_pb2.ScoreRequest(
                 reward=reward, prompt=_prompt(prompt), responses=responses, unfinished=unfinished

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
+from urllib.parse import urlsplit
 
 from specrej.reloading_file import ReloadingFile
 
@@ -211,6 +212,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def may_use_proxy(url: str) -> bool:
+    """Whether the environment's proxy may see a call of `url`: it is not for this machine."""
+    return not is_loopback(urlsplit(url).hostname or "")
 
 
 def system_authorities() -> bytes | None:

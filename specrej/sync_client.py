@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
@@ -45,14 +46,15 @@ def _iterating(
 
 
 class _Closed(RuntimeError):
-    """The client is closed."""
+    """The client is closed, or of another process."""
 
 
 class SyncClient:
     """The methods of `Client`, which block; `stream` is an iterator; its `close` cancels the call.
 
     Arguments and errors are those of `Client`. Any number of threads may call it. Close it, or use
-    it as a context manager: its thread runs until then. A closed client raises RuntimeError.
+    it as a context manager: its thread runs until then. A closed client raises RuntimeError, and so
+    does one in a forked process, which lacks the thread: create it after the fork.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class SyncClient:
         retries: Retries | None = None,
         **credentials: Unpack[Credentials],
     ) -> None:
+        self._pid = os.getpid()
         self._starting = threading.Lock()  # no call starts after the start of `_end`
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
@@ -96,6 +99,7 @@ class SyncClient:
 
     def close(self) -> None:
         """Cancel running calls and disconnect; no effect if it is closed."""
+        self._check_process()
         with self._starting:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
@@ -125,12 +129,17 @@ class SyncClient:
             with suppress(_Closed):  # its end has closed the stream
                 self._result(events.aclose)
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:  # a lock of another process may be held for ever
+            raise _Closed("the client is of another process: create it after the fork")
+
     def _result(self, start: Callable[[], Awaitable[T]]) -> T:
-        """Raises RuntimeError: the client is closed."""
+        """Raises RuntimeError: the client is closed, or of another process."""
 
         async def awaited() -> T:
             return await start()
 
+        self._check_process()
         with self._starting:
             if self._is_closed:
                 raise _Closed("the client is closed")

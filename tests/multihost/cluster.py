@@ -208,7 +208,7 @@ async def _listens(host: str, port: int) -> bool:
 def _balanced(addresses: list[str]) -> grpc.aio.Channel:
     """Open a round-robin channel, as docs/deploy.md advises; the rest is the published policy."""
     config = {**SERVICE_CONFIG, "loadBalancingConfig": [{"round_robin": {}}]}
-    others = [option for option in options(retries=True) if option[0] != "grpc.service_config"]
+    others = [option for option in options("", retries=True) if option[0] != "grpc.service_config"]
     chosen = [*others, ("grpc.service_config", json.dumps(config))]
     return grpc.aio.insecure_channel(f"ipv4:{','.join(addresses)}", options=chosen)
 

@@ -36,6 +36,8 @@ TEXTS = [
     "Weiße Brötchen, 面包, خبز 🍞",
     "[PAD] [PAD] bread [SEP] [PAD]",
     "You need flour. " * 400,
+    "the [MASK] " * 60 + "Mix flour, water, salt and yeast, then bake the bread.",  # 252 tokens
+    "the [MASK] " * 60 + "You need flour. " * 400,
 ]
 LENGTHS = st.lists(st.integers(1, 600), max_size=80)
 BUDGETS = st.integers(1, 4096)

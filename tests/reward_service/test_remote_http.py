@@ -45,9 +45,13 @@ async def test_batch_is_one_request_with_what_is_finished() -> None:
             assert (await session.score(candidates)).values == (3.0, 0.0, 1.0)
         (request,) = endpoint.requests
         # The server's reward may change: its version is in the fingerprint.
-        other = await connect("http", url=endpoint.url, version="2")
-        assert other.fingerprint != worker.description.fingerprint
-        await other.aclose()
+        changes: list[dict[str, Any]] = [{"version": "2"}, {"headers": {"X-Team": "b"}}]
+        for change in changes:
+            other = await connect(
+                "http", url=endpoint.url, **{"headers": {"X-Team": "a"}, **change}
+            )
+            assert other.fingerprint != worker.description.fingerprint
+            await other.aclose()
     assert request.headers["x-team"] == "a"
     assert request.headers["specrej-timeout-ms"] == "30000"
     assert request.body == {
@@ -55,6 +59,16 @@ async def test_batch_is_one_request_with_what_is_finished() -> None:
         "responses": ["abc", "", "é"],
         "finished": [False, True, False],
     }
+
+
+async def test_what_is_for_this_machine_is_sent_to_no_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards secrets, which may be in plaintext here, and rewards that a proxy cannot reach."""
+    async with served() as proxy, served() as endpoint:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert (await score_at(endpoint.url, "abc")).values == (3.0,)
+        assert endpoint.requests and not proxy.requests
 
 
 async def test_a_slow_answer_delays_no_other_caller() -> None:

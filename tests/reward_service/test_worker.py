@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -148,12 +149,14 @@ async def test_cancelled_running_call_keeps_its_room() -> None:
             await worker.score(PROMPT, ["next"])
 
 
-@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt])
-async def test_other_errors_than_exceptions_become_runtime_errors(
+@pytest.mark.parametrize(
+    "error", [StopIteration, SystemExit, KeyboardInterrupt, TimeoutError, CancelledError]
+)
+async def test_errors_that_mean_something_else_become_runtime_errors(
     error: type[BaseException],
 ) -> None:
-    """Guards callers against waiting for ever (asyncio's futures refuse a StopIteration), and the
-    service against a user's function that ends it."""
+    """Guards callers against waiting for ever (asyncio's futures refuse a StopIteration) and
+    retries of a timeout that is not theirs, and the service against a function that ends it."""
     async with started(RecordingReward({"stop": error()})) as worker:
         with pytest.raises(RuntimeError, match=f"a reward raised {error.__name__}"):
             await asyncio.wait_for(worker.score(PROMPT, ["stop"]), 10)

@@ -61,11 +61,12 @@ class Outcome:
     err: str
 
 
-async def start(*arguments: str, **environment: str) -> Process:
+async def start(*arguments: str, stdout: int = PIPE, **environment: Any) -> Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "specrej.cli", *arguments),
         env={**os.environ, **environment},
-        stdout=PIPE,
+        stdin=PIPE,
+        stdout=stdout,
         stderr=PIPE,
     )
 
@@ -76,7 +77,7 @@ async def finish(process: Process) -> Outcome:
     return Outcome(process.returncode, out.decode(), err.decode())
 
 
-async def run(*arguments: str, **environment: str) -> Outcome:
+async def run(*arguments: str, **environment: Any) -> Outcome:
     return await finish(await start(*arguments, **environment))
 
 
@@ -217,6 +218,22 @@ async def test_an_interrupt_cancels_the_call(
     process.send_signal(number)
     assert await finish(process) == Outcome(code, "", "")
     await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
+
+
+async def test_a_text_on_stdin_must_be_utf_8(address: str) -> None:
+    process = await start("generate", "-", "--address", address, PYTHONIOENCODING="utf-8")
+    out, err = await asyncio.wait_for(process.communicate(b"a\xffb"), 60)
+    assert (process.returncode, out, err.count(b"\n")) == (2, b"", 1)
+    assert err.startswith(b"specrej: stdin: ")
+
+
+async def test_a_reader_that_leaves_is_no_traceback(address: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = await start("describe", "--address", address, stdout=writing)
+    os.close(writing)
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, err) == (1, b"")
 
 
 async def test_describe(address: str, command: Command) -> None:

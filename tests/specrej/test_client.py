@@ -357,7 +357,7 @@ def test_a_reconnect_is_tried_before_the_last_retry() -> None:
         min(first_s * policy["backoffMultiplier"] ** attempt, most_s)
         for attempt in range(policy["maxAttempts"] - 1)
     ]
-    reconnect_ms = dict(options(retries=True))["grpc.max_reconnect_backoff_ms"]
+    reconnect_ms = dict(options("", retries=True))["grpc.max_reconnect_backoff_ms"]
     assert float(reconnect_ms) / 1e3 * (1 + JITTER) < sum(waits_s) * (1 - JITTER)
 
 
@@ -420,6 +420,20 @@ def test_events_have_a_plain_form() -> None:
     names = [name for event in EVENTS for name in wire.to_plain(event)]
     rounds = ["round_completed"] * 2
     assert names == ["admitted", "progress", *rounds, "text_delta", "finished"]
+
+
+async def test_one_text_is_one_response(reward_address: str) -> None:
+    async with RewardClient(reward_address) as client:
+        assert (await client.score("why?", "good answer")).values == (11.0,)
+
+
+async def test_what_is_for_this_machine_is_sent_to_no_proxy(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards tokens, which may be in plaintext here, and a service that a proxy cannot reach."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    async with Client(address, token="secret", retries=None) as client:
+        assert (await client.describe()) == SERVICE
 
 
 def test_one_text_is_one_stop() -> None:

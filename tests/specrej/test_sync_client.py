@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -13,6 +14,23 @@ import pytest
 from specrej import Client, Retries, SyncClient, errors
 from tests.serving import until
 from tests.specrej.fakes import EVENTS, GENERATION, OPTIONS, RECORD, SERVICE, FakeOrchestrator
+
+_FORK = """
+import os, sys
+from specrej import SyncClient
+
+client = SyncClient(sys.argv[1], timeout_s=10)
+if not os.fork():
+    for call in (client.is_serving, client.close):
+        try:
+            call()
+        except RuntimeError as error:
+            print(str(error).partition(": ")[2], flush=True)
+    os._exit(0)
+os.wait()
+print(client.is_serving())
+client.close()
+"""
 
 
 def test_it_has_the_methods_of_the_client() -> None:
@@ -108,6 +126,14 @@ async def test_a_call_ends_while_the_client_closes(
     monkeypatch.setattr(loop, "close", call_and_close)
     await asyncio.to_thread(client.close)
     assert refused.is_set()
+
+
+async def test_a_forked_process_gets_an_error(address: str) -> None:
+    """Guards against calls that wait for ever for a thread that the fork has not."""
+    command = (sys.executable, "-W", "ignore", "-c", _FORK, address)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert out.decode().splitlines() == ["create it after the fork"] * 2 + ["True"]
 
 
 def test_bad_credentials_leave_no_thread() -> None:
