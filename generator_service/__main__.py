@@ -56,17 +56,17 @@ async def _load(
     settings: GeneratorSettings, resources: AsyncExitStack
 ) -> tuple[Generator, Heartbeat]:
     """The generator of the settings, which `resources` closes, and its heartbeat."""
-    if is_toy(settings.model):
-        toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
-        instruments.observe(toy.load)
-        return toy, lambda: 0.0
-    if settings.engine == "remote":
+    if settings.engine == "remote":  # first: its model may have any name
         from generator_service.endpoint import EndpointGenerator
 
         remote = EndpointGenerator(settings, instruments.count_step)
         resources.push_async_callback(remote.close)
         instruments.observe(remote.load)
         return remote, lambda: 0.0
+    if is_toy(settings.model):
+        toy = load_toy(settings.model, settings.kv_slots or 100_000, instruments.count_step)
+        instruments.observe(toy.load)
+        return toy, lambda: 0.0
     await threads.load(partial(_check_files, settings))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     engine = await threads.load(partial(_engine_of, settings))

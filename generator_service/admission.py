@@ -130,7 +130,7 @@ class AdmissionQueue(Generic[S]):
         self._ledger = ledger
         self._admit = admit
         self._max_waiting = max_waiting
-        self._auto_candidates = auto_candidates
+        self._auto_candidates = min(auto_candidates, max_candidates)
         self._max_candidates = max_candidates
         self._missing = missing
         self._free_candidates = free_candidates

@@ -141,7 +141,9 @@ class Capacity:
             if more.workspace_bytes - least > _WORKSPACE_SHARE * room:
                 break
             planned = more
-        return replace(planned, context_tokens=min(self.context_tokens, planned.slots))
+        # vLLM does not start with a context that exceeds its slots, of which this is an estimate.
+        most_tokens = planned.slots * 9 // 10 if self.is_vllm else planned.slots
+        return replace(planned, context_tokens=min(self.context_tokens, most_tokens))
 
 
 def weight_bytes(read: Read, device: str, devices: int, *, is_vllm: bool) -> int:

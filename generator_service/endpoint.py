@@ -74,7 +74,7 @@ class EndpointSession:
 
     def __init__(self, generator: EndpointGenerator, spec: SessionSpec) -> None:
         ids = [candidate.id for candidate in spec.started]
-        count = spec.n or generator.auto_candidates
+        count = spec.n or max(spec.min_answers, generator.auto_candidates)
         self.ids = ids or list(range(spec.first_candidate_id, spec.first_candidate_id + count))
         self.n = len(self.ids)
         self.reserved = self.n * spec.sampling.max_tokens

@@ -8,7 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from generator_service.commands import OpenCommand, Prefix, PrefixBatch, named_tokens
+from generator_service.commands import (
+    GrowingCandidate,
+    OpenCommand,
+    Prefix,
+    PrefixBatch,
+    named_tokens,
+)
 from generator_service.grammar import CompiledGrammar, Grammars
 from generator_service.steps import Load
 from generator_service.text import Text
@@ -84,6 +90,19 @@ class Frontend:
             spec.min_answers,
             await self._compiled(spec.sampling.structured_output),
         )
+
+    async def started(self, command: OpenCommand) -> list[GrowingCandidate]:
+        """The candidates of a session that goes on here, with the tokens they have; none if it
+        begins. Not on the event loop: their stop texts are compared for each token."""
+
+        def taken() -> list[GrowingCandidate]:
+            candidates = command.candidates(0)
+            for candidate in candidates:
+                for _ in candidate.given:
+                    candidate.take_given()
+            return candidates
+
+        return await self._in_thread(taken) if command.started else []
 
     async def round(self, batch: PrefixBatch, sampling: Sampling) -> Round:
         def ended() -> Round:

@@ -162,7 +162,7 @@ def _check_open(spec: SessionSpec, description: GeneratorDescription) -> Iterato
     yield from check_candidates(spec.n, description.max_candidates, "open.n")
     limits = (description.context_tokens, description.vocabulary)
     yield from check_sampling(spec.sampling, spec.n, *limits, "open.sampling")
-    candidates = spec.n or description.auto_candidates
+    candidates = spec.n or max(spec.min_answers, description.auto_candidates)
     yield from check_top_logprobs(spec.sampling, candidates, "open.sampling")
     if spec.first_round_tokens < 1:
         yield Violation("open.first_round_tokens", "must be 1 or more")

@@ -53,7 +53,14 @@ _OF_NODES = ("node_rank", "master_addr", "master_port")
 class VLLMSession:
     """A `Session` on vLLM; one call at a time."""
 
-    def __init__(self, generator: VLLMGenerator, session_id: int, command: OpenCommand) -> None:
+    def __init__(
+        self,
+        generator: VLLMGenerator,
+        session_id: int,
+        command: OpenCommand,
+        started: Sequence[GrowingCandidate],
+    ) -> None:
+        """`started`: the candidates of a session that goes on here."""
         self.id = session_id
         self.command = command
         self.n = 0
@@ -64,6 +71,7 @@ class VLLMSession:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.live: list[GrowingCandidate] = []
         self.num_tokens = 0  # of every live candidate
+        self._started = started
         self._maker = generator.engine.session(session_id, command)
         self._requests: dict[int, CandidateRequest] = {}
         self._generator = generator
@@ -74,13 +82,9 @@ class VLLMSession:
     def begin(self, n: int) -> None:
         """It is admitted with `n` candidates."""
         self.n = n
-        command = self.command
-        live = command.candidates(n)
-        self.num_tokens = command.num_given
+        live = [*self._started] or self.command.candidates(n)
+        self.num_tokens = self.command.num_given
         self._ledger.take(self.id, n * self.blocks.own(self.num_tokens))
-        for candidate in live:
-            for _ in range(self.num_tokens):
-                candidate.take_given()
         self._requests = {c.id: self._maker.request(c.id, c.given) for c in live}
         self.live = live
         self.admitted.set_result(None)
@@ -225,7 +229,8 @@ class VLLMGenerator:
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[VLLMSession]:
         command = await self.frontend.command(spec)
-        session = VLLMSession(self, next(self._ids), command)
+        started = await self.frontend.started(command)
+        session = VLLMSession(self, next(self._ids), command, started)
         try:
             self.queue.enter(session)
             await session.admitted
@@ -297,7 +302,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
         slot_bytes=shape.slot_bytes,
         device=f"vllm {engine.device} {shape.dtype}",
         slots=SlotGauge(engine.capacity_slots, 0, 0),
-        auto_candidates=settings.auto_candidates_of(shape.dtype),
+        auto_candidates=min(settings.auto_candidates_of(shape.dtype), engine.max_rows),
         adapters=tuple(settings.adapters),
     )
     return VLLMGenerator(

@@ -98,7 +98,7 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
         _fail(text, _EXIT_CODES.get(type(error), 1))
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None
-    except BrokenPipeError:  # who reads stdout has left, and Python would write to it at exit
+    except BrokenPipeError:  # stdout is closed, and Python would flush it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except asyncio.CancelledError:

@@ -206,7 +206,8 @@ class SessionSpec:
     `started` candidates, if any, are all of the session's. Their tokens, of equal number, are
     read, not drawn or reported; so a session goes on elsewhere with the same texts, although
     another batch rounds otherwise. `adapter`: one of the generator's, or the model alone. While at
-    most `min_answers` candidates are live, no round of theirs ends because slots are full.
+    most `min_answers` candidates are live, no round of theirs ends because slots are full, unless
+    there are forks among them.
     """
 
     prompt: Prompt

@@ -292,6 +292,8 @@ def test_fitted_settings_take_little_workspace() -> None:
     small = capacity_of(long, 18 * GIB).fitted(16)
     assert 1 < small.max_candidates < 1024
     assert small.context_tokens == small.slots < 131_072
+    on_vllm = replace(capacity_of(long, 18 * GIB), is_vllm=True).fitted(16)
+    assert 0.8 * on_vllm.slots < on_vllm.context_tokens < 0.91 * on_vllm.slots
     assert small.max_candidates_within(1024, 16, 512) >= small.max_candidates
     with pytest.raises(ValueError, match=r"does not fit: 14\.0 GiB less 15\.0 GiB of weights"):
         capacity_of(long, 14 * GIB).fitted(16)

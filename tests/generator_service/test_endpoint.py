@@ -312,13 +312,22 @@ async def test_the_best_whole_answer_wins() -> None:
     assert [trace.num_rejected for trace in generation.rounds] == [0]
 
 
+async def test_n_left_open_is_at_least_min_answers() -> None:
+    """Guards against fewer answers than were requested."""
+    async with generator(by_seed) as (made, _):
+        for least, n in ((1, made.auto_candidates), (20, 20)):
+            spec = c.SessionSpec(SPEC.prompt, 0, SPEC.sampling, 4, min_answers=least)
+            async with made.open(spec) as session:
+                assert session.n == n
+
+
 async def test_the_service_of_an_endpoint() -> None:
     """Guards against settings that begin another engine, and a usage without the prompt's tokens,
     which are known once the first answer is there."""
     request = c.GenerationRequest(SPEC.prompt, SPEC.sampling, c.Selection(n=2))
     servicer = GeneratorServicer(lease_s=5)
     async with listening(by_seed) as endpoint, AsyncExitStack() as resources:
-        settings = GeneratorSettings(engine="remote", model="m", remote_url=endpoint.url)
+        settings = GeneratorSettings(engine="remote", model="toy:m", remote_url=endpoint.url)
         made, heartbeat = await _load(settings, resources)
         assert isinstance(made, EndpointGenerator) and heartbeat() == 0
         servicer.load(made)

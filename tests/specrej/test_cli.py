@@ -61,7 +61,11 @@ class Outcome:
     err: str
 
 
-async def start(*arguments: str, stdout: int = PIPE, **environment: Any) -> Process:
+async def start(*arguments: str, **environment: str) -> Process:
+    return await start_writing_to(PIPE, *arguments, **environment)
+
+
+async def start_writing_to(stdout: int, *arguments: str, **environment: str) -> Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "specrej.cli", *arguments),
         env={**os.environ, **environment},
@@ -77,7 +81,7 @@ async def finish(process: Process) -> Outcome:
     return Outcome(process.returncode, out.decode(), err.decode())
 
 
-async def run(*arguments: str, **environment: Any) -> Outcome:
+async def run(*arguments: str, **environment: str) -> Outcome:
     return await finish(await start(*arguments, **environment))
 
 
@@ -230,7 +234,7 @@ async def test_a_text_on_stdin_must_be_utf_8(address: str) -> None:
 async def test_a_reader_that_leaves_is_no_traceback(address: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    process = await start("describe", "--address", address, stdout=writing)
+    process = await start_writing_to(writing, "describe", "--address", address)
     os.close(writing)
     _, err = await asyncio.wait_for(process.communicate(), 60)
     assert (process.returncode, err) == (1, b"")
