@@ -97,7 +97,10 @@ def table_rows(
 
 
 def write_picture(path: Path, points: Sequence[Point], title: str) -> None:
-    """Write an SVG file: means with 95 % intervals over prompts; every point has its N."""
+    """Write an SVG file: means with 95 % intervals over prompts; every point has its N. Means over
+    some of the prompts are not comparable, and left out."""
+    most = max((point.prompts for point in points), default=0)
+    points = [point for point in points if point.prompts == most]
     mpl.rcParams.update({"font.size": 9, "svg.hashsalt": "specrej", "svg.fonttype": "path"})
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     figure.suptitle(title)

@@ -107,6 +107,22 @@ def test_branching_quotes_its_runs(max_tokens: int, reward: str, system: str) ->
     assert re.search(rf"{quoted}[a-z ]*{interval} \|$", page, re.MULTILINE)
 
 
+def test_comparison_quotes_the_answers() -> None:
+    page = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
+    result = json.loads((ROOT / "benchmarks/results/answer.json").read_text())
+    compared = [point for point in result["points"] if point["prompts"] == result["prompts"]]
+    assert len(compared) == 12
+    for p in compared:
+        interval = f"{p['reward_low']:.3f} to {p['reward_high']:.3f}"
+        cells = (p["system"], p["n"], f"{p['seconds']:.2f}", f"{p['tokens']:.0f}")
+        quality = (
+            f"{p['reward']:.3f} ({interval})",
+            f"{p['second_judge']:.3f}",
+            f"{p['words']:.0f}",
+        )
+        assert f"| {' | '.join(map(str, (*cells, *quality)))} |" in page
+
+
 def test_the_machines_of_kept_results_are_those_of_their_files() -> None:
     """Guards against a figure that is read as another machine's."""
     page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
