@@ -78,11 +78,14 @@ class _EncoderReward(ABC):
                 text.result = result
                 text.num_computed = len(text.token_ids)
 
-    def _tokenize(self, *texts: list[str], **options: Any) -> tuple[list[Text], list[int]]:
+    def _tokenize(
+        self, *texts: list[str], max_length: int, **options: Any
+    ) -> tuple[list[Text], list[int]]:
         """Different texts, longest first as neighbours share a pass, and each one's index."""
         as_text, cut_id = self._control_tokens.as_text, self._control_tokens.cut_id
         columns = [[as_text(text) for text in column] for column in texts]
-        rows = self._tokenizer(*columns, padding=False, **options)
+        options["padding"] = False
+        rows = self._tokenizer(*columns, max_length=max_length, **options)
 
         def uncut(values: list[int], token_ids: list[int]) -> tuple[int, ...]:
             pairs = zip(values, token_ids, strict=True)
@@ -90,12 +93,12 @@ class _EncoderReward(ABC):
 
         encoded = [*zip(rows["input_ids"], rows["token_type_ids"], strict=True)]
         for index, (ids, _) in enumerate(encoded):
-            size = options["max_length"]
+            size = max_length
             # A row that is cut to a length in which `cut_id` counts has room for more.
-            while len(ids) == size < options["max_length"] + (num_cuts := ids.count(cut_id)):
-                size = options["max_length"] + num_cuts
+            while len(ids) == size < max_length + (num_cuts := ids.count(cut_id)):
+                size = max_length + num_cuts
                 row = ([column[index]] for column in columns)
-                longer = self._tokenizer(*row, padding=False, **{**options, "max_length": size})
+                longer = self._tokenizer(*row, max_length=size, **options)
                 (ids,), (types,) = longer["input_ids"], longer["token_type_ids"]
                 encoded[index] = ids, types
         unique, where = distinct([(uncut(ids, ids), uncut(types, ids)) for ids, types in encoded])

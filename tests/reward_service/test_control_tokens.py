@@ -124,7 +124,7 @@ def test_the_embedded_relevance_model_reads_characters(minilm: Path) -> None:
     reward = load("relevance", minilm)
     tokenizer: Any = AutoTokenizer.from_pretrained(minilm)
     text = "a [SEP] b[MASK]c [CLS][PAD] [UNK]"
-    (tokens,), _ = reward._tokenize([text])
+    (tokens,), _ = reward._tokenize([text], truncation=True, max_length=256)
     assert list(tokens.token_ids) == tokenizer(text, split_special_tokens=True)["input_ids"]
     assert len(tokens.types) == len(tokens.token_ids)
 
