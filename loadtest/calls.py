@@ -52,7 +52,7 @@ class Caller:
     def __init__(self, address: str, timeout_s: float, **credentials: Unpack[Credentials]) -> None:
         self._timeout_s = timeout_s
         self._token = watch_token(credentials)
-        self._channel = open_blocking_channel(address, retries=False, **credentials)
+        self._channel = open_blocking_channel(address, **credentials)
         self._stub: Any = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     def close(self) -> None:

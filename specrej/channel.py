@@ -87,11 +87,10 @@ def open_channel(
     return _Channel(_Link(connect, credentials))
 
 
-def open_blocking_channel(
-    address: str, *, retries: bool = True, **credentials: Unpack[Credentials]
-) -> grpc.Channel:
-    """`open_channel` for threads. Certificates are read once; the caller sends its token."""
-    how, files = options(address, retries=retries), tls_files(credentials)
+def open_blocking_channel(address: str, **credentials: Unpack[Credentials]) -> grpc.Channel:
+    """`open_channel` for threads, without retries. Certificates are read once; the caller sends its
+    token."""
+    how, files = options(address, retries=False), tls_files(credentials)
     if any(credentials.values()):
         check_credentials(address, credentials)
     if not files:

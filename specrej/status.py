@@ -149,7 +149,7 @@ def without_foreign_text(
         is_large = _TOO_LARGE in error.message
         return errors.InternalError(f"{backend} failed{': message too large' * is_large}")
     if is_foreign and isinstance(error, errors.Overloaded):
-        error.message = f"{backend} is busy"
+        return errors.Overloaded(f"{backend} is busy", retry_after_s=error.retry_after_s or 0.0)
     return error
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
 from experiments.branching import compare
-from experiments.studies.statistics import Estimate
+from experiments.studies.statistics import Estimate, mean
+from experiments.trajectories import FloatArray
 from tests.documents.blocks import ROOT
 
+_OURS = ("specrej", "specrej-branching")
 _STUDIES = ROOT / "experiments/results/128/studies-128-tokens-relevance.md"
 
 
@@ -121,6 +124,43 @@ def test_comparison_quotes_the_answers() -> None:
             f"{p['words']:.0f}",
         )
         assert f"| {' | '.join(map(str, (*cells, *quality)))} |" in page
+    paired = {(a["system"], a["n"], a["prompt_id"]): a for a in result["answers"]}
+    prompts = [prompt for system, n, prompt in paired if (system, n) == ("vllm", 64)]
+
+    def of(system: str, figure: str) -> FloatArray:
+        return np.array([paired[system, 64, prompt][figure] for prompt in prompts])
+
+    def share(system: str, figure: str) -> str:
+        return f"in {of(system, figure).sum() / of('vllm', figure).sum():.2f} of the"
+
+    def above(system: str, figure: str, digits: int) -> tuple[str, str]:
+        found = mean(of(system, figure) - of("vllm", figure))
+        edges = f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+        return f"{found.value:.{digits}f}", edges
+
+    text = " ".join(page.split())
+    (own, edges), (forked, forked_edges) = (above(s, "reward", 3) for s in _OURS)
+    assert (
+        f"{own} above that of vLLM at N = 64 (95 %: {edges}), {share(_OURS[0], 'seconds')}" in text
+    )
+    assert f"seconds and {share(_OURS[0], 'tokens').removeprefix('in ')} tokens" in text
+    assert f"with branching {forked} ({forked_edges}) {share(_OURS[1], 'seconds')} seconds" in text
+    judged = [f"{value} ({edges})" for value, edges in (above(s, "second_judge", 2) for s in _OURS)]
+    assert " and ".join(judged) in text
+
+
+def test_the_readme_quotes_the_answers() -> None:
+    result = json.loads((ROOT / "benchmarks/results/answer.json").read_text())
+    (own,), (peer,) = (
+        [p for p in result["points"] if (p["system"], p["n"]) == (system, 64)]
+        for system in ("specrej", "vllm")
+    )
+    quoted = (
+        f"64 candidates of {result['max_tokens']} tokens take specrej {own['seconds']:.1f} s and"
+        f" vLLM with the same reward {peer['seconds']:.1f} s, for rewards of {own['reward']:.3f} and"
+        f" {peer['reward']:.3f} (means of {result['prompts']} prompts"
+    )
+    assert quoted in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_the_machines_of_kept_results_are_those_of_their_files() -> None:
