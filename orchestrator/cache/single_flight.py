@@ -64,7 +64,7 @@ class Flight(Generic[T]):
         self,
         lead_s: float,
         lose: Callable[[], None],
-        left_s: Callable[[], float | None] = lambda: None,
+        left_s: Callable[[], float | None],
     ) -> None:
         """`lose` is called after `lead_s` seconds without progress; `left_s`: seconds to the
         leader's deadline."""
@@ -264,9 +264,8 @@ class SharedSingleFlight:
 class Lease:
     """One process's claim to lead the flight of a key; `answer` if another process has made it."""
 
-    def __init__(
-        self, redis: RedisClient, key: str, lease_s: float, left_s: float | None = None
-    ) -> None:
+    def __init__(self, redis: RedisClient, key: str, lease_s: float, left_s: float | None) -> None:
+        """`left_s`: seconds to this process's deadline."""
         self.answer: Generation | None = None
         self.leader_left_s: float | None = None  # to its deadline, as of the last claim
         self.held = False
@@ -368,7 +367,7 @@ def _patience_s(left_s: float | None, leader_left_s: float | None) -> float | No
 def _left_s(token: object) -> float | None:
     """Seconds to the deadline of the token's process; None: it has none."""
     try:
-        end = int(bytes(token)[:8], 16) if isinstance(token, bytes) else _NO_END
+        end = int(token[:8], 16) if isinstance(token, bytes) else _NO_END
     except ValueError:
         end = _NO_END
     return None if end == _NO_END else end - time.time()

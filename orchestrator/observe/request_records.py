@@ -166,11 +166,11 @@ class RequestRecords:
             raise
         finally:
             opened.end(InternalError.reason)  # unless it has ended
-            if self.on_ended and self._max_requests:
-                self.on_ended(opened.read(), tenant)
             if self._running.pop(key, None):
                 self._ended[key] = opened
                 self._ended_size += opened.size
+            if self.on_ended and self._max_requests:  # also one that was dropped meanwhile
+                self.on_ended(opened.read(), tenant)
             self._trim()
 
     def _trim(self) -> None:

@@ -157,8 +157,8 @@ def test_the_readme_quotes_the_answers() -> None:
     )
     quoted = (
         f"64 candidates of {result['max_tokens']} tokens take specrej {own['seconds']:.1f} s and"
-        f" vLLM with the same reward {peer['seconds']:.1f} s, for rewards of {own['reward']:.3f} and"
-        f" {peer['reward']:.3f} (means of {result['prompts']} prompts"
+        f" vLLM with the same reward {peer['seconds']:.1f} s, for rewards of {own['reward']:.3f}"
+        f" and {peer['reward']:.3f} (means of {result['prompts']} prompts"
     )
     assert quoted in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
