@@ -20,9 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -143,16 +141,20 @@ def _conformance(out: Path) -> dict[str, Any]:
         code = subprocess.run(
             suite, stdout=stream, stderr=subprocess.STDOUT, check=False
         ).returncode
-    output = file.read_text()
+    return {**summary_of(file.read_text()), "exit_code": code}
+
+
+def summary_of(output: str) -> dict[str, Any]:
+    """pytest's counts and the tests that failed; libraries may print more behind them."""
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    summary = (output.strip().splitlines() or [""])[-1].strip("= ")
-    return {"summary": summary, "failed": failed, "exit_code": code}
+    kinds = "passed|failed|skipped|error"
+    counts = re.findall(rf"^=* ?(\d+ (?:{kinds}).*?)[ =]*$", output, re.MULTILINE)
+    return {"summary": (counts or ["pytest did not reach its end"])[-1], "failed": failed}
 
 
 async def _measure(arguments: argparse.Namespace, result: Result) -> None:
     log("agreement with the own engine")
     result.add(agreement=await _agreement(arguments.out / _AGREEMENT))
-    steps: list[float] = []
     settings = GeneratorSettings(
         engine="vllm",
         model=str(arguments.out / arguments.shape),
@@ -163,7 +165,7 @@ async def _measure(arguments: argparse.Namespace, result: Result) -> None:
         kv_slots=0 if ON_CUDA else max(arguments.n) * (arguments.prompt + arguments.new) // 2,
     )
     log(f"loading random weights in the shape of {arguments.shape}")
-    generator = load_vllm(settings, lambda step: steps.append(step.seconds))
+    generator = load_vllm(settings, None)
     try:
         await generator.warm_up()
         config = LlamaConfig(**SHAPES[arguments.shape])
@@ -174,7 +176,7 @@ async def _measure(arguments: argparse.Namespace, result: Result) -> None:
         )
         speed: list[dict[str, Any]] = []
         for n in arguments.n:
-            speed.append(await _speed(generator, n, arguments, steps, roofline))
+            speed.append(await _speed(generator, n, arguments, roofline))
             result.add(speed=speed)
         log("a request whose N the memory decides")
         result.add(memory_run=await _memory(generator, arguments))
@@ -293,7 +295,6 @@ async def _speed(
     generator: VLLMGenerator,
     n: int,
     arguments: argparse.Namespace,
-    steps: list[float],
     roofline: Roofline,
 ) -> dict[str, Any]:
     """One session: a first token, half of the tokens, a prune of half, and the rest."""
@@ -302,11 +303,9 @@ async def _speed(
     sampling = Sampling(arguments.new, seed=n, ignore_eos=True)
     async with generator.open(SessionSpec(Prompt(text=prompt), n, sampling, half)) as session:
         await session.extend(1)
-        steps.clear()
         began = time.perf_counter()
         ended = await session.extend(half)
         seconds = time.perf_counter() - began
-        step_s = statistics.median(steps) if steps else math.nan
         began = time.perf_counter()
         await session.prune([candidate.id for candidate in ended.candidates[: n // 2]])
         prune_s = time.perf_counter() - began
@@ -317,7 +316,7 @@ async def _speed(
         "n": n,
         "tokens_per_s": round(n * (reached - 1) / seconds, 1),
         "of_bound": round(bound_s / seconds, 4),
-        "step_ms": round(1e3 * step_s, 2),
+        "step_ms": round(1e3 * seconds / (reached - 1), 2),
         "prune_ms": round(1e3 * prune_s, 2),
         "ended_by": rest.ended_by.value,
     }

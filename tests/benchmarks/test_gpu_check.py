@@ -12,6 +12,22 @@ from benchmarks import gpu_check
 
 
 @pytest.mark.parametrize(
+    ("output", "summary"),
+    [
+        (
+            "== 5 passed, 1 skipped in 3 s ==\nnanobind: leaked 2 types!\n",
+            "5 passed, 1 skipped in 3 s",
+        ),
+        ("1 failed, 4 passed in 3 s", "1 failed, 4 passed in 3 s"),
+        ("5 threads\nSegmentation fault", "pytest did not reach its end"),
+    ],
+)
+def test_the_summary_is_pytests(output: str, summary: str) -> None:
+    """Guards against what a library prints at the end of the process."""
+    assert gpu_check.summary_of(output)["summary"] == summary
+
+
+@pytest.mark.parametrize(
     ("output", "failed"),
     [("ERROR tests/x.py::a[vllm]\n1 error in 2 s\n", ["tests/x.py::a[vllm]"]), ("", [])],
 )
