@@ -20,20 +20,10 @@ class Health(health_pb2_grpc.HealthServicer):
     def __init__(self) -> None:
         self._states: dict[str, Any] = {}
         self._changed = asyncio.Event()  # replaced at every change
-        self._has_ended = False
 
     def set(self, name: str, is_serving: bool) -> None:
-        """Set the state of a service, until `end`."""
-        if not self._has_ended:
-            self._set(name, _States.SERVING if is_serving else _States.NOT_SERVING)
-
-    def end(self) -> None:
-        """Set all services to NOT_SERVING for good."""
-        self._has_ended = True
-        for name in self._states:
-            self._set(name, _States.NOT_SERVING)
-
-    def _set(self, name: str, state: Any) -> None:
+        """Set the state of a service."""
+        state = _States.SERVING if is_serving else _States.NOT_SERVING
         if self._states.get(name) == state:
             return
         self._states[name] = state

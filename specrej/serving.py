@@ -15,7 +15,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -163,6 +162,7 @@ class Server:
         self._heartbeats: list[Heartbeat] = []
         self._is_warm = False
         self._health = Health()
+        self._is_ending = False
         self._access = Access(settings.tokens_path, settings.allowed_names)
         files = settings.tls_files
         self._certificates = files.watch() if files else None
@@ -211,9 +211,9 @@ class Server:
         self._heartbeats.append(heartbeat)
 
     def set_serving(self, serving: bool) -> None:
-        """Set the health of "" and of every service: readiness."""
+        """Set the health of "" and of every service, readiness, which a drain ends for good."""
         for name in ("", *(service.name for service in self._services)):
-            self._health.set(name, serving)
+            self._health.set(name, serving and not self._is_ending)
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Set NOT_SERVING, refuse new calls, and give running ones `grace_s` seconds to finish.
@@ -221,7 +221,7 @@ class Server:
         Only calls of the services are awaited: a health watch never ends by itself. A call that
         does not end when it is cancelled, because its step hangs, is abandoned.
         """
-        self._health.end()
+        self._end_readiness()
         grace_s = self._settings.grace_s if grace_s is None else grace_s
         settling_s = min(grace_s, _SETTLING_S)
         # grpc drops calls that have arrived and not begun when it stops.
@@ -235,9 +235,13 @@ class Server:
 
     async def _drain(self) -> None:
         """Set NOT_SERVING, wait `drain_s` so that balancers choose other servers, then stop."""
-        self._health.end()
+        self._end_readiness()
         await asyncio.sleep(self._settings.drain_seconds)
         await self.stop()
+
+    def _end_readiness(self) -> None:
+        self._is_ending = True
+        self.set_serving(False)
 
     def _heartbeat_age(self) -> Iterator[telemetry.metrics.Observed]:
         if self._heartbeats:
@@ -365,8 +369,18 @@ def _grace_ms(max_deadline_s: float | None) -> int:
 
 
 async def _within(seconds: float, end: Awaitable[object]) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(end, seconds)
+    """Wait for an end at most so long; then cancel it.
+
+    A cancelled stop of a grpc server may cancel all later ones, which is no cancellation of ours.
+    """
+    ending = asyncio.ensure_future(end)
+    try:
+        await asyncio.wait({ending}, timeout=seconds)
+    finally:
+        ending.cancel()
+    await asyncio.wait({ending})
+    if not ending.cancelled():
+        ending.result()
 
 
 def _log_lost_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

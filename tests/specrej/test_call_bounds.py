@@ -343,8 +343,6 @@ async def test_a_watcher_that_does_not_read_delays_nothing(monkeypatch: pytest.M
     servicer.set("", True)  # no change
     servicer.set("", False)
     await until(lambda: len(reading.states) == 2)
-    servicer.end()
-    servicer.set("", True)
     with pytest.raises(TimeoutError):
         await watches[0]
     assert reading.states == [states.SERVING, states.NOT_SERVING]

@@ -125,12 +125,15 @@ async def test_a_loading_server_is_alive_and_ends_on_sigterm() -> None:
 
 
 async def test_a_drain_sets_not_serving_first_and_a_second_signal_ends_it() -> None:
-    """Guards requests on their way: they would fail if refused before health is NOT_SERVING."""
+    """Guards requests on their way: they would fail if refused before health is NOT_SERVING. Guards
+    a drain against a supervisor that stops what is not alive."""
     server = Server(ServiceSettings(drain_s=300), [])
     async with running(server) as (task, _):
         await until_health(server, "SERVING")
         os.kill(os.getpid(), signal.SIGTERM)
-        await until_health(server, "NOT_SERVING")  # it still answers
+        await until_health(server, "NOT_SERVING", "SERVING")  # it still answers
+        server.set_serving(True)  # as after a recovery
+        assert await health_of(address(server)) == "NOT_SERVING"
         assert not task.done()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(task, BOUND_S)
@@ -231,6 +234,21 @@ async def test_a_hanging_call_does_not_delay_a_stop(monkeypatch: pytest.MonkeyPa
             hanging.released.set()
             call.cancel()
         await server.stop()
+
+
+async def test_a_stop_after_one_that_was_abandoned_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the end of a process on a slow machine: grpc cancels each later stop."""
+    server = Server(ServiceSettings(grace_s=0.01), [])
+    abandoned = asyncio.get_running_loop().create_future()
+    abandoned.cancel()
+
+    async def stop(grace: float | None) -> None:
+        await abandoned
+
+    async with running(server):
+        with monkeypatch.context() as patch:
+            patch.setattr(server._server, "stop", stop)
+            await server.stop()
 
 
 def test_handler_attribute_names_are_interned() -> None:
