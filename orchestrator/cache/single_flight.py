@@ -69,6 +69,7 @@ class Flight(Generic[T]):
         """`lose` is called after `lead_s` seconds without progress; `left_s`: seconds to the
         leader's deadline."""
         self.left_s = left_s
+        self.is_beside = False  # whether another flight of this process has the key
         self.is_published = self.is_lost = False
         self._within_s = math.inf
         self._began = asyncio.get_running_loop().time()
@@ -176,6 +177,7 @@ class SingleFlight(Generic[T]):
                 # Reset the traceback: otherwise it grows with every waiter that raises it.
                 raise flight._error.with_traceback(flight._traceback)
         flight = self._flights[key] = Flight(self._lead_s, partial(self._lose, key), left_s)
+        flight.is_beside = key.endswith(_BESIDE)
         try:
             yield flight
         except OWN_REASONS:
@@ -221,7 +223,8 @@ class SharedSingleFlight:
 
         If the leader is cancelled, runs out of time or dies, one of those that wait leads. If it
         fails otherwise, or its answer could not be stored, each of them runs alone; so does one
-        with much less time than the leader, after half of its time.
+        with much less time than the leader, after half of its time, which a flight beside another
+        one of its process has spent.
         """
         lease = Lease(self._cache.redis, flight_key(key), self._lease_s, flight.left_s())
         try:
@@ -242,17 +245,20 @@ class SharedSingleFlight:
 
     async def _wait(self, key: str, lease: Lease, flight: Flight[Generation]) -> Generation | None:
         """The answer; None if the lease is held or there is no leader to wait for."""
-        pause_s, began = FIRST_PAUSE_S, time.monotonic()
-        left_s = flight.left_s()
+        pause_s = FIRST_PAUSE_S
+        leader: object = None
+        until: float | None = None  # on the monotonic clock
         while True:
             # Reads after claiming: the previous leader may have stored its answer just before.
             stored = await lease.claim(("GETRANGE", key, 0, self._cache.max_bytes))
             hit = await self._cache.read(key, stored)
             if hit and not hit.stale:
                 return hit.generation
-            patience_s = _patience_s(left_s, lease.leader_left_s)
-            is_patient = patience_s is None or time.monotonic() - began < patience_s
-            if lease.held or not lease.is_contended or not is_patient:
+            if lease.leader != leader:
+                leader, patience_s = lease.leader, _patience_s(flight.left_s(), lease.leader_left_s)
+                until = None if patience_s is None else time.monotonic() + patience_s
+            is_patient = until is None or time.monotonic() < until
+            if lease.held or not lease.is_contended or not is_patient or flight.is_beside:
                 return None
             if pause_s == FIRST_PAUSE_S:
                 telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
@@ -267,7 +273,7 @@ class Lease:
     def __init__(self, redis: RedisClient, key: str, lease_s: float, left_s: float | None) -> None:
         """`left_s`: seconds to this process's deadline."""
         self.answer: Generation | None = None
-        self.leader_left_s: float | None = None  # to its deadline, as of the last claim
+        self.leader: object = None  # its token, as of the last claim
         self.held = False
         # Whether another process may lead: not if Redis failed, or the last leader shared nothing.
         self.is_contended = True
@@ -302,8 +308,17 @@ class Lease:
         self._claiming = None
         self.held = claimed is not None and claimed.value is True
         self.is_contended = bool(claimed and holder and (self.held or _may_be_token(holder.value)))
-        self.leader_left_s = _left_s(holder.value) if holder else None
+        self.leader = holder.value if holder else None
         return reply.value if reply else None
+
+    @property
+    def leader_left_s(self) -> float | None:
+        """Seconds to the leader's deadline; None: it has none."""
+        try:
+            end = int(self.leader[:8], 16) if isinstance(self.leader, bytes) else _NO_END
+        except ValueError:
+            end = _NO_END
+        return None if end == _NO_END else end - time.time()
 
     @asynccontextmanager
     async def renewed(self, flight: Flight[Generation]) -> AsyncIterator[None]:
@@ -362,15 +377,6 @@ def _patience_s(left_s: float | None, leader_left_s: float | None) -> float | No
     if left_s is None or (leader_left_s is not None and left_s >= leader_left_s / 2):
         return None
     return left_s / 2
-
-
-def _left_s(token: object) -> float | None:
-    """Seconds to the deadline of the token's process; None: it has none."""
-    try:
-        end = int(token[:8], 16) if isinstance(token, bytes) else _NO_END
-    except ValueError:
-        end = _NO_END
-    return None if end == _NO_END else end - time.time()
 
 
 def _may_be_token(holder: object) -> bool:

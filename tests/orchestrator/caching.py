@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -43,12 +44,15 @@ class Clock:
 
 
 def new_flight(lead_s: float = 60.0, left_s: float | None = None) -> Flight[Generation]:
-    """A flight that marks itself as lost."""
+    """A flight that marks itself as lost; `left_s`: seconds to its deadline now."""
+    ends = None if left_s is None else time.monotonic() + left_s
 
     def lose() -> None:
         flight.is_lost = True
 
-    flight: Flight[Generation] = Flight(lead_s, lose, lambda: left_s)
+    flight: Flight[Generation] = Flight(
+        lead_s, lose, lambda: None if ends is None else ends - time.monotonic()
+    )
     return flight
 
 

@@ -39,6 +39,7 @@ class Process:
         self.outcomes: Counter[str] = Counter()
         self.lead_s = 60.0
         self.left_s: float | None = None
+        self.is_beside = False
         self._flights = SharedSingleFlight(cache, lease_s=lease_s)
         self._runs = runs
         self._read, self._num_polls = cache.read, 0
@@ -47,6 +48,7 @@ class Process:
     async def request(self) -> Generation:
         keys = self._runs.keys
         self.flight = new_flight(self.lead_s, self.left_s)
+        self.flight.is_beside = self.is_beside
         joining = self._flights.join(keys.answer, self.flight)
         async with asyncio.timeout(BOUND_S), joining as lease:
             self.outcomes["joined" if lease.answer else "led" if lease.held else "alone"] += 1
@@ -140,13 +142,17 @@ async def test_a_lease_is_renewed_while_the_leader_runs(redis_url: str) -> None:
         await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("leader_left_s", [None, 3600.0])
+# The last: half of the leader's time is less than the other's before the other has waited for half
+# of its own.
+@pytest.mark.parametrize(
+    ("leader_left_s", "short_left_s"), [(None, 0.2), (3600.0, 0.2), (10.0, 4.2)]
+)
 async def test_a_process_with_little_time_runs_beside_the_leader(
-    runs: Processes, leader_left_s: float | None
+    runs: Processes, leader_left_s: float | None, short_left_s: float
 ) -> None:
     """Guards against a request whose time passes while another process need not hurry."""
     leading, short, equal = runs.all
-    leading.left_s, short.left_s, equal.left_s = leader_left_s, 0.2, leader_left_s
+    leading.left_s, short.left_s, equal.left_s = leader_left_s, short_left_s, leader_left_s
     leader, waiter, patient = await runs.lead_and_wait()
     await until(lambda: len(runs.steps) == 2)
     runs.steps[1].set_result(generation())
@@ -154,6 +160,20 @@ async def test_a_process_with_little_time_runs_beside_the_leader(
     assert (await patient).cached and not leader.done()
     runs.steps[0].set_result(generation())
     assert not (await leader).cached and leading.outcomes == {"led": 1}
+
+
+async def test_a_flight_beside_another_does_not_wait_again(runs: Processes) -> None:
+    """Guards a caller's time against a second wait for the run that it could not wait for."""
+    beside = runs.all[1]
+    leader = runs.all[0].start()
+    await until(lambda: len(runs.steps) == 1)
+    beside.is_beside, beside.left_s = True, 3600.0
+    other = beside.start()
+    await until(lambda: len(runs.steps) == 2)
+    for step in runs.steps:
+        step.set_result(generation())
+    await asyncio.gather(leader, other)
+    assert beside.outcomes == {"alone": 1}
 
 
 async def test_a_leader_without_progress_loses_the_lease(redis_url: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -142,23 +143,32 @@ async def test_callers_with_little_time_share_a_run_beside_the_leaders(
 ) -> None:
     """Guards against a caller whose time passes while it waits for a leader that need not hurry."""
     flights, runs = SingleFlight[str](), HeldRuns[str]()
+    num_waits: Counter[str] = Counter()
+    are_beside: list[bool] = []
 
-    async def request(left_s: float | None) -> str:
-        async with flights.join("k", lambda: left_s) as flight:
+    async def request(left_s: float | None, name: str = "long") -> str:
+        def counted_left_s() -> float | None:
+            num_waits[name] += 1
+            return left_s
+
+        async with flights.join("k", counted_left_s) as flight:
             if not flight.is_published:
+                are_beside.append(flight.is_beside)
                 flight.publish(await runs.run())
             return flight.result
 
     long = [asyncio.create_task(request(left_s)) for left_s in (leader_left_s, 60.0, None)]
     await turns()
-    short = [asyncio.create_task(request(0.05)) for _ in range(5)]
-    await until(lambda: len(runs.steps) == 2 and flights.num_waiting == 6)
+    names = [f"short {number}" for number in range(5)]
+    short = [asyncio.create_task(request(0.05, name)) for name in names]
+    # Twice: before the wait for the leader, and before that for the run beside it.
+    await until(lambda: min(num_waits[name] for name in names) >= 2 and len(runs.steps) == 2)
     runs.steps[1].set_result("in time")
     assert await asyncio.gather(*short) == ["in time"] * 5
     assert not any(task.done() for task in long)
     runs.steps[0].set_result("whole")
     assert await asyncio.gather(*long) == ["whole"] * 3
-    assert (len(runs.steps), flights.num_flying) == (2, 0)
+    assert (are_beside, flights.num_flying) == ([False, True], 0)
 
 
 async def test_a_leader_without_progress_loses_the_lead() -> None:
