@@ -166,6 +166,15 @@ class DeadlineExceeded(SpecrejError):
     reason = "DEADLINE_EXCEEDED"
 
 
+def is_late(left_s: float, total_s: float) -> bool:
+    """Whether a call that is cancelled `left_s` seconds before its deadline has missed it.
+
+    grpc cancels late calls, and a client cancels its own at its deadline, of which the server's is
+    a rounded copy: later by at most a hundredth of the call's `total_s` seconds.
+    """
+    return left_s < 0.05 + total_s / 100
+
+
 class Cancelled(SpecrejError):
     """The call was cancelled."""
 

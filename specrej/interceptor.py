@@ -27,6 +27,7 @@ from specrej.errors import (
     InvalidRequest,
     SpecrejError,
     Violation,
+    is_late,
 )
 from specrej.security import OURS, Access, Caller, set_caller
 from specrej.status import to_status
@@ -130,10 +131,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def guarded(request: Any, context: Context) -> Any:
             metadata = context.invocation_metadata() or ()
+            left_s = self._deadline_s(context)
             with self._counted(), telemetry.served(name, metadata) as call:
                 try:
                     set_caller(caller)
-                    left_s = self._deadline_s(context)
                     _deadline.set(None if left_s is None else time.monotonic() + left_s)
                     async with asyncio.timeout(left_s), self._admitted(method, context, admit):
                         return await behavior(request, context)
@@ -143,7 +144,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 except Exception as error:
                     await self._abort(context, method, error, call)
                 except asyncio.CancelledError as error:
-                    call.code = _code_of_cancellation(context).name
+                    call.code = _code_of_cancellation(context, left_s).name
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
@@ -249,17 +250,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return min(remaining, self._max_deadline_s or remaining)
 
 
-# grpc cancels late calls; a client's own cancellation at its deadline arrives slightly earlier.
-_LATE_S = 0.05
-
 # The time for a status to leave, and for a client that reads later to receive it.
 _STATUS_S = 1.0
 _LATE_STATUS_S = 10.0
 
 
-def _code_of_cancellation(context: Context) -> grpc.StatusCode:
+def _code_of_cancellation(context: Context, total_s: float | None) -> grpc.StatusCode:
     left_s = context.time_remaining()
-    late = left_s is not None and left_s < _LATE_S
+    late = left_s is not None and total_s is not None and is_late(left_s, total_s)
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,14 @@ from specrej.contracts import (
     RoundTrace,
     Selection,
 )
-from specrej.errors import Cancelled, DeadlineExceeded, InternalError, NotFound, SpecrejError
+from specrej.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    NotFound,
+    SpecrejError,
+    is_late,
+)
 
 OK = "OK"
 
@@ -161,8 +169,8 @@ class RequestRecords:
         try:
             yield opened
         except BaseException as error:
-            is_late = time_left_s is not None and self._clock() - arrived >= time_left_s
-            opened.end(_reason(error, is_late=is_late))
+            left_s = math.inf if time_left_s is None else arrived + time_left_s - self._clock()
+            opened.end(_reason(error, late=is_late(left_s, time_left_s or 0.0)))
             raise
         finally:
             opened.end(InternalError.reason)  # unless it has ended
@@ -185,12 +193,12 @@ class RequestRecords:
             del self._running[next(iter(self._running))]
 
 
-def _reason(error: BaseException, *, is_late: bool) -> str:
+def _reason(error: BaseException, *, late: bool) -> str:
     if isinstance(error, SpecrejError):
         return error.reason
     # A late call is cancelled by the server, just as by a client that disconnects.
     is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
-    if isinstance(error, TimeoutError) or (is_cancelled and is_late):
+    if isinstance(error, TimeoutError) or (is_cancelled and late):
         return DeadlineExceeded.reason
     return Cancelled.reason if is_cancelled else InternalError.reason
 
