@@ -183,6 +183,12 @@ class Cache:
 
         A bad entry stays where it is: the next answer to be stored replaces it.
         """
+        hit, result = await self._find(key)
+        telemetry.metrics.add(names.CACHE_RESULTS, result=result)
+        return hit
+
+    async def _find(self, key: str) -> tuple[Hit | None, str]:
+        """The answer stored under `key`, and the result as in the metric."""
         # GETRANGE returns an empty string for a missing key. One byte more than allowed detects a
         # value that is too large without fetching all of it.
         reply = await self.redis.call("read", "GETRANGE", key, 0, self.max_bytes)
@@ -195,18 +201,19 @@ class Cache:
             result = "stale" if hit.stale else "hit"
         else:
             result = "invalid"
-        telemetry.metrics.add(names.CACHE_RESULTS, result=result)
-        return hit
+        return hit, result
 
     async def get_better(self, keys: Keys) -> Hit | None:
         """The best stored answer that may serve the request: its own, or a comparable one's."""
-        own = await self.get(keys.answer)
+        own, result = await self._find(keys.answer)
+        better = None
         if keys.index:
             # One bound for all of its calls: there can be nine.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.redis.timeout_s):
-                    return await self._better(keys, own) or own
-        return own
+                    better = await self._better(keys, own)
+        telemetry.metrics.add(names.CACHE_RESULTS, result="hit" if better else result)
+        return better or own
 
     async def read(self, key: str, stored: object) -> Hit | None:
         """The answer in the value of `key`; None unless it is whole and valid."""
@@ -233,10 +240,14 @@ class Cache:
             stored = await packed(sealing, entry)
         except ValueError:
             return False
+        size = len(stored) + ENTRY_OVERHEAD_BYTES
+        is_bounded = bool(keys.tenant and self._tenant_bytes)
+        if is_bounded and size > self._tenant_bytes:
+            return False
         jitter = random.uniform(1 - self._jitter, 1 + self._jitter)
         commands: list[Command] = [("SET", keys.answer, stored, "PX", self._life_ms(jitter))]
-        if keys.tenant and self._tenant_bytes:
-            charged = (len(stored) + ENTRY_OVERHEAD_BYTES, self._tenant_bytes)
+        if is_bounded:
+            charged = (size, self._tenant_bytes)
             life_ms = self._life_ms(1 + self._jitter)
             commands.append(("EVAL", _CHARGE, 1, keys.tenant, keys.answer, *charged, life_ms))
         if keys.index:
@@ -246,8 +257,8 @@ class Cache:
             commands.append(("PEXPIRE", keys.index, self._life_ms(1 + self._jitter)))
             commands.append(("HLEN", keys.index))
         reply, *listed = await self.redis.pipeline("write", *commands)
-        if listed and (size := listed[-1]) and isinstance(size.value, int):
-            await self._trim(keys, size.value)
+        if listed and (length := listed[-1]) and isinstance(length.value, int):
+            await self._trim(keys, length.value)
         return reply is not None and reply.value is True
 
     def _life_ms(self, jitter: float) -> int:

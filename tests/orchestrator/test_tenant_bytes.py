@@ -51,12 +51,14 @@ async def test_a_replaced_answer_is_not_dropped_early(redis_url: str, admin: red
         assert admin.zcard(TENANT) == 2
 
 
-async def test_an_answer_above_the_budget_is_dropped(redis_url: str, admin: redis.Redis) -> None:
-    """Guards against a single answer that exceeds the budget."""
-    place = new_keys(index="")
-    async with open_cache(redis_url, tenant_bytes=ENTRY_OVERHEAD_BYTES) as cache:
-        await cache.put(place, generation())
-    assert not admin.exists(place.answer)
+async def test_an_answer_above_the_budget_is_not_stored(redis_url: str) -> None:
+    """Guards the tenant's other answers against it, and those that wait for it against turns."""
+    small, large = new_keys(index=""), new_keys(index="")
+    text = "".join(random.Random(7).choices("0123456789abcdef", k=3 * BUDGET))
+    async with open_cache(redis_url, tenant_bytes=BUDGET) as cache:
+        assert await cache.put(small, generation())
+        assert not await cache.put(large, generation(text))
+        assert await cache.get(small.answer) and not await cache.get(large.answer)
 
 
 async def test_a_large_answer_after_many_small_ones(redis_url: str, admin: redis.Redis) -> None:
