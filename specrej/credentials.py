@@ -6,12 +6,12 @@ import ipaddress
 import math
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
 from specrej.reloading_file import ReloadingFile
@@ -106,15 +106,15 @@ class TLSFiles:
         """
         pem, latest = watched.get(), self._context()
 
-        def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        def current() -> ssl.SSLContext:
             nonlocal pem, latest
             if (changed := watched.get()) is not pem:
                 with suppress(OSError):  # they are being replaced once more
                     pem, latest = changed, self._context()
-            connection.context = latest
+            return latest
 
-        context = self._context()
-        context.sni_callback = renew
+        context = _RenewedContext(ssl.PROTOCOL_TLS_SERVER)
+        context.current = current
         return context
 
     def _context(self) -> ssl.SSLContext:
@@ -124,7 +124,23 @@ class TLSFiles:
         if self.ca:
             context.load_verify_locations(self.ca)
             context.verify_mode = ssl.CERT_REQUIRED
+            # A resumed session would outlive its client's certificate.
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET
         return context
+
+
+class _RenewedContext(ssl.SSLContext):
+    """Begins each connection in the `current` context.
+
+    A change of the context during a handshake would leave the sessions where they were: clients of
+    a removed authority could resume theirs without their certificates being verified again.
+    """
+
+    current: Callable[[], ssl.SSLContext]
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        return self.current().wrap_bio(*arguments, **options)
 
 
 def _check_authorities(context: ssl.SSLContext, pem: bytes, path: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -21,7 +22,7 @@ from gateway import __main__ as gateway_main
 from gateway import connection
 from gateway.__main__ import Server
 from specrej.contracts import Finished
-from tests.certificates import Authority
+from tests.certificates import Authority, place
 from tests.endpoints import scrape
 from tests.gateway.gateways import BODY, Connection, gateway_at, get, post, request, response_to
 from tests.serving import until
@@ -334,6 +335,39 @@ async def test_mutual_tls_with_names(address: str, tmp_path: Path) -> None:
         for cut in (context(authority), context(authority, cert=foreign.cert, key=foreign.key)):
             with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
                 await get_models(server.port, cut)
+
+
+def status_line(
+    port: int, tls: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> tuple[bytes, ssl.SSLSession | None]:
+    """The answer's first line to a health check, and the TLS session; empty: refused."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+        try:
+            with tls.wrap_socket(raw, server_hostname="localhost", session=session) as wrapped:
+                wrapped.sendall(b"GET /healthz HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+                return wrapped.recv(4096).split(b"\r\n")[0], wrapped.session
+        except OSError:
+            return b"", None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_no_session_outlives_its_authority(
+    address: str, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """Guards against clients of a removed authority that resume their sessions."""
+    removed, other = Authority(tmp_path, "removed"), Authority(tmp_path, "other")
+    pair, client = removed.issue(), removed.issue("client")
+    authorities = tmp_path / "clients.pem"
+    place(authorities, removed.path.read_bytes())
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
+    async with gateway_at(address, **settings, tls_client_ca=str(authorities)) as server:
+        tls = context(removed, cert=client.cert, key=client.key)
+        tls.maximum_version = version
+        first, session = await asyncio.to_thread(status_line, server.port, tls)
+        assert first == b"HTTP/1.1 200 OK"
+        place(authorities, other.path.read_bytes())
+        again, _ = await asyncio.to_thread(status_line, server.port, tls, session)
+        assert again == b""
 
 
 # The process
