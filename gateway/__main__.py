@@ -83,7 +83,9 @@ class Server:
         loop, handshakes = asyncio.get_running_loop(), Handshakes()
 
         def connect() -> Connection:
-            if len(handshakes) >= settings.max_connections:
+            # Without TLS, one connection too many is accepted, and receives a status.
+            num_open = len(handshakes) + (len(self._state.connections) if files else 0)
+            if num_open >= settings.max_connections:
                 raise ConnectionRefusedError
             connection = Connection(config, self._state, settings, handshakes)
             # A handshake that fails is reported to no protocol.

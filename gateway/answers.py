@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -141,7 +142,8 @@ class Answer:
         """The usage of the returned choices, and what OpenAI's objects have no field for."""
         prompt = generation.usage.prompt_tokens
         completion = sum(candidate.num_tokens for candidate in self._chosen(generation))
-        plain = wire.to_plain(generation)
+        # The candidates and rounds of a large answer take seconds, and are omitted.
+        plain = wire.to_plain(replace(generation, candidates=generation.candidates[:1], rounds=()))
         omitted = ("text", "score", "finish_reason", "candidates", "rounds")
         rest = {name: value for name, value in plain.items() if name not in omitted}
         scores = [candidate.score for candidate in self._chosen(generation)]

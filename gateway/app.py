@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property, partial
 from importlib.metadata import version
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -26,8 +28,12 @@ from specrej import telemetry, wire
 from specrej.client import Client
 from specrej.errors import InvalidRequest, SpecrejError, Unauthenticated, Violation
 
+T = TypeVar("T")
+
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
+_MAX_TOKEN_CHARACTERS = 4096  # a longer one would exceed grpc's bound of metadata
+_READ_S = 10.0  # for records and descriptions
 _CLIENT_LEFT = 499  # nginx's number
 _BEARER = {"token": {"type": "http", "scheme": "bearer"}}
 # Headers of replies that pages of other origins may read.
@@ -126,7 +132,11 @@ class Gateway:
             generation = await until_disconnected(http.receive, generating)
             telemetry.note(id=generation.request_id, n=generation.n)
             headers = {"x-request-id": generation.request_id}
-            return JSONResponse(answer.whole(generation), headers=headers)
+
+            def response() -> Response:
+                return JSONResponse(answer.whole(generation), headers=headers)
+
+            return await asyncio.to_thread(response)  # large ones would block the event loop
         except SpecrejError as error:
             return response_of(for_caller(error, "a request"), call.name_of)
 
@@ -162,30 +172,39 @@ class Gateway:
         """The bearer token to forward, or none.
 
         Raises:
-            Unauthenticated: there is none, and there must be one.
+            Unauthenticated: there is none, and there must be one; or it is too long.
         """
         scheme, _, token = http.headers.get("authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else ""
+        if len(token) > _MAX_TOKEN_CHARACTERS:
+            raise Unauthenticated(f"the token has more than {_MAX_TOKEN_CHARACTERS} characters")
         host = http.headers.get("host", "localhost")
         if not token and not self._settings.needs_no_token(host):
             only = ", or localhost as Host" if self._settings.serves_anonymous else ""
             raise Unauthenticated(f"a token is needed: Authorization: Bearer TOKEN{only}")
         return token if self._settings.forwards_tokens else ""
 
+    async def _read(
+        self, http: HTTPRequest, method: Callable[..., Coroutine[Any, Any, T]], *arguments: str
+    ) -> T:
+        """What a method of the client returns, until the caller leaves."""
+        reading = method(*arguments, timeout_s=_READ_S, token=self._token(http))
+        return await until_disconnected(http.receive, reading)
+
     async def record(self, http: HTTPRequest) -> Response:
         """The record of a request, by its id or that of its answer."""
         request_id = http.path_params["id"].rpartition("-")[2]
-        record = await self._client.record(request_id, token=self._token(http))
+        record = await self._read(http, self._client.record, request_id)
         return JSONResponse(wire.to_plain(record))
 
     async def records(self, http: HTTPRequest) -> Response:
         """The latest requests of the caller's tenant, without their rounds."""
-        records = await self._client.records(token=self._token(http))
+        records = await self._read(http, self._client.records)
         return JSONResponse({"records": [wire.to_plain(record) for record in records]})
 
     async def describe(self, http: HTTPRequest) -> Response:
         """The service: generator, rewards, load, and for operators its backends."""
-        return JSONResponse(wire.to_plain(await self._client.describe(token=self._token(http))))
+        return JSONResponse(wire.to_plain(await self._read(http, self._client.describe)))
 
     async def page(self, http: HTTPRequest) -> Response:
         """The page to watch requests."""
@@ -207,7 +226,7 @@ class Gateway:
         raise HTTPError(404, "no such model: /v1/models lists them", "model_not_found")
 
     async def _models(self, http: HTTPRequest) -> list[JSON]:
-        described = await self._client.describe(token=self._token(http))
+        described = await self._read(http, self._client.describe)
         names = (described.generator.model, *described.generator.adapters)
         suffixes = ("", *(f":{preset}" for preset in self._settings.presets))
         common = {"object": "model", "created": 0, "owned_by": "specrej"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import h11
 from starlette.requests import ClientDisconnect, Request
@@ -19,6 +20,9 @@ from gateway.errors import HTTPError, body_of
 from gateway.settings import GatewaySettings
 from specrej.telemetry import metrics, names
 
+log = logging.getLogger(__name__)
+log.setLevel(logging.ERROR)  # uvicorn warns of each invalid request: callers could fill the log
+
 _UNREAD_BYTES = 32768
 # Parts of a body: so many, and one per so many bytes.
 _FREE_PARTS, _PART_BYTES = 1000, 256
@@ -29,14 +33,22 @@ Handshakes = dict[asyncio.Protocol, asyncio.TimerHandle]
 
 
 class _Requests(h11.Connection):
-    """A parser that refuses bodies in tiny chunks: each takes 10 us of the event loop."""
+    """A parser that refuses bodies in tiny chunks, each of which takes 10 us of the event loop, and
+    long headers also where they arrive at once: h11 bounds only those that are incomplete."""
 
     _num_parts = _num_bytes = 0  # of the body that is being read
+
+    def __init__(self, max_header_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_header_bytes)
+        self._max_header_bytes = max_header_bytes
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_parts = self._num_bytes = 0
+            fields = sum(len(name) + len(value) for name, value in event.headers)
+            if len(event.target) + fields > self._max_header_bytes:
+                raise h11.RemoteProtocolError("headers are too long", error_status_hint=431)
         elif isinstance(event, h11.Data):
             self._num_parts += 1
             self._num_bytes += len(event.data)
@@ -59,10 +71,11 @@ class Connection(H11Protocol):
         handshakes: Handshakes,
     ) -> None:
         super().__init__(config, state, {})
-        self.conn = _Requests(h11.SERVER, settings.max_header_bytes)
+        self.conn = _Requests(settings.max_header_bytes)
         self._settings = settings
         self._handshakes = handshakes
         self.access_log = False  # it has query strings
+        self.logger = log
         self._end_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
 
@@ -73,7 +86,7 @@ class Connection(H11Protocol):
         transport.set_write_buffer_limits(_UNREAD_BYTES)
         self._end_after(self._settings.header_s)
         allowed, certificate = self._settings.allowed_names, transport.get_extra_info("peercert")
-        if len(self.connections) > self._settings.max_connections:
+        if len(self.connections) > self._settings.max_connections and not self._displace():
             self._refuse(503, "too many connections", "overloaded")
         elif allowed and not {n for _, n in certificate.get("subjectAltName", ())} & {*allowed}:
             self._refuse(403, "the certificate has none of the allowed names", "permission_denied")
@@ -87,6 +100,8 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self._is_answering:
             self._cancel_end()
+            if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+                self._end("pipelined")  # it arrived with the request before it
         elif not self._end_timer:
             self._end_after(self._settings.header_s)
 
@@ -94,12 +109,24 @@ class Connection(H11Protocol):
     def _is_answering(self) -> bool:
         return bool(self.cycle and not self.cycle.response_complete)
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether it has been answered, and no byte of another request has arrived."""
+        is_answered = bool(self.cycle and self.cycle.response_complete)
+        return is_answered and not (self.transport.is_closing() or self.conn.trailing_data[0])
+
+    def _displace(self) -> bool:
+        """Close an idle connection, if there is one: otherwise clients that keep theirs would shut
+        out others, health checks among them."""
+        others = cast("set[Connection]", self.connections)
+        idle = next((c for c in others if c._is_idle and not c._num_unsent()), None)
+        if idle:
+            idle.shutdown()
+        return idle is not None
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._await_reader()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: a caller could fill the log."""
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

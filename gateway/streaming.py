@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import Answer
+from gateway.answers import JSON, Answer
 from gateway.connection import until_disconnected
 from gateway.errors import body_of, for_caller
 from gateway.mapping import Call, Request
@@ -123,8 +123,9 @@ def openai_stream(events: Events, answer: Answer, request: Request, call: Call) 
                 case RoundCompleted() if style:
                     yield _part(answer.round(request_id, event, style))
                 case Finished(generation):
-                    for chunk in answer.closing(request_id, generation, include_usage):
-                        yield _part(chunk)
+                    chunks = answer.closing(request_id, generation, include_usage)
+                    for part in await asyncio.to_thread(_parts, chunks):
+                        yield part
         yield b"data: [DONE]\n\n"
 
     return EventStream(events, parts(), call)
@@ -137,11 +138,21 @@ def raw_stream(events: Events, call: Call) -> EventStream:
         async for event in events.all():
             if event is None:
                 yield _COMMENT
+            elif isinstance(event, Finished):
+                yield await asyncio.to_thread(_named_part, event)
             else:
-                ((name, value),) = wire.to_plain(event).items()
-                yield _part(value, name)
+                yield _named_part(event)
 
     return EventStream(events, parts(), call, "error")
+
+
+def _parts(values: Iterable[JSON]) -> list[bytes]:
+    return [_part(value) for value in values]
+
+
+def _named_part(event: Event) -> bytes:
+    ((name, value),) = wire.to_plain(event).items()
+    return _part(value, name)
 
 
 def _part(value: Any, name: str = "") -> bytes:

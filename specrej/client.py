@@ -272,7 +272,7 @@ class Client(_Connection):
         """
         request = build_request(prompt, **options)
         answer = await self._call("Generate", request, timeout_s, token, metadata)
-        return wire.generation_from_message(answer)
+        return await asyncio.to_thread(wire.generation_from_message, answer)
 
     async def stream(
         self,
@@ -314,7 +314,10 @@ class Client(_Connection):
                     )
                     try:
                         async for message in call:
-                            event = wire.event_from_message(message)
+                            if message.HasField("finished"):
+                                event = await asyncio.to_thread(wire.event_from_message, message)
+                            else:
+                                event = wire.event_from_message(message)
                             if isinstance(event, Finished):  # after which callers may leave
                                 span.end(grpc.StatusCode.OK.name)
                             yield event

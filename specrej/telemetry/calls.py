@@ -28,6 +28,11 @@ class _Protocol(NamedTuple):
     field: str  # the same in the log
 
 
+# Of RFC 9110 and RFC 5789; OpenTelemetry's conventions have _OTHER for all others.
+_HTTP_METHODS = frozenset(
+    ["GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"]
+)
+
 _GRPC = _Protocol(names.RPC_IN_FLIGHT, names.RPC_DURATION, names.RPC_CODE, "code")
 _HTTP = _Protocol(names.HTTP_IN_FLIGHT, names.HTTP_DURATION, names.HTTP_STATUS, "status")
 
@@ -46,6 +51,8 @@ def served(method: str, metadata: traces.Metadata) -> AbstractContextManager[Cal
 def served_http(method: str, route: str, headers: traces.Metadata) -> AbstractContextManager[Call]:
     """An HTTP request to `route`, a template, for as long as the context lasts; see `served`."""
     labels = {names.HTTP_ROUTE: route}
+    # Unauthenticated callers cannot choose span names.
+    method = method if method in _HTTP_METHODS else "_OTHER"
     span = traces.server_span(f"{method} {route}", headers, {names.HTTP_METHOD: method, **labels})
     return _served(Call(200), span, _HTTP, labels, {"route": route})
 

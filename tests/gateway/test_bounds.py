@@ -8,8 +8,9 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,12 @@ import pytest
 from gateway import __main__ as gateway_main
 from gateway import connection
 from gateway.__main__ import Server
-from specrej.contracts import Finished
+from specrej import wire
+from specrej.contracts import Finished, Generation
 from tests.certificates import Authority, place
 from tests.endpoints import scrape
 from tests.gateway.gateways import BODY, Connection, gateway_at, get, post, request, response_to
-from tests.serving import until
+from tests.serving import listening, until
 from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
 
 CHAT = "/v1/chat/completions"
@@ -61,13 +63,58 @@ async def test_headers_of_a_second_request_have_a_time(address: str) -> None:
         assert await connection.read_all() == b""
 
 
-async def test_headers_have_a_size(address: str) -> None:
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["incomplete", "complete"])
+async def test_headers_have_a_size(address: str, end: bytes) -> None:
     async with gateway_at(address, max_header_bytes=2048) as server:
-        connection = await Connection.open(server.port, MODELS + b"x: " + b"y" * 4096)
+        connection = await Connection.open(server.port, MODELS + b"x: " + b"y" * 4096 + end)
         status, headers, body = await connection.response()
         assert (status, body["error"]["code"]) == (400, "invalid_http")
         assert headers["connection"] == "close"
         assert await connection.read_all() == b""
+
+
+async def test_a_token_has_a_size(address: str) -> None:
+    """Guards against a status that invites to retry: grpc refuses its metadata as too large."""
+    async with gateway_at(address) as server:
+        status, _, body = await get(
+            server.port, "/v1/models", f"authorization: Bearer {'x' * 15_000}"
+        )
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_answers_are_converted_off_the_event_loop(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards other calls against an answer of many candidates with many log-probabilities."""
+    are_on_loop: list[bool] = []
+    converted: list[Generation] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            are_on_loop.append(threading.current_thread() is threading.main_thread())
+            converted.extend(value for value in arguments if isinstance(value, Generation))
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(wire, "generation_from_message", noted(wire.generation_from_message))
+    monkeypatch.setattr(wire, "to_plain", noted(wire.to_plain))
+    async with gateway_at(address) as server:
+        assert (await post(server.port, CHAT, BODY))[0] == 200
+        streamed = {**STREAM, "stream_options": {"include_usage": True}}
+        stream = await Connection.open(server.port, request(CHAT, streamed, connection="close"))
+        assert b"[DONE]" in await stream.read_all()
+    assert len(are_on_loop) == 4 and not any(are_on_loop)
+    assert [(len(answer.candidates), answer.rounds) for answer in converted] == 2 * [(1, ())]
+
+
+async def test_invalid_requests_leave_no_log(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against callers that fill the log."""
+    async with gateway_at(address) as server:
+        assert (await response_to(server.port, b"\0\r\n\r\n"))[0] == 400
+    assert not caplog.records
 
 
 async def test_bodies_have_a_time_and_a_size(
@@ -152,6 +199,45 @@ async def test_a_pipelined_request_ends_its_connection(
         connection.writer.write(request(CHAT, BODY))
         await asyncio.wait_for(orchestrator.cancelled.wait(), 20)
         assert await connection.read_all() == b""
+        at_once = await Connection.open(server.port, 2 * request(CHAT, BODY))
+        assert await at_once.read_all() == b""
+
+
+async def test_an_idle_connection_makes_room(address: str, orchestrator: FakeOrchestrator) -> None:
+    """Guards health checks, and with them the process, against clients that keep connections."""
+    async with gateway_at(address, max_connections=2) as server:
+        kept = await Connection.open(server.port, request(CHAT, BODY))
+        assert (await kept.response())[0] == 200
+        orchestrator.hangs = True
+        busy = await Connection.open(server.port, request(CHAT, BODY))
+        await orchestrator.received.wait()
+        assert (await get(server.port, "/healthz"))[0] == 200
+        assert await kept.read_all() == b"" and not busy.reader.at_eof()
+        busy.leave()
+
+
+class Silent(FakeOrchestrator):
+    """Never answers Describe."""
+
+    num_running = 0
+
+    async def Describe(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.num_running += 1
+        self.received.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_running -= 1
+
+
+async def test_a_get_ends_when_its_client_leaves() -> None:
+    """Guards the gateway and the orchestrator against calls that no connection bounds."""
+    silent = Silent()
+    async with listening(silent.service()) as address, gateway_at(address) as server:
+        connection = await Connection.open(server.port, MODELS + b"\r\n")
+        await silent.received.wait()
+        connection.reset()
+        await until(lambda: not silent.num_running and not server._state.tasks)
 
 
 async def test_connections_have_a_number(address: str) -> None:
@@ -523,6 +609,26 @@ async def test_handshakes_count_as_connections(
             return True
 
         await until(is_accepted)
+
+
+# asyncio leaves the closing of refused sockets to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_handshakes_and_connections_have_one_bound(address: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("gateway")
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
+    trusted = ssl.create_default_context(cafile=authority.path)
+    async with gateway_at(address, **settings) as server:
+        streams = [
+            await asyncio.open_connection("localhost", server.port, ssl=trusted) for _ in range(3)
+        ]
+        await until(lambda: connections(server) == 3)
+        silent = [await Connection.open(server.port) for _ in range(4)]
+        await until(lambda: sum(connection.reader.at_eof() for connection in silent) == 3)
+        for connection in silent:
+            connection.leave()
+        for _, writer in streams:
+            writer.close()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from orchestrator.cache import tenant_digest
@@ -99,6 +101,21 @@ def test_an_exception_stays_one_json_line_without_its_text(log: logging.Logger) 
     fields = json.loads(line)
     assert fields["message"] == "failed" and fields["error"].endswith("ValueError")
     assert "a prompt" not in line and "a prompt" in open_ones.getvalue()
+
+
+def test_callers_cannot_choose_span_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards trace backends against one name per request."""
+    span_names = []
+
+    def server_span(name: str, headers: object, attributes: object) -> Any:
+        span_names.append(name)
+        return nullcontext(trace.INVALID_SPAN)
+
+    monkeypatch.setattr("specrej.telemetry.traces.server_span", server_span)
+    for method in ("GET", "X" * 5000, "Y"):
+        with telemetry.served_http(method, "/a", ()):
+            pass
+    assert span_names == ["GET /a", "_OTHER /a", "_OTHER /a"]
 
 
 def test_facts_noted_outside_of_a_call_are_dropped() -> None:
