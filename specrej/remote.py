@@ -31,6 +31,7 @@ from specrej.contracts import (
     SessionSpec,
 )
 from specrej.errors import InternalError, SpecrejError, Unavailable
+from specrej.limits import MAX_BATCH
 from specrej.serving import time_left_s
 from specrej.status import from_backend_error, has_details
 from specrej.v1 import common_pb2
@@ -181,6 +182,8 @@ class RemoteGenerator:
         try:
             command = wire.to_message(spec, generator_pb2.OpenSession)
             opened = (await stream.call(open=command)).opened
+            if opened.n != spec.n and (spec.n or opened.n > MAX_BATCH):
+                raise InternalError(f"a generator opened {opened.n} candidates instead of {spec.n}")
             yield RemoteSession(stream, opened)
             # Answered once the slots are free, so that they are free before the caller's answer.
             # If the peer is gone by now, its slots are free as well.

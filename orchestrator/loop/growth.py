@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from orchestrator.loop.deadline import DeadlineController
 from specrej.contracts import Round, RoundEnd, Session
-from specrej.errors import SpecrejError
+from specrej.errors import InternalError, SpecrejError
 
 T = TypeVar("T")
 
@@ -147,6 +147,9 @@ class Growth:
     async def _stride(self, position: int, until: int, rows: int) -> Round:
         began = self._clock()
         part = await in_time(self._session.extend(until), self._deadline.patience_s)
+        if part.ended_by is RoundEnd.DECISION_TOKEN and part.num_tokens < until:
+            # Without this, strides that make no token would follow each other for ever.
+            raise InternalError(f"a generator ended at token {part.num_tokens}, before {until}")
         grown, seconds = part.num_tokens - position, self._clock() - began
         self._deadline.note_stride(rows, grown, _num_ended(part), seconds)
         return part

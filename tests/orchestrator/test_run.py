@@ -396,6 +396,20 @@ async def test_a_missing_candidate_is_an_internal_error() -> None:
         await answer(request(), Losing(), FixedScorer())
 
 
+async def test_a_round_that_ends_early_is_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against strides without growth, one after the other until the deadline."""
+    extend = ToySession.extend
+
+    async def short(session: ToySession, until_tokens: int) -> Round:
+        return await extend(session, min(until_tokens, 2))
+
+    monkeypatch.setattr(ToySession, "extend", short)
+    with pytest.raises(InternalError, match="ended at token 2, before 16"):
+        await answer(request(), ToyGenerator(), FixedScorer())
+
+
 async def test_closing_the_iterator_frees_the_slots() -> None:
     generator = ToyGenerator()
     async with aclosing(run(request(), generator, FixedScorer())) as events:

@@ -27,6 +27,7 @@ from specrej.contracts import (
     RoundCompleted,
     RoundEnd,
     Sampling,
+    Session,
     SessionSpec,
     TokensSchedule,
     WeightedReward,
@@ -189,6 +190,24 @@ async def test_errors_that_concern_only_the_backend_are_unavailable(error: Specr
     """Guards against CANCELLED for a caller that did not cancel, or FAILED_PRECONDITION for one
     without a session: a client retries neither."""
     assert type(await error_of_open(error)) is Unavailable
+
+
+@pytest.mark.parametrize(("requested", "opened"), [(4, 2), (4, 5), (0, 100_000)])
+async def test_another_number_of_candidates_is_an_internal_error(
+    requested: int, opened: int
+) -> None:
+    """Guards against an answer from fewer candidates under the key of all, and against memory."""
+
+    class Miscounting(LongTexts):
+        @asynccontextmanager
+        async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
+            async with super().open(replace(spec, n=opened)) as session:
+                yield session
+
+    async with remote_generator(Miscounting(1)) as generator:
+        opening = generator.open(SessionSpec(PROMPT, requested, Sampling(), 8))
+        with pytest.raises(InternalError, match=f"opened {opened} candidates"):
+            await AsyncExitStack().enter_async_context(opening)
 
 
 @pytest.mark.parametrize("fault", ["wrong_ids", "no_scores", "stale"])
