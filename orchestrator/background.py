@@ -114,10 +114,11 @@ class BackgroundTasks:
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key))
 
-    async def aclose(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
+    async def aclose(self, patience_s: float = 0.0) -> None:
+        """Wait `patience_s` seconds for all tasks, cancel the rest, and wait for their end."""
         self._closed = True
         if tasks := list(self._tasks.values()):
+            await asyncio.wait(tasks, timeout=patience_s)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)

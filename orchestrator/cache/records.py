@@ -62,8 +62,8 @@ class SharedRecords:
         self._writes = BackgroundTasks("storing a record", limit=_MAX_WRITES, deadline_s=10.0)
 
     async def aclose(self) -> None:
-        """Cancel writes and wait for their end."""
-        await self._writes.aclose()
+        """Wait for the writes, as long as a call to Redis may take."""
+        await self._writes.aclose(self._redis.timeout_s)
 
     def keep(self, record: RequestRecord, tenant: str) -> None:
         """Store the record of an ended request in the background."""

@@ -156,7 +156,11 @@ async def _opened(
             scoring = RequestScorer(
                 several, request.prompt, may_fall_back=is_lenient, patience_s=patience_s
             )
-            scorer = await stack.enter_async_context(scoring)
+            try:
+                scorer = await stack.enter_async_context(scoring)
+            except BaseException:
+                metrics.add(names.CANDIDATES, session.n, fate="abandoned")
+                raise
         yield session, scorer
         with telemetry.span(names.SPAN_CLOSE), suppress(TimeoutError):
             async with asyncio.timeout(deadline.score_patience_s):

@@ -44,7 +44,8 @@ from specrej.contracts import (
     TokensSchedule,
     WeightedReward,
 )
-from specrej.errors import InternalError, RewardInvalid, SlotsExceeded
+from specrej.errors import InternalError, RewardInvalid, SlotsExceeded, Unavailable
+from specrej.telemetry import names
 from tests.orchestrator.runs import (
     PROMPT,
     REQUESTS,
@@ -394,6 +395,25 @@ async def test_a_missing_candidate_is_an_internal_error() -> None:
 
     with pytest.raises(InternalError, match="lost"):
         await answer(request(), Losing(), FixedScorer())
+
+
+async def test_candidates_without_rewards_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the sum of candidates over all fates against rewards that cannot be opened."""
+
+    class Absent(FixedScorer):
+        @asynccontextmanager
+        async def __call__(self, prompt: object) -> AsyncIterator[Any]:
+            raise Unavailable("away")
+            yield self
+
+    counted: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "specrej.telemetry.metrics.add",
+        lambda name, value=1, **labels: counted.append((name, value, labels)),
+    )
+    with pytest.raises(Unavailable):
+        await answer(request(n=6), ToyGenerator(), Absent())
+    assert (names.CANDIDATES, 6, {"fate": "abandoned"}) in counted
 
 
 async def test_a_round_that_ends_early_is_an_internal_error(

@@ -160,6 +160,15 @@ async def test_the_shared_record_of_a_malformed_id_is_not_looked_up(redis_url: s
             assert await shared.find(request_id, "t") is None
 
 
+async def test_closing_waits_for_writes(redis_url: str) -> None:
+    """Guards the records of a drain's last requests."""
+    async with open_cache(redis_url, **PATIENT) as cache:
+        shared = SharedRecords(cache)
+        shared.keep(RECORD, "t")
+        await shared.aclose()
+        assert await shared.find(RECORD.request_id, "t") == RECORD
+
+
 def test_records_that_are_switched_off_are_not_shared() -> None:
     """Guards against records in Redis although kept_records is 0."""
     ended: list[str] = []
