@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
@@ -88,6 +89,7 @@ class Backend(Generic[P]):
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         # Of calls that wait for this backend, in their order.
         self._timeouts: dict[asyncio.Timeout, None] = {}
+        self._answered = -math.inf  # the last time a session's call ended well, by the loop's clock
         self._num_opened = 0  # sessions, ever
         self._num_described = 0  # of these, the ones that its description includes
         self._is_closed = False
@@ -99,13 +101,19 @@ class Backend(Generic[P]):
 
     async def poll(self, lost_s: float) -> None:
         """Update the state. A slow backend gets no new sessions; after `lost_s` seconds without an
-        answer, all calls that wait for it fail."""
-        answer = asyncio.ensure_future(self.update())
+        answer, to a session's call either, all calls that wait for it fail."""
+        answer, clock = asyncio.ensure_future(self.update()), asyncio.get_running_loop().time
+        began = clock()
         try:
             if not (await asyncio.wait({answer}, timeout=lost_s / 4))[0]:
                 self.suspect(Unavailable("a backend does not answer"))
-            if not (await asyncio.wait({answer}, timeout=lost_s * 3 / 4))[0]:
-                self._give_up()
+            # Where sessions use all streams of the connection, the poll waits for one of them.
+            while not answer.done():
+                left_s = max(began, self._answered) + lost_s - clock()
+                if left_s <= 0:
+                    self._give_up()
+                    break
+                await asyncio.wait({answer}, timeout=left_s)
             self.polled.set()
         finally:
             await ended(answer)
@@ -151,6 +159,7 @@ class Backend(Generic[P]):
             async with timeout:
                 self._timeouts[timeout] = None
                 yield
+            self._answered = asyncio.get_running_loop().time()
         except TimeoutError:
             if timeout.expired():
                 raise self.failure from None

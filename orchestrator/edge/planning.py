@@ -33,7 +33,7 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.errors import NotFound, Unavailable, Violation, raise_if_any
+from specrej.errors import NotFound, Overloaded, Unavailable, Violation, raise_if_any
 from specrej.security import Share
 from specrej.validation import check_request, check_top_logprobs
 
@@ -229,10 +229,10 @@ class _LastDescription(Generic[T]):
         self._last: T | None = None
 
     async def get(self) -> T:
-        """Raises Unavailable: the backend was never described."""
+        """Raises Unavailable or Overloaded: the backend was never described."""
         try:
             self._last = await self._describe()
-        except Unavailable:
+        except (Unavailable, Overloaded):
             # A stored answer needs no backend.
             if self._last is None:
                 raise

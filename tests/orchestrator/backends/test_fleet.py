@@ -200,6 +200,34 @@ async def test_closing_twice_ends_a_call_that_ends_slowly() -> None:
             await calling
 
 
+async def test_a_backend_that_answers_sessions_is_not_lost() -> None:
+    """Guards sessions that use all streams of a connection: the poll waits behind them."""
+    toy, waiting = HeldGenerator(), asyncio.Event()
+    toy.gates["describe"].shut()
+
+    async def wait() -> None:
+        async with backend.answering():
+            await waiting.wait()
+
+    async with generator_backend(toy) as server:
+        backend = _backend(server)
+        before = asyncio.get_running_loop().time()
+        async with backend.answering():
+            pass
+        assert backend._answered >= before
+        session = asyncio.ensure_future(wait())
+        backend._answered += 3600  # as if it went on to answer
+        polling = asyncio.ensure_future(backend.poll(0.01))
+        await until(lambda: backend.failure.message == "a backend does not answer")
+        done, _ = await asyncio.wait({session, polling}, timeout=0.1)
+        assert not done
+        polling.cancel()
+        await asyncio.wait({polling})
+        waiting.set()
+        await session
+        await backend.close()
+
+
 def _backend(server: services.Backend) -> Backend[RemoteGenerator]:
     target = target_of(server)
     return Backend(target, *connect_generator(target), str)
