@@ -369,13 +369,14 @@ def _grace_ms(max_deadline_s: float | None) -> int:
 
 
 async def _within(seconds: float, end: Awaitable[object]) -> None:
-    """Wait for an end at most so long; then cancel it.
+    """Wait for an end at most so long, then cancel it; with no time at all it does not begin.
 
     A cancelled stop of a grpc server may cancel all later ones, which is no cancellation of ours.
     """
     ending = asyncio.ensure_future(end)
     try:
-        await asyncio.wait({ending}, timeout=seconds)
+        if seconds > 0:
+            await asyncio.wait({ending}, timeout=seconds)
     finally:
         ending.cancel()
     await asyncio.wait({ending})
