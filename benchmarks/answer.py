@@ -226,7 +226,7 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
     """Start the services, let all systems answer all prompts, store answers after each prompt."""
     names, ns = arguments.systems.split(","), parse_numbers(arguments.n)
     cheap = parse_numbers(arguments.cheap) if arguments.cheap else []
-    slots = max(*ns, *cheap) * arguments.max_tokens + 8 * _CONTEXT_TOKENS
+    slots = max((*ns, *cheap)) * arguments.max_tokens + 8 * _CONTEXT_TOKENS
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(slots)}
     async with (
         Stack(environment=environment) as stack,

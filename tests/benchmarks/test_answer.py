@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,6 +81,21 @@ def test_invalid_numbers_of_candidates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--n .*each 1 \.\. "):
         answer.parse_numbers(text)
     assert answer.parse_numbers("64,16,64") == [16, 64]
+
+
+@pytest.mark.parametrize(("cheap", "most"), [("", 4), ("16", 16)])
+async def test_slots_hold_the_most_candidates(
+    cheap: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a run with one number of candidates, too."""
+
+    def stack(environment: dict[str, str]) -> None:
+        raise InterruptedError(environment["SPECREJ_GENERATOR_KV_SLOTS"])
+
+    monkeypatch.setattr(answer, "Stack", stack)
+    given = argparse.Namespace(systems="specrej", n="4", cheap=cheap, max_tokens=32)
+    with pytest.raises(InterruptedError, match=str(32 * most + 8 * answer._CONTEXT_TOKENS)):
+        await answer._run(given, [])
 
 
 def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
