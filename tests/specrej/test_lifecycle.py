@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import signal
@@ -101,6 +102,19 @@ async def test_an_ended_compute_thread_ends_the_process() -> None:
         age_s[0] = math.inf
         with pytest.raises(RuntimeError, match="a compute thread has ended"):
             await asyncio.wait_for(task, BOUND_S)
+
+
+async def test_loaded_objects_are_no_work_for_the_garbage_collector() -> None:
+    """Guards against a start, and pauses under load, that visit all objects of a model."""
+    loaded = asyncio.Event()
+    try:
+        async with running(Server(ServiceSettings(), []), loaded):
+            await until(lambda: not gc.isenabled())
+            loaded.set()
+            await until(gc.isenabled)
+            assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 async def test_recovery_while_loading_is_not_readiness() -> None:
