@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from specrej import wire
 from specrej.contracts import Generation, RankedCandidate, RoundCompleted, TopLogprobs
 from specrej.errors import InvalidRequest, Violation
 
 JSON = dict[str, Any]
+T = TypeVar("T")
+
+_LARGE = ThreadPoolExecutor(1, "large-answers")
+
+
+async def in_thread(convert: Callable[[], T], *, is_large: bool) -> T:
+    """The result of `convert`, which would block the event loop.
+
+    Of answers with log-probabilities, which are large, one is converted at a time.
+    """
+    executor = _LARGE if is_large else None
+    return await asyncio.get_running_loop().run_in_executor(executor, convert)
 
 
 def _chat_logprobs(candidate: RankedCandidate) -> JSON:

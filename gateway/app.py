@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property, partial
@@ -17,11 +16,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import JSON, Answer
+from gateway.answers import JSON, Answer, in_thread
 from gateway.connection import Bodies, Disconnected, until_disconnected
 from gateway.errors import HTTPError, for_caller, response_of
-from gateway.mapping import Call, ChatRequest, CompletionRequest, Request, call_of, parsed
+from gateway.mapping import Call, call_of
 from gateway.page import Page
+from gateway.requests import ChatRequest, CompletionRequest, Request, parsed
 from gateway.settings import GatewaySettings
 from gateway.streaming import Events, openai_stream, raw_stream
 from specrej import telemetry, wire
@@ -115,9 +115,11 @@ class Gateway:
         if shows_all and not is_raw:
             raise InvalidRequest([Violation("specrej.events", "all is for /v1/specrej/stream")])
         call = call_of(request, self._settings.presets)
-        logprobs = call.options.get("logprobs", False)
         answer = Answer(
-            request.model, call.num_choices, is_chat=kind is ChatRequest, logprobs=logprobs
+            request.model,
+            call.num_choices,
+            is_chat=kind is ChatRequest,
+            logprobs=call.wants_logprobs,
         )
         try:
             if is_raw:
@@ -136,7 +138,7 @@ class Gateway:
             def response() -> Response:
                 return JSONResponse(answer.whole(generation), headers=headers)
 
-            return await asyncio.to_thread(response)  # large ones would block the event loop
+            return await in_thread(response, is_large=call.wants_logprobs)
         except SpecrejError as error:
             return response_of(for_caller(error, "a request"), call.name_of)
 

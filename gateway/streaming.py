@@ -7,15 +7,17 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import JSON, Answer
+from gateway.answers import JSON, Answer, in_thread
 from gateway.connection import until_disconnected
 from gateway.errors import body_of, for_caller
-from gateway.mapping import Call, Request
+from gateway.mapping import Call
+from gateway.requests import Request
 from specrej import telemetry, wire
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta
 
@@ -124,7 +126,9 @@ def openai_stream(events: Events, answer: Answer, request: Request, call: Call) 
                     yield _part(answer.round(request_id, event, style))
                 case Finished(generation):
                     chunks = answer.closing(request_id, generation, include_usage)
-                    for part in await asyncio.to_thread(_parts, chunks):
+                    for part in await in_thread(
+                        partial(_parts, chunks), is_large=call.wants_logprobs
+                    ):
                         yield part
         yield b"data: [DONE]\n\n"
 
@@ -139,7 +143,7 @@ def raw_stream(events: Events, call: Call) -> EventStream:
             if event is None:
                 yield _COMMENT
             elif isinstance(event, Finished):
-                yield await asyncio.to_thread(_named_part, event)
+                yield await in_thread(partial(_named_part, event), is_large=call.wants_logprobs)
             else:
                 yield _named_part(event)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,8 +15,12 @@ from gateway.__main__ import Server
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from specrej.client import Client
+from tests.certificates import Authority
 
 BODY: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "why?"}]}
+STREAM = {**BODY, "stream": True}
+CHAT = "/v1/chat/completions"
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @asynccontextmanager
@@ -29,6 +34,19 @@ async def gateway_at(address: str, **settings: Any) -> AsyncIterator[Server]:
             yield server
         finally:
             await server.stop(0)
+
+
+def connections(server: Server) -> int:
+    """How many connections are open."""
+    return len(server._state.connections)
+
+
+def context(authority: Authority, **pair: Any) -> ssl.SSLContext:
+    """A client that trusts the authority, with a certificate of its own."""
+    made = ssl.create_default_context(cafile=authority.path)
+    if pair:
+        made.load_cert_chain(pair["cert"], pair["key"])
+    return made
 
 
 def request(path: str, body: Mapping[str, Any] | bytes, **headers: str) -> bytes:

@@ -1,43 +1,39 @@
-"""What a client may hold by being slow, silent, large or many; TLS; the process's life."""
+"""What a client may hold by being slow, silent, large or many."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import ssl
-import sys
 import threading
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
-from gateway import __main__ as gateway_main
 from gateway import connection
 from gateway.__main__ import Server
+from gateway.answers import in_thread
 from specrej import wire
 from specrej.contracts import Finished, Generation
-from tests.certificates import Authority, place
-from tests.endpoints import scrape
-from tests.gateway.gateways import BODY, Connection, gateway_at, get, post, request, response_to
+from tests.certificates import Authority
+from tests.gateway.gateways import (
+    BODY,
+    CHAT,
+    MODELS,
+    STREAM,
+    Connection,
+    connections,
+    context,
+    gateway_at,
+    get,
+    post,
+    request,
+    response_to,
+)
 from tests.serving import listening, until
 from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
-
-CHAT = "/v1/chat/completions"
-MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
-STREAM = {**BODY, "stream": True}
-MAX_BYTES_OF_STREAMS = 60 * 2**20
-
-
-def connections(server: Server) -> int:
-    return len(server._state.connections)
 
 
 def only_connection(server: Server) -> connection.Connection:
@@ -106,6 +102,22 @@ async def test_answers_are_converted_off_the_event_loop(
         assert b"[DONE]" in await stream.read_all()
     assert len(are_on_loop) == 4 and not any(are_on_loop)
     assert [(len(answer.candidates), answer.rounds) for answer in converted] == 2 * [(1, ())]
+
+
+async def test_large_answers_are_converted_one_at_a_time() -> None:
+    """Guards the process's memory, and small answers against those that wait."""
+    begun, may_end = [threading.Event(), threading.Event()], threading.Event()
+
+    def convert(number: int) -> bool:
+        begun[number].set()
+        return may_end.wait(20)
+
+    large = [asyncio.ensure_future(in_thread(partial(convert, n), is_large=True)) for n in (0, 1)]
+    await until(begun[0].is_set)
+    assert await in_thread(lambda: "small", is_large=False) == "small"
+    assert not begun[1].is_set()
+    may_end.set()
+    assert await asyncio.wait_for(asyncio.gather(*large), 20) == [True, True]
 
 
 async def test_invalid_requests_leave_no_log(
@@ -369,205 +381,6 @@ async def test_a_second_request_does_not_excuse_an_unread_reply(
         client.leave()
 
 
-# TLS
-
-
-def context(authority: Authority, **pair: Any) -> ssl.SSLContext:
-    made = ssl.create_default_context(cafile=authority.path)
-    if pair:
-        made.load_cert_chain(pair["cert"], pair["key"])
-    return made
-
-
-async def get_models(port: int, tls: ssl.SSLContext) -> int:
-    reader, writer = await asyncio.open_connection("localhost", port, ssl=tls)
-    connection = Connection(reader, writer)
-    try:
-        writer.write(MODELS + b"\r\n")
-        return (await connection.response())[0]
-    finally:
-        writer.transport.abort()
-
-
-async def test_tls_with_certificates_that_change(address: str, tmp_path: Path) -> None:
-    first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
-    pair = first.issue()
-    async with gateway_at(address, tls_cert=str(pair.cert), tls_key=str(pair.key)) as server:
-        assert await get_models(server.port, context(first)) == 200
-        second.issue()
-        assert await get_models(server.port, context(second)) == 200
-        with pytest.raises(ssl.SSLError):
-            await get_models(server.port, context(first))
-        plain = await Connection.open(server.port, MODELS + b"\r\n")
-        assert await plain.read_all() == b""
-
-
-async def test_mutual_tls_with_names(address: str, tmp_path: Path) -> None:
-    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
-    pair, good = authority.issue(), authority.issue("good", "front.example")
-    settings = {
-        "tls_cert": str(pair.cert),
-        "tls_key": str(pair.key),
-        "tls_client_ca": str(authority.path),
-        "allowed_clients": "front.example",
-    }
-    async with gateway_at(address, **settings) as server:
-        tls = context(authority, cert=good.cert, key=good.key)
-        assert await get_models(server.port, tls) == 200
-        for refused in (pair, authority.issue("nameless", nameless=True)):
-            unnamed = context(authority, cert=refused.cert, key=refused.key)
-            assert await get_models(server.port, unnamed) == 403
-        foreign = other.issue("foreign", "front.example")
-        for cut in (context(authority), context(authority, cert=foreign.cert, key=foreign.key)):
-            with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
-                await get_models(server.port, cut)
-
-
-def status_line(
-    port: int, tls: ssl.SSLContext, session: ssl.SSLSession | None = None
-) -> tuple[bytes, ssl.SSLSession | None]:
-    """The answer's first line to a health check, and the TLS session; empty: refused."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
-        try:
-            with tls.wrap_socket(raw, server_hostname="localhost", session=session) as wrapped:
-                wrapped.sendall(b"GET /healthz HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
-                return wrapped.recv(4096).split(b"\r\n")[0], wrapped.session
-        except OSError:
-            return b"", None
-
-
-@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_no_session_outlives_its_authority(
-    address: str, tmp_path: Path, version: ssl.TLSVersion
-) -> None:
-    """Guards against clients of a removed authority that resume their sessions."""
-    removed, other = Authority(tmp_path, "removed"), Authority(tmp_path, "other")
-    pair, client = removed.issue(), removed.issue("client")
-    authorities = tmp_path / "clients.pem"
-    place(authorities, removed.path.read_bytes())
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
-    async with gateway_at(address, **settings, tls_client_ca=str(authorities)) as server:
-        tls = context(removed, cert=client.cert, key=client.key)
-        tls.maximum_version = version
-        first, session = await asyncio.to_thread(status_line, server.port, tls)
-        assert first == b"HTTP/1.1 200 OK"
-        place(authorities, other.path.read_bytes())
-        again, _ = await asyncio.to_thread(status_line, server.port, tls, session)
-        assert again == b""
-
-
-# The process
-
-
-@asynccontextmanager
-async def process(address: str, **settings: str) -> AsyncIterator[tuple[Process, int]]:
-    """A gateway's process that is ready, and its port."""
-    names = {f"SPECREJ_GATEWAY_{name.upper()}": value for name, value in settings.items()}
-    environment = {**os.environ, "SPECREJ_GATEWAY_ORCHESTRATOR_ADDRESS": address, **names}
-    environment["SPECREJ_GATEWAY_PORT"] = "0"
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gateway"), stderr=PIPE, env=environment
-    )
-    assert started.stderr
-    try:
-        async with asyncio.timeout(60):
-            while b"listening on" not in (line := await started.stderr.readline()):
-                assert line, "it ended"
-        port = int(line.rpartition(b":")[2])
-
-        async def is_ready() -> bool:
-            return bool((await get(port, "/readyz"))[0] == 200)
-
-        await until(is_ready)
-        yield started, port
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.wait()
-
-
-async def test_idle_streams_are_small(address: str, orchestrator: FakeOrchestrator) -> None:
-    """200 of them take at most 60 MiB, and nothing after they left."""
-    orchestrator.hangs = True
-    async with process(address) as (running, port):
-        first = await Connection.open(port, request(CHAT, STREAM))
-        await first.read_until(b'"assistant"')
-        before = psutil.Process(running.pid).memory_info().rss
-        streams = [await Connection.open(port, request(CHAT, STREAM)) for _ in range(200)]
-        for stream in streams:
-            await stream.read_until(b'"assistant"')
-        grown = psutil.Process(running.pid).memory_info().rss - before
-        assert 0 < grown <= MAX_BYTES_OF_STREAMS
-        for stream in (first, *streams):
-            stream.leave()
-
-        async def all_left() -> bool:
-            values = await scrape([f"http://127.0.0.1:{port}/metrics"])
-            return values.sum("http_server_active_requests", http_route=CHAT) == 0
-
-        await until(all_left)
-
-
-async def test_sigterm_lets_requests_finish(address: str, orchestrator: FakeOrchestrator) -> None:
-    """Guards against answers that are lost in a rollout, and a process that ends by a signal."""
-    orchestrator.hangs = True
-    async with process(address) as (running, port):
-        stream = await Connection.open(port, request(CHAT, STREAM))
-        await orchestrator.received.wait()
-        running.send_signal(signal.SIGTERM)
-
-        async def refuses() -> bool:
-            try:
-                (await Connection.open(port)).leave()
-            except ConnectionError:
-                return True
-            return False
-
-        await until(refuses)
-        orchestrator.released.set()
-        assert b"[DONE]" in await stream.read_all()
-        assert await asyncio.wait_for(running.wait(), 20) == 0
-
-
-async def test_a_second_signal_ends_it_at_once(
-    address: str, orchestrator: FakeOrchestrator
-) -> None:
-    orchestrator.hangs = True
-    async with process(address) as (running, port):
-        stream = await Connection.open(port, request(CHAT, STREAM))
-        await orchestrator.received.wait()
-        running.send_signal(signal.SIGTERM)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(running.wait(), 0.3)
-        running.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(running.wait(), 20) == 0
-        assert b"[DONE]" not in await stream.read_all()
-        await asyncio.wait_for(orchestrator.cancelled.wait(), 20)
-
-
-async def test_it_is_ready_only_with_an_orchestrator() -> None:
-    async with gateway_at("127.0.0.1:1") as server:
-        assert (await get(server.port, "/readyz"))[0] == 503
-        status, headers, _ = await post(server.port, CHAT, BODY)
-        assert (status, headers["x-should-retry"]) == (503, "false")
-
-
-async def test_a_taken_port_and_a_bad_setting_stop_the_process(address: str) -> None:
-    async with gateway_at(address) as server:
-        for variables, text in (
-            ({"PORT": str(server.port)}, b"gateway: "),
-            ({"ORCHESTRATOR_TLS_CA": "/missing"}, b"orchestrator_*"),
-            ({"KEEP_ALIVE_S": "0"}, b"bad setting keep_alive_s"),
-        ):
-            names = {f"SPECREJ_GATEWAY_{name}": value for name, value in variables.items()}
-            ended = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "gateway"), stderr=PIPE, env={**os.environ, **names}
-            )
-            _, errors = await asyncio.wait_for(ended.communicate(), 60)
-            assert ended.returncode
-            assert text in errors
-
-
 @pytest.mark.parametrize("path", [CHAT, "/nowhere"])
 async def test_bodies_in_tiny_chunks_are_refused(path: str, address: str) -> None:
     """Guards the event loop: a chunk of one byte takes as long to parse as one of 64 KiB."""
@@ -576,59 +389,6 @@ async def test_bodies_in_tiny_chunks_are_refused(path: str, address: str) -> Non
     async with gateway_at(address) as server:
         sent = await Connection.open(server.port, chunks)
         assert b'"invalid_http"' in await sent.read_all()
-
-
-# asyncio leaves the closing of refused sockets to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_handshakes_count_as_connections(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the process's descriptors against connections that begin no handshake."""
-    monkeypatch.setattr(gateway_main, "_HANDSHAKE_S", 1.0)
-    authority = Authority(tmp_path)
-    pair = authority.issue("gateway")
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
-    async with gateway_at(address, **settings) as server:
-        silent = [await Connection.open(server.port) for _ in range(12)]
-
-        def num_open() -> int:
-            held = [c for c in psutil.Process().net_connections() if c.laddr.port == server.port]
-            return sum(connection.status == "ESTABLISHED" for connection in held)
-
-        await until(lambda: num_open() <= 4)
-        for connection in silent:
-            connection.leave()
-        trusted = ssl.create_default_context(cafile=authority.path)
-
-        async def is_accepted() -> bool:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusted)
-            except ConnectionError:
-                return False
-            writer.close()
-            return True
-
-        await until(is_accepted)
-
-
-# asyncio leaves the closing of refused sockets to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_handshakes_and_connections_have_one_bound(address: str, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    pair = authority.issue("gateway")
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
-    trusted = ssl.create_default_context(cafile=authority.path)
-    async with gateway_at(address, **settings) as server:
-        streams = [
-            await asyncio.open_connection("localhost", server.port, ssl=trusted) for _ in range(3)
-        ]
-        await until(lambda: connections(server) == 3)
-        silent = [await Connection.open(server.port) for _ in range(4)]
-        await until(lambda: sum(connection.reader.at_eof() for connection in silent) == 3)
-        for connection in silent:
-            connection.leave()
-        for _, writer in streams:
-            writer.close()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming,
 )
 
-from gateway.mapping import (
+from gateway.mapping import MAX_LOGPROBS, call_of
+from gateway.requests import (
     MESSAGE_TABLE,
     PART_TABLE,
     STREAM_TABLE,
@@ -33,7 +34,6 @@ from gateway.mapping import (
     ResponseFormat,
     SchemaFormat,
     StreamOptions,
-    call_of,
     parsed,
     path_of,
 )
@@ -287,6 +287,21 @@ def test_answers_without_a_seed_are_not_stored() -> None:
     assert "cache" not in call_of(chat(seed=1), {}).options
     greedy = call_of(chat(temperature=0), {}).options
     assert greedy["n"] == 1 and "seed" not in greedy and "cache" not in greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("top_logprobs", {"max_tokens": MAX_LOGPROBS // 21, "top_logprobs": 20}),
+        ("logprobs", {"max_tokens": MAX_LOGPROBS // 4, "n": 4}),
+    ],
+)
+def test_log_probabilities_of_an_answer_are_bounded(field: str, fields: dict[str, int]) -> None:
+    """Guards the process's memory: the largest answers took 1.2 GB while they were converted."""
+    assert call_of(chat(logprobs=True, **fields), PRESETS).wants_logprobs
+    fields["max_tokens"] += 1
+    assert f"at most {MAX_LOGPROBS}" in violations(logprobs=True, **fields)[field]
+    assert not call_of(chat(**fields | {"top_logprobs": 0}), PRESETS).wants_logprobs
 
 
 def test_bodies_that_are_no_requests() -> None:

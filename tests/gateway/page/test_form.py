@@ -16,7 +16,8 @@ import pytest_asyncio
 from google.protobuf import json_format
 
 from deploy.local.stack import Stack
-from gateway.mapping import ChatRequest, call_of, parsed
+from gateway.mapping import call_of
+from gateway.requests import ChatRequest, parsed
 from gateway.settings import GatewaySettings
 from specrej.client import Client, build_request
 from specrej.v1 import orchestrator_pb2 as pb

@@ -1,0 +1,152 @@
+"""TLS of the gateway: certificates, names, sessions and handshakes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from gateway import __main__ as gateway_main
+from tests.certificates import Authority, place
+from tests.gateway.gateways import (
+    MODELS,
+    Connection,
+    connections,
+    context,
+    gateway_at,
+)
+from tests.serving import until
+
+
+async def get_models(port: int, tls: ssl.SSLContext) -> int:
+    reader, writer = await asyncio.open_connection("localhost", port, ssl=tls)
+    connection = Connection(reader, writer)
+    try:
+        writer.write(MODELS + b"\r\n")
+        return (await connection.response())[0]
+    finally:
+        writer.transport.abort()
+
+
+async def test_tls_with_certificates_that_change(address: str, tmp_path: Path) -> None:
+    first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
+    pair = first.issue()
+    async with gateway_at(address, tls_cert=str(pair.cert), tls_key=str(pair.key)) as server:
+        assert await get_models(server.port, context(first)) == 200
+        second.issue()
+        assert await get_models(server.port, context(second)) == 200
+        with pytest.raises(ssl.SSLError):
+            await get_models(server.port, context(first))
+        plain = await Connection.open(server.port, MODELS + b"\r\n")
+        assert await plain.read_all() == b""
+
+
+async def test_mutual_tls_with_names(address: str, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    pair, good = authority.issue(), authority.issue("good", "front.example")
+    settings = {
+        "tls_cert": str(pair.cert),
+        "tls_key": str(pair.key),
+        "tls_client_ca": str(authority.path),
+        "allowed_clients": "front.example",
+    }
+    async with gateway_at(address, **settings) as server:
+        tls = context(authority, cert=good.cert, key=good.key)
+        assert await get_models(server.port, tls) == 200
+        for refused in (pair, authority.issue("nameless", nameless=True)):
+            unnamed = context(authority, cert=refused.cert, key=refused.key)
+            assert await get_models(server.port, unnamed) == 403
+        foreign = other.issue("foreign", "front.example")
+        for cut in (context(authority), context(authority, cert=foreign.cert, key=foreign.key)):
+            with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
+                await get_models(server.port, cut)
+
+
+def status_line(
+    port: int, tls: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> tuple[bytes, ssl.SSLSession | None]:
+    """The answer's first line to a health check, and the TLS session; empty: refused."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+        try:
+            with tls.wrap_socket(raw, server_hostname="localhost", session=session) as wrapped:
+                wrapped.sendall(b"GET /healthz HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+                return wrapped.recv(4096).split(b"\r\n")[0], wrapped.session
+        except OSError:
+            return b"", None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_no_session_outlives_its_authority(
+    address: str, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """Guards against clients of a removed authority that resume their sessions."""
+    removed, other = Authority(tmp_path, "removed"), Authority(tmp_path, "other")
+    pair, client = removed.issue(), removed.issue("client")
+    authorities = tmp_path / "clients.pem"
+    place(authorities, removed.path.read_bytes())
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
+    async with gateway_at(address, **settings, tls_client_ca=str(authorities)) as server:
+        tls = context(removed, cert=client.cert, key=client.key)
+        tls.maximum_version = version
+        first, session = await asyncio.to_thread(status_line, server.port, tls)
+        assert first == b"HTTP/1.1 200 OK"
+        place(authorities, other.path.read_bytes())
+        again, _ = await asyncio.to_thread(status_line, server.port, tls, session)
+        assert again == b""
+
+
+# asyncio leaves the closing of refused sockets to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_handshakes_count_as_connections(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the process's descriptors against connections that begin no handshake."""
+    monkeypatch.setattr(gateway_main, "_HANDSHAKE_S", 1.0)
+    authority = Authority(tmp_path)
+    pair = authority.issue("gateway")
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
+    async with gateway_at(address, **settings) as server:
+        silent = [await Connection.open(server.port) for _ in range(12)]
+
+        def num_open() -> int:
+            held = [c for c in psutil.Process().net_connections() if c.laddr.port == server.port]
+            return sum(connection.status == "ESTABLISHED" for connection in held)
+
+        await until(lambda: num_open() <= 4)
+        for connection in silent:
+            connection.leave()
+        trusted = ssl.create_default_context(cafile=authority.path)
+
+        async def is_accepted() -> bool:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusted)
+            except ConnectionError:
+                return False
+            writer.close()
+            return True
+
+        await until(is_accepted)
+
+
+# asyncio leaves the closing of refused sockets to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_handshakes_and_connections_have_one_bound(address: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("gateway")
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
+    trusted = ssl.create_default_context(cafile=authority.path)
+    async with gateway_at(address, **settings) as server:
+        streams = [
+            await asyncio.open_connection("localhost", server.port, ssl=trusted) for _ in range(3)
+        ]
+        await until(lambda: connections(server) == 3)
+        silent = [await Connection.open(server.port) for _ in range(4)]
+        await until(lambda: sum(connection.reader.at_eof() for connection in silent) == 3)
+        for connection in silent:
+            connection.leave()
+        for _, writer in streams:
+            writer.close()
