@@ -198,8 +198,6 @@ class Engine:
             if session.growing:
                 refuse(session.growing, error)
 
-    # Steps
-
     def step(self) -> bool:
         """One forward pass over all that can go on; False if there is nothing to compute."""
         self.queue.admit_waiting()
@@ -216,7 +214,11 @@ class Engine:
                     except Exception as error:
                         self._fail(session, error)
             finally:
-                self._report_step(time.monotonic() - began)
+                self._num_steps += 1
+                step, self._tally = self._tally, Step()
+                step.seconds = time.monotonic() - began
+                if self._on_step:
+                    self._on_step(step)
             self.queue.admit_waiting()  # a session that failed has left room
         return bool(batch)
 
@@ -299,13 +301,6 @@ class Engine:
         assert growing
         gauge = self.gauge(session.id)
         resolve(growing, PrefixBatch(prefixes, ended_by, session.num_tokens, gauge))
-
-    def _report_step(self, seconds: float) -> None:
-        self._num_steps += 1
-        step, self._tally = self._tally, Step()
-        step.seconds = seconds
-        if self._on_step:
-            self._on_step(step)
 
     # Sessions
 

@@ -14,6 +14,7 @@ from typing import Any
 from specrej import telemetry, wire
 from specrej.backend.v1 import generator_pb2 as pb
 from specrej.backend.v1 import generator_pb2_grpc
+from specrej.commands import answer_commands
 from specrej.contracts import (
     Generator,
     GeneratorDescription,
@@ -21,7 +22,7 @@ from specrej.contracts import (
     SessionSpec,
 )
 from specrej.errors import InvalidRequest, OutOfOrder, Unavailable, Violation, raise_if_any
-from specrej.serving import Context, Service, answer_commands
+from specrej.serving import Context, Service
 from specrej.telemetry import names
 from specrej.v1 import common_pb2
 from specrej.validation import (

@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from reward_service.scoring import RewardWorker, WorkerSession
-from specrej import serving, telemetry, wire
+from specrej import telemetry, wire
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.backend.v1 import reward_pb2_grpc
+from specrej.commands import answer_commands
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.errors import (
     InvalidRequest,
@@ -20,7 +21,7 @@ from specrej.errors import (
     Violation,
     raise_if_any,
 )
-from specrej.serving import Context
+from specrej.serving import Context, Service
 from specrej.telemetry import names
 from specrej.validation import check_prompt
 
@@ -37,8 +38,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Serve these from now on; the first is the default."""
         self._workers = {worker.description.name: worker for worker in workers}
 
-    def service(self) -> serving.Service:
-        return serving.Service(
+    def service(self) -> Service:
+        return Service(
             pb.DESCRIPTOR.services_by_name["RewardService"].full_name,
             lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server),
         )
@@ -60,9 +61,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async with AsyncExitStack() as stack:
             stream = _ScoringStream(self, stack)
             stale = partial(pb.ScoreSessionResponse, stale=pb.StaleScoring())
-            await serving.answer_commands(
-                request_iterator, context, stream.answer, stale, self._lease_s
-            )
+            await answer_commands(request_iterator, context, stream.answer, stale, self._lease_s)
 
     async def Describe(  # noqa: N802
         self, request: pb.RewardServiceDescribeRequest, context: Context

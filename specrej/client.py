@@ -11,11 +11,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import random
-import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc.aio
@@ -47,17 +44,14 @@ from specrej.credentials import Credentials, check_token
 from specrej.errors import (
     InternalError,
     InvalidRequest,
-    Overloaded,
-    RetryableError,
     SpecrejError,
     Unauthenticated,
-    Unavailable,
     Violation,
 )
+from specrej.retries import LONGEST_S, Attempts
+from specrej.retries import Retries as Retries
 from specrej.status import from_rpc_error
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
-
-_LONGEST_S = 1e8  # three years: grpc counts nanoseconds in 64 bits
 
 _TRACED = importlib.util.find_spec("opentelemetry") is not None
 
@@ -123,52 +117,6 @@ def _valid(path: str) -> Iterator[None]:
         raise InvalidRequest([Violation(path, str(error))]) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """Repeats a call that ends with an error of `on` before its first event.
-
-    The wait is what the server's RetryInfo demands (1 s if it sends none), and up to a fifth more
-    at random. If that is above `max_wait_s`, or ends after the call's deadline, the error is
-    raised. The server identifies a request by its content: a repeated one joins an equal one that
-    still runs, or receives its stored answer, unless its `cache` is bypass.
-    """
-
-    attempts: int = 4  # in all
-    max_wait_s: float = 10.0
-    on: tuple[type[RetryableError], ...] = (Unavailable, Overloaded)
-
-    def __post_init__(self) -> None:
-        """Raises ValueError: a value out of range."""
-        if self.attempts < 1 or not self.max_wait_s >= 0:
-            raise ValueError("attempts must be 1 or more, max_wait_s 0 or more")
-
-
-class _Attempts:
-    """The attempts of one call, all before its deadline in `timeout_s` seconds."""
-
-    def __init__(self, retries: Retries | None, timeout_s: float) -> None:
-        self._retries = retries
-        self._num_failed = 0
-        self._deadline = time.monotonic() + min(timeout_s, _LONGEST_S)
-
-    @property
-    def left_s(self) -> float:
-        """Seconds to the deadline."""
-        return self._deadline - time.monotonic()
-
-    async def after(self, error: SpecrejError) -> None:
-        """Wait for the next attempt; raises the error if there is none."""
-        self._num_failed += 1
-        retries, wait_s = self._retries, error.retry_after_s
-        if retries is None or wait_s is None or not isinstance(error, retries.on):
-            raise error
-        least_s, wait_s = wait_s, wait_s * random.uniform(1, 1.2)
-        is_last = self._num_failed >= retries.attempts
-        if is_last or least_s > retries.max_wait_s or wait_s >= self.left_s:
-            raise error
-        await asyncio.sleep(wait_s)
-
-
 class _Connection:
     """A channel, open for its context, and the default deadline and retries of its calls.
 
@@ -199,8 +147,8 @@ class _Connection:
         """Cancel running calls and disconnect."""
         await self._channel.close()
 
-    def _attempts(self, timeout_s: float | None) -> _Attempts:
-        return _Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(self._retries, self._timeout_s if timeout_s is None else timeout_s)
 
     async def _call(
         self,
@@ -343,7 +291,7 @@ class Client(_Connection):
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         request = health_pb2.HealthCheckRequest(service=self._service)
         try:
-            answer = await stub.Check(request, timeout=min(timeout_s, _LONGEST_S))
+            answer = await stub.Check(request, timeout=min(timeout_s, LONGEST_S))
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,4 +1,4 @@
-"""The gRPC server of every service: health, reflection, TLS, drain, and numbered commands.
+"""The gRPC server of every service: health, reflection, TLS and drain.
 
 Streaming handlers read the messages they are given, not `context`: the first one has been read.
 They are coroutines that use `context.write`: an async generator cancelled inside a write would not
@@ -15,9 +15,9 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -26,7 +26,6 @@ from grpc_reflection.v1alpha import reflection
 from specrej import telemetry
 from specrej.call_bounds import Context as Context
 from specrej.credentials import PEM
-from specrej.errors import InvalidRequest, SessionExpired, Violation
 from specrej.health import Health
 from specrej.interceptor import StatusInterceptor
 from specrej.interceptor import time_left_s as time_left_s
@@ -35,66 +34,6 @@ from specrej.security import Access
 from specrej.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
-
-
-class Numbered(Protocol):
-    """A stream message with a sequence number."""
-
-    sequence: int
-
-
-Request = TypeVar("Request", bound=Numbered)
-Response = TypeVar("Response", bound=Numbered)
-
-
-async def answer_commands(
-    requests: AsyncIterator[Request],
-    context: Context,
-    handle: Callable[[Request], Awaitable[Response]],
-    stale: Callable[[], Response],
-    lease_s: float,
-) -> None:
-    """Answer a stream's numbered commands until the peer half-closes.
-
-    A repeated number is answered with the previous answer, an older one with `stale()`; neither is
-    handled again. The stream ends if the peer neither sends nor reads for `lease_s` seconds.
-
-    Raises:
-        SessionExpired: the lease ran out.
-        InvalidRequest: a number below 1.
-    """
-    last: Response | None = None
-    answer: Response
-    while (request := await _leased(anext(requests, None), lease_s)) is not None:
-        if request.sequence < 1:
-            raise InvalidRequest([Violation("sequence", "must be at least 1")])
-        if last is None or request.sequence > last.sequence:
-            answer = await handle(request)
-            if last is None:
-                await context.send_initial_metadata(())
-            last = answer
-            answer.sequence = request.sequence
-        elif request.sequence == last.sequence:
-            answer = last
-        else:
-            answer = stale()
-            answer.sequence = request.sequence
-        await _leased(context.write(answer), lease_s)
-
-
-T = TypeVar("T")
-
-
-async def _leased(step: Awaitable[T], lease_s: float) -> T:
-    lease = asyncio.timeout(lease_s)
-    try:
-        async with lease:
-            return await step
-    except TimeoutError:
-        if lease.expired():
-            telemetry.metrics.add(telemetry.names.LEASES_EXPIRED)
-            raise SessionExpired(f"nothing from the peer for {lease_s:g} s") from None
-        raise
 
 
 @dataclass(frozen=True, slots=True)

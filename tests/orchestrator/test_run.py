@@ -438,20 +438,3 @@ async def test_closing_the_iterator_frees_the_slots() -> None:
                 break
         assert generator.ledger.owned > 0
     assert generator.ledger.owned == 0
-
-
-async def test_logprobs_cover_all_rounds() -> None:
-    """Guards against the tokens of the last round only, or of another candidate."""
-    with_logprobs = replace(
-        request(schedule=GeometricSchedule(first=4)),
-        sampling=Sampling(max_tokens=60, logprobs=True),
-    )
-    generation = await answer(with_logprobs, ToyGenerator(end_every=20), FixedScorer())
-    assert len(generation.rounds) > 2, "the case did not occur"
-    assert len({candidate.token_ids for candidate in generation.candidates}) > 1
-    for candidate in generation.candidates:
-        assert len(candidate.token_ids) == len(candidate.logprobs) == candidate.num_tokens
-        total = candidate.mean_logprob * candidate.num_tokens
-        assert sum(candidate.logprobs) == pytest.approx(total)
-    without = await answer(request(), ToyGenerator(), FixedScorer())
-    assert not any(c.token_ids or c.logprobs for c in without.candidates)
