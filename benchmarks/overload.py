@@ -44,6 +44,8 @@ _ENVIRONMENT = {
     "SPECREJ_GENERATOR_MODEL": f"toy:step_ms={_STEP_MS}",
     "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(_RUNNING),
     "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(_QUEUED),
+    # Else several tenants would have more permits than the one whose capacity is measured.
+    "SPECREJ_ORCHESTRATOR_SPARE_RUNNING": "0",
 }
 
 

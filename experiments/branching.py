@@ -6,16 +6,17 @@ run is one line of the file; `judges` are other rewards, which no cut has used:
 
     {"prompt_id": "...", "reward": "relevance", "max_tokens": 128, "system": "branching 32/16,4",
       "tokens": 2192, "seconds": 5.4, "score": 0.77, "answer_tokens": 81, "mean_logprob": -1.2,
-      "judges": {"harmless": -0.3}}
+      "judges": {"harmless": -0.3}, "source": "9f86d081884c7d65"}
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from experiments.prompts import Item
 from experiments.settings import Settings
 from experiments.studies.statistics import Estimate, bootstrap, mean
 from experiments.studies.tables import Cell, Table
-from experiments.trajectories import FloatArray, IntArray, Line
+from experiments.trajectories import FloatArray, IntArray, Line, prompt_line
 from orchestrator.loop.scoring import RequestScorer
 from specrej.contracts import (
     Branching,
@@ -64,21 +65,35 @@ async def measure(
     systems: Sequence[System],
     models: Models,
 ) -> list[Line]:
-    """All runs, those of an earlier call of the same file first."""
+    """All runs, those of an earlier call of the same file first.
+
+    Raises:
+        ValueError: the file has a run of another prompt, sampling or model under the same key.
+    """
     stored = _stored(out)
-    done = {tuple(run[key] for key in _KEYS) for run in stored}
+    done = {tuple(run[key] for key in _KEYS): run.get("source") for run in stored}
     for number, item in enumerate(items, 1):
+        source = _source(item, settings, models)
         for reward in settings.rewards:
             for system in systems:
                 key = (item.id, reward, settings.max_tokens, system.name)
                 if key in done:
+                    if done[key] not in (None, source):  # none: of earlier versions
+                        why = "was answered with another prompt, sampling or model"
+                        raise ValueError(f"{out}: {item.id} {why}: choose another file")
                     continue
                 made = await _timed(item, settings, system, reward, models)
-                stored.append(dict(zip(_KEYS, key, strict=True)) | made)
+                stored.append(dict(zip(_KEYS, key, strict=True)) | made | {"source": source})
                 with out.open("a") as file:
                     file.write(json.dumps(stored[-1]) + "\n")
         print(f"[{number}/{len(items)}] {item.id}", file=sys.stderr, flush=True)
     return stored
+
+
+def _source(item: Item, settings: Settings, models: Models) -> str:
+    """A digest of what determines a run beside its key."""
+    of = (prompt_line(item.prompt), asdict(settings.sampling(item.number)), models.identity())
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _stored(out: Path) -> list[Line]:

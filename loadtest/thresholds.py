@@ -35,7 +35,7 @@ CALLS = (Kind.ANSWER, Kind.CACHED, Kind.FAILED)
 class Summary:
     """A whole run; times in milliseconds, NaN if nothing was measured.
 
-    Locust rounds times above 100 ms to two digits. `goodput`: answers within the SLO per second.
+    Times above 1 s are rounded to four digits. `goodput`: answers within the SLO per second.
     """
 
     num_answers: int
@@ -120,6 +120,11 @@ def summarise(stats: Any, slo_ms: float) -> Summary:
         goodput=good / seconds if seconds > 0 else 0.0,
         failures=failures,
     )
+
+
+def rounded_ms(response_time: float) -> int:
+    """The key under which Locust counts a time in ms: four digits, so there are not too many."""
+    return int(float(f"{response_time:.4g}")) if response_time >= 1000 else round(response_time)
 
 
 def percentile(counts: Mapping[float, int], share: float) -> float:

@@ -168,7 +168,9 @@ def correlation(result: Correlation, name: str) -> tuple[Picture, ...]:
         for i, (alpha, color) in enumerate(zip(ALPHAS, (GREEN, PURPLE), strict=True)):
             shares = [token.survival[i] for token in tokens]
             plotting.band(axes, positions, shares, f"alpha {alpha:g}", color)
-            axes.axhline(1 - alpha, color=color, linestyle=":", label=f"alpha {alpha:g}, by chance")
+            chances = [token.survival_by_chance(alpha) for token in tokens]
+            label = f"alpha {alpha:g}, by chance"
+            axes.plot(positions, chances, color=color, linestyle=":", label=label)
         plotting.log2_axis(axes, "decision token", positions)
         axes.set_ylabel("share of prompts")
         axes.set_ylim(0, 1.03)

@@ -122,8 +122,8 @@ def _round(replayer: Replayer, position: int, started: IntArray, survivors: IntA
         position,
         len(growing),
         len(survivors),
-        prompt.prompt_tokens + len(growing) * position,
-        prompt.prompt_tokens + len(survivors) * position,
+        prompt.prompt_tokens + len(growing) * (position - 1),
+        prompt.prompt_tokens + len(survivors) * (position - 1),
         _quantiles(scores),
         _quantiles(kept) if len(kept) else (),
     )
@@ -153,5 +153,5 @@ def _moment(prompt: Trajectories, rows: IntArray, members: IntArray, length: int
     # An answer of exactly this length still holds its slots.
     live = int((prompt.num_tokens[members] >= length).sum())
     full = int((prompt.num_tokens[rows] >= length).sum())
-    base = prompt.prompt_tokens
-    return Moment(length, live, base + live * length, full, base + full * length)
+    base, stored = prompt.prompt_tokens, length - 1  # the newest token is not stored yet
+    return Moment(length, live, base + live * stored, full, base + full * stored)

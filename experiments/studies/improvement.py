@@ -44,7 +44,7 @@ def base_of(prompts: Sequence[Trajectories], reward: str, n: int) -> Base:
 def improvement_score(rewards: FloatArray, base: Base) -> Estimate:
     """Of a reward per prompt; prompts with equal rewards of all base answers are left out."""
     scale = base.best - base.worst
-    varies = scale > 0
+    varies = scale > 1e-9 * np.abs(base.best)  # equal ones may differ by rounding
     return mean(100 * (1 + (rewards - base.best)[varies] / scale[varies]))
 
 

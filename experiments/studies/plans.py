@@ -110,8 +110,10 @@ def ns(prompts: Sequence[Trajectories]) -> tuple[int, ...]:
 
 
 def base_n(prompts: Sequence[Trajectories]) -> int:
-    """N of the improvement score's base: an eighth of the answers per prompt."""
-    return max(1, min(prompt.n for prompt in prompts) // 8)
+    """N of the improvement score's base: an eighth of the answers per prompt, at least 2 if there
+    are so many: of one answer, the best is the worst."""
+    most = min(prompt.n for prompt in prompts)
+    return min(most, max(2, most // 8))
 
 
 def is_scored(prompts: Sequence[Trajectories], reward: str, plan: Plan) -> bool:

@@ -50,6 +50,10 @@ class DecisionToken:
     partial: tuple[float, ...]
     final: tuple[float, ...]
 
+    def survival_by_chance(self, alpha: float) -> float:
+        """That of random scores: an answer that has ended, the best one too, is never lost."""
+        return 1 - alpha * self.live_share
+
 
 @dataclass(frozen=True, slots=True)
 class Correlation:
@@ -211,7 +215,8 @@ def failures(
 ) -> Failures:
     """`regrets`: of a run, one per prompt; `first`: its first decision token."""
     positions = decision_tokens(prompts)
-    first = max((position for position in positions if position <= first), default=positions[0])
+    lowest = positions[0] if positions else first
+    first = max((position for position in positions if position <= first), default=lowest)
     return Failures(
         reward,
         first,

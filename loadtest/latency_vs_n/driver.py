@@ -133,7 +133,7 @@ class Driver:
         patience_s = settings.patience_s if block.condition is Condition.STEADY else math.inf
         outcome = Outcome(GAVE_UP, 0.0)
         with gevent.Timeout(patience_s - late_s if math.isfinite(patience_s) else None, False):
-            prompt = settings.prompts[number % len(settings.prompts)]
+            prompt = settings.prompt(block.repeat, index)
             outcome = self._caller.stream(prompt, due, **options)
         seconds = time.perf_counter() - due
         first_round_s = outcome.rounds[0].seconds if outcome.rounds else 0.0

@@ -40,6 +40,10 @@ class Settings:
     patience_s: float = 12.0  # a steady request is cancelled after this time
     slo_s: float = 10.0  # an answer within this time is in time
 
+    def prompt(self, repeat: int, index: int) -> str:
+        """The prompt of a block's request; over the repeats, of one request, too, all of them."""
+        return self.prompts[(repeat + index) % len(self.prompts)]
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.branching import compare, times_fewer
 from experiments.studies.statistics import Estimate
-from tests.experiments.test_cli import Run, run  # noqa: F401
+from tests.experiments.test_cli import Refusal, Run, refusal, run  # noqa: F401
 
 FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels", "--n", "8,16,32")
 
@@ -27,6 +27,17 @@ def test_missing_runs_are_added(run: Run, tmp_path: Path) -> None:  # noqa: F811
     assert names == ["N = 8", "N = 16", "N = 32", "branching 32/8,2", "branching 32/16,4"]
     rewards = [row[2]["value"] for row in result["rows"][:3]]
     assert rewards == sorted(rewards)
+
+
+def test_runs_of_other_seeds_are_not_taken(
+    refusal: Refusal,  # noqa: F811
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Guards against an old table under a new seed."""
+    few = ("branching", "--limit", "1", *FLAGS[2:], "--out", tmp_path / "branching.jsonl")
+    run(*few)
+    assert "another prompt, sampling or model" in refusal(*few, "--seed", "9")
 
 
 def figures(tokens: float, score: float) -> dict[str, np.ndarray]:

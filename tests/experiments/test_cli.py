@@ -28,6 +28,7 @@ SMALL = ("--limit", "4", "--n", "32", "--max-tokens", "64", "--rewards", "vowels
 
 # Runs a command on toys; returns the JSON object in the last line of its output, {} without one.
 Run = Callable[..., dict[str, Any]]
+Refusal = Callable[..., str]
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
-def refusal(run: Run, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal(run: Run, capsys: pytest.CaptureFixture[str]) -> Refusal:
     """Runs a command that fails with exit code 1; returns its output on stderr."""
 
     def refusal(*arguments: object) -> str:

@@ -16,6 +16,7 @@ from experiments.figures import charts
 from experiments.flops import UNKNOWN, ComputeModel
 from experiments.replay import Replayer
 from experiments.studies import best_of_n, improvement, matched, perplexity, plans
+from experiments.studies.analysis import analyse
 from experiments.studies.improvement import (
     Base,
     LiveRun,
@@ -106,6 +107,14 @@ def test_regret_is_not_negative_and_tokens_are_not_more(
 def test_improvement_score(rewards: list[float], worst: list[float], score: float) -> None:
     base = Base(4, np.array([10.0, 10.0]), np.array(worst))
     assert improvement_score(np.array(rewards), base).value == score
+
+
+@pytest.mark.parametrize("n", [8, 12])
+def test_scores_of_few_answers_are_finite(n: int) -> None:
+    """Guards against a base of one answer: rewards were divided by differences of rounding."""
+    result = analyse("few", collection(5, n), WALK, alphas=(0.5,)).improvement
+    scores = [point.score.value for point in result.points]
+    assert scores and all(abs(score) < 1000 for score in scores)
 
 
 @settings(max_examples=30, deadline=None)

@@ -68,6 +68,13 @@ def test_percentiles_count_failures_as_infinite() -> None:
     assert empty.in_time_share == 0
 
 
+def test_blocks_of_one_request_use_all_prompts() -> None:
+    """Guards against the same few prompts, however long the test is."""
+    settings = Settings(prompts=tuple(map(str, range(24))), ns=(64, 128))
+    assert len({settings.prompt(repeat, 0) for repeat in range(24)}) == 24
+    assert len({settings.prompt(0, index) for index in range(8)}) == 8
+
+
 def test_comparison_uses_requests_of_equal_number() -> None:
     """Guards against prompts of different length in the two halves of a ratio."""
     compared = results(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -55,6 +56,17 @@ async def test_steps_end_with_the_last_n_and_the_cache_answers(toys: Stack, tmp_
     for row in run.rows("cached answer").values():
         assert row["num_requests"] > 0
         assert row["total_content_length"] == 0
+
+
+@pytest.mark.parametrize("rate", ["0", "5"])
+async def test_calls_that_hang_are_unfinished(rate: str) -> None:
+    """Guards the closed loop, too, against a run that measures only the calls that end."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = ("--host", f"127.0.0.1:{silent.getsockname()[1]}", "--stop-timeout", "1")
+        run = await locust(*USERS, "--rate", rate, *where)
+    assert run.code == 1
+    assert "UNFINISHED" in run.err
+    assert run.rows("failed")[FAST]["num_failures"] >= 4
 
 
 async def test_shape_ends_with_the_run_time(toys: Stack) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -67,3 +69,11 @@ def test_percentile_is_the_nearest_rank(
 ) -> None:
     assert percentile(counts, share) == expected
     assert math.isnan(percentile({}, share))
+
+
+def test_times_have_enough_digits_for_limits() -> None:
+    """Guards against an answer after 10.499 s that counts as one within 10 s."""
+    program = "import loadtest.users; from locust import stats as s; print(s.bucket_response_time"
+    for milliseconds, counted in (("10499.4", 10500), ("1234.4", 1234), ("147.4", 147)):
+        command = (sys.executable, "-c", f"{program}({milliseconds}))")
+        assert int(subprocess.check_output(command)) == counted
