@@ -34,8 +34,9 @@ from benchmarks.harness import (
 )
 from benchmarks.workers.engines import all_engines
 from benchmarks.workers.process import WorkerProcess
+from experiments.replay import decision_tokens
+from specrej.contracts import GeometricSchedule
 
-_FIRST_DECISION_TOKEN = 16
 # Of results, where it is not that of the run.
 _NAMES = {"verbs": "whole", "verbs_cut": "cut"}
 _PROMPT_WORDS = ("amber", "birch", "cloud", "delta", "ember", "field", "grove", "heath")
@@ -101,16 +102,6 @@ def main() -> None:
     )
 
 
-def geometric(new_tokens: int) -> tuple[int, ...]:
-    """Decision tokens 16, 32, ... and the end."""
-    tokens = []
-    until = _FIRST_DECISION_TOKEN
-    while until < new_tokens:
-        tokens.append(until)
-        until *= 2
-    return (*tokens, new_tokens)
-
-
 def _workers(arguments: argparse.Namespace) -> Iterator[tuple[str, WorkerProcess]]:
     most = max(arguments.n)
     # vLLM rounds a candidate's slots and its part of the prompt up to whole blocks.
@@ -138,7 +129,8 @@ def _measure(
     prompt = " ".join(words)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     bare = partial(_bare, workers["bare"], len(tokenizer.encode(prompt).ids), numbers)
-    cases = {"": Case(n, (arguments.new,)), "_cut": Case(n, geometric(arguments.new))}
+    cuts = decision_tokens(GeometricSchedule(first=16), arguments.new)
+    cases = {"": Case(n, (arguments.new,)), "_cut": Case(n, (*cuts, arguments.new))}
     runs, tokens = {}, {}
     for suffix, case in cases.items():
         request = {"n": n, "prompt": prompt, "decision_tokens": case.decision_tokens}

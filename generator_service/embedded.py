@@ -19,16 +19,20 @@ WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def prepare(directory: Path) -> None:
     """Write model and tokenizer to `directory`, in one rename; does nothing if they are there.
 
-    Raises:
-        SystemExit: the package is not installed.
+    Raises SystemExit as `package_directory` does.
     """
     if (directory / "model.safetensors").exists():
         return
     print(f"preparing the embedded generator in {directory} (about half a minute, once)")
-    hub.convert(_package_directory() / WEIGHTS, directory)
+    hub.convert(package_directory() / WEIGHTS, directory)
 
 
-def _package_directory() -> Path:
+def package_directory() -> Path:
+    """The directory of the package that holds the weights.
+
+    Raises:
+        SystemExit: the package is not installed.
+    """
     # Not imported: the package imports an engine that is not installed.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:

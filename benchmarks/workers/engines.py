@@ -108,7 +108,7 @@ def all_engines(model: Path, slots: int, context_tokens: int) -> list[EngineSpec
             "llamacpp",
             "4-bit weights below N=8, the same unpacked to float32 from there; float16 KV",
             {
-                "packed": str(_packed_weights()),
+                "packed": str(embedded.package_directory() / embedded.WEIGHTS),
                 "unpacked": str(LLAMACPP / "SmolLM2-135M-Instruct.F32.gguf"),
             },
             LLAMACPP,
@@ -146,11 +146,3 @@ def answering_engines(model: Path, port: int, context_tokens: int) -> list[Engin
             environment={"GOMP_SPINCOUNT": "1000"},
         ),
     ]
-
-
-def _packed_weights() -> Path:
-    # Not imported: the import would need the engine that the package was made for.
-    spec = importlib.util.find_spec(embedded.PACKAGE)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"the package {embedded.PACKAGE} is not installed: run make models")
-    return Path(spec.origin).with_name(embedded.WEIGHTS)

@@ -49,12 +49,6 @@ class Ports:
     gateway: int = 8000
     metrics_gateway: int = 9467
 
-    @property
-    def metrics_urls(self) -> tuple[str, ...]:
-        """The Prometheus endpoints of orchestrator, generator and reward service."""
-        ports = (self.metrics_orchestrator, self.metrics_generator, self.metrics_reward)
-        return tuple(map(_metrics_url, ports))
-
     @classmethod
     def free(cls) -> Ports:
         """Ports that nothing listens on right now."""
@@ -131,6 +125,10 @@ class Stack:
         self.gateway_url = f"http://{HOST}:{ports.gateway}"
         self.generator_address = self._generators[0].address
         self.reward_address = self._rewards[0].address
+        # Of all replicas, comma-separated.
+        self.orchestrator_addresses = ",".join(one.address for one in self._orchestrators)
+        self.generator_addresses = ",".join(one.address for one in self._generators)
+        self.reward_addresses = ",".join(one.address for one in self._rewards)
         self.redis_url = f"redis://{HOST}:{self.ports.redis}/0"
         self._log_dir = log_dir
         self._environment = dict(environment or {})
@@ -143,25 +141,10 @@ class Stack:
         self._exit: AsyncExitStack
 
     @property
-    def orchestrator_addresses(self) -> str:
-        """The addresses of all orchestrators, comma-separated."""
-        return ",".join(replica.address for replica in self._orchestrators)
-
-    @property
-    def generator_addresses(self) -> str:
-        """The addresses of all generators, comma-separated."""
-        return ",".join(replica.address for replica in self._generators)
-
-    @property
-    def reward_addresses(self) -> str:
-        """The addresses of all reward services, comma-separated."""
-        return ",".join(replica.address for replica in self._rewards)
-
-    @property
     def metrics_urls(self) -> tuple[str, ...]:
         """The Prometheus endpoints of all services, the gateway's last."""
         replicas = (*self._orchestrators, *self._generators, *self._rewards, *self._gateways)
-        return tuple(_metrics_url(replica.metrics_port) for replica in replicas)
+        return tuple(f"http://{HOST}:{replica.metrics_port}/metrics" for replica in replicas)
 
     @property
     def processes(self) -> dict[str, int]:
@@ -259,10 +242,6 @@ def _free_ports(count: int) -> list[int]:
             socket.create_server((HOST, port)).close()
             ports.append(port)
     raise ProcessError(f"none of the ports {_PORTS[0]} .. {_PORTS[-1]} is free")
-
-
-def _metrics_url(port: int) -> str:
-    return f"http://{HOST}:{port}/metrics"
 
 
 def _valkey_server() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import interleave, parse_arguments, prompt_ids, report
-from benchmarks.vllm_verbs import Case, geometric
+from benchmarks.vllm_verbs import Case
 
 
 def test_defaults_decide_the_types_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,14 +58,6 @@ def test_last_line_is_one_json_object_with_the_machine(capsys: pytest.CaptureFix
 def test_no_two_prompts_begin_alike() -> None:
     """A prefix cache would save one engine the prompt, and only that one."""
     assert len({prompt_ids(40, number)[0] for number in range(500)}) == 500
-
-
-@pytest.mark.parametrize(
-    ("new_tokens", "expected"),
-    [(8, (8,)), (16, (16,)), (17, (16, 17)), (64, (16, 32, 64)), (100, (16, 32, 64, 100))],
-)
-def test_decision_tokens_double_up_to_the_end(new_tokens: int, expected: tuple[int, ...]) -> None:
-    assert geometric(new_tokens) == expected
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             ) as stack,
             Client(stack.orchestrator_address, timeout_s=20, **credentials) as client,
         ):
-            urls = (*stack.ports.metrics_urls, stack.metrics_urls[-1])  # the gateway's
+            urls = stack.metrics_urls
             await _no_http(ports.gateway)
             # These wait for bounds of the services, beside all others.
             waiting = asyncio.gather(

@@ -272,7 +272,7 @@ async def _sample(running: World, redis: Any) -> dict[str, float]:
 async def _series(running: World) -> dict[str, float]:
     """Return the number of metric series of each service."""
     counts = {}
-    for name, url in zip(SERVICES, running.stack.ports.metrics_urls, strict=True):
+    for name, url in zip(SERVICES, running.stack.metrics_urls, strict=True):
         values = (await scrape([url])).values
         counts[f"{name} series"] = float(sum(map(len, values.values())))
     return counts

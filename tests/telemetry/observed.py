@@ -65,7 +65,7 @@ class Observed:
 
     async def scrape(self, service: str) -> Scrape:
         """The values at a service's Prometheus endpoint."""
-        return await scrape([self.stack.ports.metrics_urls[SERVICES.index(service)]])
+        return await scrape([self.stack.metrics_urls[SERVICES.index(service)]])
 
     def log_of(self, service: str) -> list[dict[str, Any]]:
         """The JSON lines of a service so far."""

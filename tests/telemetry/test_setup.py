@@ -64,7 +64,7 @@ async def test_a_dead_collector_does_not_delay_the_end(is_hanging: bool, tmp_pat
 async def _run_a_reward(collector: str, log_dir: Path) -> None:
     toy = {"SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]'}
     stack = Stack(environment={**toy, "SPECREJ_REWARD_OTLP_ENDPOINT": collector})
-    url = stack.ports.metrics_urls[2]
+    url = stack.metrics_urls[2]
     async with Processes(
         [stack._replica(stack._rewards[0])], log_dir, start_timeout_s=30
     ) as running:
