@@ -73,6 +73,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--skip-demo", action="store_true", help="do not install the services")
     parser.add_argument("--skip-images", action="store_true")
     options = parser.parse_args(arguments)
+    if os.environ.get("GITHUB_REF_TYPE") == "tag":
+        check_tag(os.environ["GITHUB_REF_NAME"], version())
     for directory in (DIST, SCRATCH):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -93,6 +95,12 @@ def main(arguments: list[str]) -> None:
     (DIST / "SHA256SUMS").write_text("\n".join(sums) + "\n")
     print(*sums, sep="\n")
     print(json.dumps(result))
+
+
+def check_tag(tag: str, number: str) -> None:
+    """Exit if the tag of a release is not that of its version."""
+    if tag != f"v{number}":
+        sys.exit(f"the tag {tag} is not that of version {number}: v{number}")
 
 
 def changes_of(changelog: str, number: str) -> str:

@@ -53,7 +53,12 @@ from specrej.retries import Retries as Retries
 from specrej.status import from_rpc_error
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
-_TRACED = importlib.util.find_spec("opentelemetry") is not None
+# Not of the namespace alone, which other packages may bring.
+_TRACED = bool(
+    importlib.util.find_spec("opentelemetry")
+    and importlib.util.find_spec("opentelemetry.metrics")
+    and importlib.util.find_spec("opentelemetry.trace")
+)
 
 # One user turn, a whole prompt, or a conversation.
 PromptLike = str | Prompt | Sequence[Message]

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from specrej import Client, Generation, SpecrejError
+from specrej import Client, Generation, Retries, SpecrejError
 
 ATTEMPTS = 8
 
@@ -31,6 +30,7 @@ async def run(options: argparse.Namespace) -> int:
     finished = finished_ids(options.answers)
     work = (question for question in questions if question["id"] not in finished)
     num_failed = 0
+    retries = Retries(ATTEMPTS, max_wait_s=options.timeout)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         options.answers.open("a", encoding="utf-8") as answers,
@@ -42,7 +42,9 @@ async def run(options: argparse.Namespace) -> int:
             nonlocal num_failed
             for question in work:  # shared by all workers
                 try:
-                    generation = await generate(client, question["prompt"], options.n)
+                    generation = await client.generate(
+                        question["prompt"], n=options.n, temperature=0.7
+                    )
                 except SpecrejError as error:
                     num_failed += 1
                     progress.console.print(f"{question['id']}: {error}", markup=False)
@@ -52,30 +54,12 @@ async def run(options: argparse.Namespace) -> int:
                     progress.advance(bar)
 
         async with (
-            Client(options.address, timeout_s=options.timeout) as client,
+            Client(options.address, timeout_s=options.timeout, retries=retries) as client,
             asyncio.TaskGroup() as group,
         ):
             for _ in range(options.concurrency):
                 group.create_task(worker())
     return num_failed
-
-
-async def generate(client: Client, prompt: str, n: int) -> Generation:
-    """The best of `n` answers; an overloaded or unavailable server sets the delay of a retry.
-
-    Raises:
-        SpecrejError: no attempt is left, or the error stays.
-    """
-    for attempts_left in reversed(range(ATTEMPTS)):
-        try:
-            return await client.generate(prompt, n=n, temperature=0.7)
-        except SpecrejError as error:
-            # The delay of google.rpc.RetryInfo; None if the error stays.
-            if error.retry_after_s is None or not attempts_left:
-                raise
-            # At different times, so that requests refused together do not return together.
-            await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))
-    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def answer_line(question_id: str, generation: Generation) -> str:
@@ -110,7 +94,12 @@ def main() -> int:
     parser.add_argument("--address", default=os.environ.get("SPECREJ_ADDRESS", "127.0.0.1:50050"))
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--n", type=int, default=16)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of each request")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds of each request, all attempts together",
+    )
     try:
         num_failed = asyncio.run(run(parser.parse_args()))
     except KeyboardInterrupt:

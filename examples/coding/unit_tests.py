@@ -54,8 +54,11 @@ def share_passed(prompt: Prompt, responses: list[str]) -> list[float]:
 
 
 def score(response: str, tests: tuple[str, ...]) -> float:
-    code = re.search(r"```(?:python)?\n(.*?)```", response, re.DOTALL)
-    return num_passed(code[1], tests) / max(1, len(tests)) if code else UNTESTED
+    blocks = re.findall(r"^```([^\n`]*)\n(.*?)^```", response, re.DOTALL | re.MULTILINE)
+    codes = [
+        code for name, code in blocks if name.strip().lower() in ("", "py", "python", "python3")
+    ]
+    return num_passed(codes[0], tests) / max(1, len(tests)) if codes else UNTESTED
 
 
 def asserts_of(prompt: Prompt) -> tuple[str, ...]:

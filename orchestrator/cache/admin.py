@@ -184,7 +184,7 @@ def _show(store: _Store, arguments: argparse.Namespace) -> None:
 
 def _purge(store: _Store, arguments: argparse.Namespace) -> None:
     """Delete one answer, those of a tenant, or all."""
-    if arguments.key:
+    if arguments.key is not None:
         what, keys = f"the answer {arguments.key}", [_answer_key(arguments.key)]
     else:
         # "" is the tenant of callers without tokens.
@@ -201,7 +201,7 @@ def _purge(store: _Store, arguments: argparse.Namespace) -> None:
     batches = [keys[start : start + _BATCH] for start in range(0, len(keys), _BATCH)]
     purged = sum(int(store.redis.unlink(*batch)) for batch in batches)
     _print_fields({"purged": purged}, as_json=arguments.json)
-    if arguments.key and not purged:
+    if arguments.key is not None and not purged:
         raise AdminError(f"no such key: {arguments.key}", _BAD_USAGE)
 
 

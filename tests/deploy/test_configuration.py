@@ -104,6 +104,7 @@ def _peers(manifests: Manifests) -> Iterator[Peer]:
         yield Peer(name, NAMESPACE, tuple(manifests.pod_labels(name).items()))
     yield Peer("neighbour", NAMESPACE)
     yield Peer("client", "somewhere", (("specrej.io/client", "true"),))
+    yield Peer("client here", NAMESPACE, (("specrej.io/client", "true"),))
     yield Peer("unlabelled", "somewhere")
     yield Peer("monitoring", "monitoring")
     yield Peer("dns", "kube-system", (("k8s-app", "kube-dns"),))
@@ -118,8 +119,8 @@ def _peers(manifests: Manifests) -> Iterator[Peer]:
 def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> None:
     redis = "redis" if "redis" in manifests.workloads else "outside"
     expected = {
-        ("client", "orchestrator", ("TCP", 50050)),
-        ("client", "gateway", ("TCP", 8000)),
+        *((client, "orchestrator", ("TCP", 50050)) for client in ("client", "client here")),
+        *((client, "gateway", ("TCP", 8000)) for client in ("client", "client here")),
         ("gateway", "orchestrator", ("TCP", 50050)),
         ("orchestrator", "generator", ("TCP", 50051)),
         ("orchestrator", "reward", ("TCP", 50052)),
@@ -128,7 +129,7 @@ def test_policies_allow_exactly_the_edges_of_the_code(manifests: Manifests) -> N
         *((name, "monitoring", ("TCP", 4317)) for name in SERVICES),
         *(
             (name, dns, (protocol, 53))
-            for name in SERVICES
+            for name in (*SERVICES, "client here")
             for dns in ("dns", "node-dns", "node-dns address")
             for protocol in ("UDP", "TCP")
         ),

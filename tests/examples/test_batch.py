@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -17,7 +16,6 @@ from deploy.local.processes import run_python
 from deploy.local.stack import Stack
 from examples.__main__ import COMMANDS
 from examples.batch import batch
-from specrej import Client, DeadlineExceeded, Generation, Overloaded, SpecrejError, Unavailable
 from tests.serving import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -72,46 +70,6 @@ async def test_refused_requests_are_sent_again(
     uncached = argparse.Namespace(**vars(options(answers, stack)) | {"n": 5, "concurrency": 6})
     assert await batch.run(uncached) == 0
     assert sorted(ids_of(answers)) == IDS
-
-
-class Refusing:
-    """A client whose calls raise these errors in turn."""
-
-    def __init__(self, *errors: SpecrejError) -> None:
-        self.errors = list(errors)
-
-    async def generate(self, prompt: str, **options: object) -> Generation:
-        raise self.errors.pop(0)
-
-
-@pytest.fixture
-def delays_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What `asyncio.sleep` was called with, without waiting."""
-    delays: list[float] = []
-
-    async def sleep(delay_s: float) -> None:
-        delays.append(delay_s)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    return delays
-
-
-async def test_a_retry_waits_for_the_servers_delay(delays_s: list[float]) -> None:
-    refusals = Overloaded("full", retry_after_s=2.0), Unavailable("loading", retry_after_s=7.0)
-    client = Refusing(*refusals, DeadlineExceeded("late"))
-    with pytest.raises(DeadlineExceeded):
-        await batch.generate(cast(Client, client), "why?", 4)
-    first, second = delays_s
-    assert 2.0 <= first <= 3.0
-    assert 7.0 <= second <= 10.5
-
-
-async def test_the_last_attempt_raises(delays_s: list[float]) -> None:
-    client = Refusing(*(Overloaded("full") for _ in range(batch.ATTEMPTS + 1)))
-    with pytest.raises(Overloaded):
-        await batch.generate(cast(Client, client), "why?", 4)
-    assert len(client.errors) == 1
-    assert len(delays_s) == batch.ATTEMPTS - 1
 
 
 async def test_failures_set_the_exit_code(tmp_path: Path) -> None:

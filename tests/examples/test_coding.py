@@ -35,6 +35,19 @@ async def test_the_score_is_the_share_of_passed_tests(stack: Stack) -> None:
     assert scores.values == pytest.approx((1, 0.25, 0, UNTESTED, UNTESTED))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        RIGHT.replace("python", "py"),
+        RIGHT.replace("python", "Python3") + "\n```\nlargest([])\n```",
+        "First:\n```bash\npip list\n```\nThen:\n" + RIGHT,
+    ],
+)
+async def test_the_first_block_of_python_counts(text: str) -> None:
+    """Guards correct code against a veto, because of a block in another language or its name."""
+    assert score(text, TESTS) == 1
+
+
 async def test_text_without_code_is_no_error(client: Client) -> None:
     """The toy writes no code: all candidates are untested, none is vetoed."""
     best = await write_code(client, TASK.turns[0].content, n=4)

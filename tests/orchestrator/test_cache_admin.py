@@ -144,8 +144,10 @@ def test_show_and_purge_reject_a_key_that_is_no_answer(
 def test_purge_deletes_one_answer_a_tenants_or_all(
     run: Run, admin: redis.Redis, keys: list[str]
 ) -> None:
-    """Guards against FLUSHALL, and against deleting other answers or the lease of a leader."""
+    """Guards against FLUSHALL, and against deleting other answers or the lease of a leader; and a
+    script against an empty variable, which is no key."""
     first, _, umbrella = keys
+    assert run("purge", "--key", "", "--yes").returncode == 2
     # The tenant's other answer and two indexes; then the other tenant's and the unreadable two.
     for flags, num_purged in ((("--key", first), 1), (("--tenant", "acme"), 3), (("--all",), 5)):
         assert value_of(run("purge", *flags, "--yes", "--json")) == {"purged": num_purged}
