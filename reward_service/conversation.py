@@ -23,6 +23,9 @@ from specrej.inference.token_prefix import common_length
 # template changes and which are removed from prompts and responses.
 SPLICE = "\ue000\ue001\ue000"
 
+# Stands in tokens for a spliced one: equal tokens of a text are none.
+_SPLICED = -1
+
 # An example of a response, to find what a template writes after it; in no template.
 _ANY_RESPONSE = "Response \ue002"
 
@@ -116,17 +119,31 @@ class Conversation:
             rendered = [text.removeprefix(bos) for text in rendered]
         splice, encode = self.splice, self._control_tokens.encode
         if isinstance(splice, int):
-            return [self._spliced(text.split(SPLICE), splice) for text in rendered]
+            return [self._spliced(text.split(SPLICE)) for text in rendered]
         rendered = [text.replace(SPLICE, splice) for text in rendered]
         return encode(rendered, add_special_tokens=self._by_tokenizer)
 
-    def _spliced(self, parts: list[str], token_id: int) -> list[int]:
-        """The parts' tokens, with the spliced token between them."""
+    def _spliced(self, parts: list[str]) -> list[int]:
+        """The parts' tokens, with `_SPLICED` between them."""
         encode = self._control_tokens.encode
         (token_ids,) = encode(parts[:1], add_special_tokens=self._by_tokenizer)
         for part in encode(parts[1:], add_special_tokens=False):
-            token_ids += [token_id, *part]
+            token_ids += [_SPLICED, *part]
         return token_ids
+
+    def split_opening(self, opening: str, token_ids: list[int]) -> tuple[str, list[int], int]:
+        """Where to cut texts that begin with `opening`, whose tokens are `token_ids`: the text and
+        the tokens before its last control token, at which tokenizers begin anew, and how many
+        tokens `encode` puts before any text. Empty without such a token."""
+        at, token = self._control_tokens.last_in(opening)
+        if at <= 0 or (self._by_tokenizer and token == self.tokenizer.bos_token):
+            return "", [], 0
+        (tail,) = self.encode([opening[at:]])
+        control_id = self.tokenizer.convert_tokens_to_ids(token)
+        added = tail.index(control_id) if control_id in tail else len(tail)
+        head = len(token_ids) - len(tail) + added
+        is_same = token_ids[head:] == tail[added:]
+        return (opening[:at], token_ids[:head], added) if is_same else ("", [], 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +151,14 @@ class Tokenized:
     """A conversation with one response, which begins at token `start`.
 
     A longer response begins with the same `keep` tokens, except perhaps for the last few of them.
-    Of a conversation that is too long, the first tokens are left out.
+    Of a conversation that is too long, the first tokens are left out. `spliced`: the places of
+    the token `Conversation.splice`, if it is one.
     """
 
     token_ids: list[int]
     keep: int
     start: int
+    spliced: list[int]
 
 
 class Turns:
@@ -154,22 +173,45 @@ class Turns:
         opening, self._closing = some.rsplit(_ANY_RESPONSE, 1)
         self.prompt_ids, empty_ids = conversation.encode([opening, empty])
         conversation.check_length(empty_ids)
+        # A long prompt is tokenized here, and not again for each response.
+        split = conversation.split_opening(opening, self.prompt_ids)
+        self._head, self._head_ids, self._added = split
+        head_ids, (tail,) = self._encode([empty])
+        if head_ids + tail != empty_ids:
+            self._head, self._head_ids, self._added = "", [], 0
 
     def tokenize(self, texts: Sequence[str], closed: Sequence[bool]) -> list[Tokenized]:
         """Each text as a turn; a closed one ends with what the template writes after a turn."""
         rendered = self._conversation.render(self._prompt, texts)
         open_turns = [text.removesuffix(self._closing) for text in rendered]
-        ids = self._conversation.encode([*rendered, *open_turns])
-        pairs = zip(ids[: len(texts)], ids[len(texts) :], closed, strict=True)
-        return [self._tokenized(*pair) for pair in pairs]
+        head_ids, tails = self._encode([*rendered, *open_turns])
+        pairs = zip(tails[: len(texts)], tails[len(texts) :], closed, strict=True)
+        return [self._tokenized(head_ids, *pair) for pair in pairs]
 
-    def _tokenized(self, whole: list[int], open_turn: list[int], closed: bool) -> Tokenized:
-        token_ids = whole if closed else open_turn
-        start = common_length(token_ids, self.prompt_ids)
+    def _encode(self, rendered: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+        """The tokens with which all of these conversations begin, and those after them of each."""
+        if not all(text.startswith(self._head) for text in rendered):
+            return [], self._conversation.encode(rendered)  # the template changes the prompt
+        tails = self._conversation.encode([text[len(self._head) :] for text in rendered])
+        return self._head_ids, [tail[self._added :] for tail in tails]
+
+    def _tokenized(
+        self, head_ids: list[int], whole: list[int], open_turn: list[int], closed: bool
+    ) -> Tokenized:
+        """From the tokens after `head_ids`."""
+        tail = whole if closed else open_turn
+        token_ids = head_ids + tail
+        start = len(head_ids) + common_length(tail, self.prompt_ids[len(head_ids) :])
         cut = max(0, len(token_ids) - self._conversation.max_tokens)
         # Without its first tokens, all positions shift: a longer text shares none of them.
-        keep = 0 if cut else common_length(whole, open_turn)
-        return Tokenized(token_ids[cut:], keep, max(0, start - cut))
+        keep = 0 if cut else len(head_ids) + common_length(whole, open_turn)
+        token_ids, splice = token_ids[cut:], self._conversation.splice
+        spliced: list[int] = []
+        if isinstance(splice, int):
+            spliced = [place for place, token in enumerate(token_ids) if token == _SPLICED]
+            for place in spliced:
+                token_ids[place] = splice
+        return Tokenized(token_ids, keep, max(0, start - cut), spliced)
 
 
 def load_conversation(spec: CausalSpec | PairwiseSpec, config: Any) -> Conversation:

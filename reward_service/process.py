@@ -44,8 +44,10 @@ class _Steps(Reading):
         return "".join(step + SPLICE for step in ended) + rest
 
     def marks(self, tokens: Tokenized) -> list[int]:
-        response = range(tokens.start, len(tokens.token_ids))
-        places = [i for i in response if tokens.token_ids[i] == self._step_token]
+        places = tokens.spliced
+        if self._spec.step_text:
+            response = range(tokens.start, len(tokens.token_ids))
+            places = [i for i in response if tokens.token_ids[i] == self._step_token]
         return places or [len(tokens.token_ids) - 1]  # an empty response has no step
 
     def score(self, outputs: Tensor) -> float:

@@ -20,7 +20,7 @@ from typing import Protocol, Self
 from reward_service.reward import Described
 from reward_service.scoring import RewardWorker, Score, WorkerSession, queue_full, worker_closed
 from specrej.contracts import Candidate, Prompt, Scores
-from specrej.errors import Unavailable
+from specrej.errors import Overloaded, Unavailable
 from specrej.serving import time_left_s
 from specrej.telemetry import metrics, names
 
@@ -58,14 +58,14 @@ class RemoteWorker(RewardWorker):
     async def start(
         cls, connect: Callable[[], Awaitable[RemoteReward]], queue_limit: int = 64
     ) -> Self:
-        """A worker whose reward has scored once, unless its server cannot be reached yet.
+        """A worker whose reward has scored once, unless its server is busy or not reached yet.
 
         Raises what `connect` raises, and RewardInvalid.
         """
         worker = cls(await connect(), queue_limit)
         try:
             await worker.warm_up()
-        except Unavailable as error:
+        except (Unavailable, Overloaded) as error:
             log.warning("serving without it: %s", error.message)
         except BaseException:
             worker.close()

@@ -5,6 +5,8 @@ Sessions remain sessions there, so that what it keeps of a prompt's texts is use
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -22,6 +24,8 @@ from specrej.channel import open_channel
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import NotFound, Unavailable
 from specrej.remote import RemoteRewards
+
+_POLL_S = 0.2  # between two calls to a service that loads its rewards
 
 
 class GRPCReward:
@@ -77,13 +81,22 @@ async def connect(spec: GRPCSpec) -> GRPCReward:
 
 async def _described(spec: GRPCSpec, channel: grpc.aio.Channel) -> RewardDescription:
     stub: Any = reward_pb2_grpc.RewardServiceStub(channel)
-    try:
-        answer = await stub.Describe(
-            pb.RewardServiceDescribeRequest(), timeout=spec.timeout_s, wait_for_ready=True
-        )
-    except grpc.aio.AioRpcError as failure:
-        code = failure.code().name
-        raise RuntimeError(f"reward {spec.name}: {spec.address}: {code}") from None
+    ends = time.monotonic() + spec.timeout_s
+    while True:
+        try:
+            answer = await stub.Describe(
+                pb.RewardServiceDescribeRequest(),
+                timeout=ends - time.monotonic(),
+                wait_for_ready=True,
+            )
+            break
+        except grpc.aio.AioRpcError as failure:
+            # A service that loads its rewards is unavailable.
+            is_loading = failure.code() is grpc.StatusCode.UNAVAILABLE
+            if not is_loading or time.monotonic() + _POLL_S >= ends:
+                code = failure.code().name
+                raise RuntimeError(f"reward {spec.name}: {spec.address}: {code}") from None
+        await asyncio.sleep(_POLL_S)
     rewards = [wire.from_message(reward, RewardDescription) for reward in answer.rewards]
     served = {reward.name: reward for reward in rewards}
     described = served.get(spec.reward) if spec.reward else next(iter(rewards), None)

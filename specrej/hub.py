@@ -13,6 +13,7 @@ service what the cache lacks when it starts.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import hashlib
 import json
@@ -21,7 +22,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -235,11 +235,19 @@ def _converted(gguf: Path) -> Path:
 def convert(gguf: Path, target: Path) -> None:
     """Write a GGUF file's model, unpacked to float32 safetensors, and its tokenizer to `target`.
 
-    All at once: `target` is complete or absent.
+    All at once: `target` is complete or absent. Of processes that begin together, one converts.
 
     Raises:
         ValueError: transformers cannot read this file.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(f".{target.name}.lock").open("w") as lock:  # until it is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(target.glob("*.safetensors")):
+            _convert(gguf, target)
+
+
+def _convert(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -329,12 +337,15 @@ def _parsed_once() -> Iterator[None]:
 
 
 def write_directory(target: Path, write: Callable[[Path], None]) -> None:
-    """Fill a directory beside `target` and rename it; an incomplete `target` is replaced."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=target.parent))
+    """Fill a directory beside `target` and rename it; an incomplete `target` is replaced.
+
+    One at a time. What an earlier process left unfinished is removed.
+    """
+    scratch = target.with_name(f".{target.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
     try:
         write(scratch)
-        scratch.chmod(0o755)  # mkdtemp allows its owner only
         shutil.rmtree(target, ignore_errors=True)
         scratch.replace(target)
     finally:

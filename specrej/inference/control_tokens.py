@@ -77,6 +77,15 @@ class ControlTokens:
         """A caller's text for the tokenizer, whose result contains `cut_id`."""
         return self.cut(self.mark(text))
 
+    def last_in(self, text: str) -> tuple[int, str]:
+        """Where the last control token of a text that contains marked ones begins, and itself; -1
+        without one. Tokens that callers wrote do not count."""
+        for match in reversed([*self._any.finditer(text)]):
+            begin, end = match.span()
+            if not (text[begin - 1 : begin] == _BEGIN and text[end : end + 1] == _END):
+                return begin, match[0]
+        return -1, ""
+
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts that contain marked ones."""
         if not texts:

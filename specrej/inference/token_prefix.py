@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_SLICE = 1024  # tokens that are compared at once
+
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of equal tokens at the beginning of both."""
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return min(len(first), len(second))
+    least = min(len(first), len(second))
+    for begin in range(0, least, _SLICE):
+        end = min(begin + _SLICE, least)
+        if first[begin:end] != second[begin:end]:
+            for index in range(begin, end):
+                if first[index] != second[index]:
+                    return index
+    return least
 
 
 def match(

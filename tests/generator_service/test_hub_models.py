@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,33 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(hub, "convert", refuse)
     assert hub.find(str(path)) == found
+
+
+def test_processes_that_begin_together_convert_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a model that one process loads against its removal by another one, and the disk
+    against what a killed process leaves."""
+    target, begun = tmp_path / "gguf" / "model", threading.Barrier(2)
+    converted: list[Path] = []
+
+    def convert(gguf: Path, to: Path) -> None:
+        converted.append(gguf)
+        hub.write_directory(to, lambda scratch: (scratch / "model.safetensors").touch())
+
+    def start() -> None:
+        begun.wait(20)
+        hub.convert(tmp_path / "file.gguf", target)
+
+    monkeypatch.setattr(hub, "_convert", convert)
+    (target.parent / ".model.part").mkdir(parents=True)
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(converted) == 1
+    assert {path.name for path in target.parent.iterdir()} == {"model", ".model.lock"}
 
 
 _LLAMA_3 = {

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,7 +21,7 @@ from specrej import interceptor
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.backend.v1 import reward_pb2_grpc
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
-from specrej.errors import InternalError, InvalidRequest, RewardInvalid, Unavailable
+from specrej.errors import InternalError, InvalidRequest, Overloaded, RewardInvalid, Unavailable
 from specrej.security import new_token
 from specrej.serving import Context, Service
 from tests.certificates import Authority, place
@@ -77,6 +78,31 @@ async def test_a_reward_that_is_not_served_there_is_refused(start: Start) -> Non
         await connect("grpc", address=await start(ToyReward()), reward="other")
     with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:1"):
         await connect("grpc", address="127.0.0.1:1", timeout_s=0.1)
+
+
+async def test_the_start_waits_for_a_service_that_loads() -> None:
+    """Guards against a start that fails, as all reward services listen before they have loaded."""
+    servicer = RewardServicer(64, 60)
+    worker = await Worker.start(ToyReward, 64, 0.0)
+    try:
+        async with listening(servicer.service()) as address:
+            starting = asyncio.ensure_future(connect("grpc", address=address, timeout_s=20))
+            asyncio.get_running_loop().call_later(0.3, servicer.serve, [worker])
+            connected = await starting
+            assert connected.fingerprint == ToyReward().fingerprint
+            await connected.aclose()
+    finally:
+        worker.close()
+        await worker.join(20)
+
+
+async def test_a_busy_service_is_served(start: Start) -> None:
+    """Guards against a start that fails because the other service's queue is full."""
+    front = await connect("grpc", address=await start(ToyReward()))
+    front._scorer = mock.Mock(side_effect=Overloaded("full"))
+    worker = await RemoteWorker.start(mock.AsyncMock(return_value=front))
+    worker.close()
+    await worker.join(20)
 
 
 class Hanging(reward_pb2_grpc.RewardServiceServicer):

@@ -259,20 +259,33 @@ async def test_score(
     assert {request.reward for request in reward.requests} == {"length"}
 
 
+async def all_services() -> tuple[Process, str, str]:
+    """`specrej up`, what it has printed once all are ready, and the gateway's URL.
+
+    Another test may listen on one of the ports before it does; then it is started on others.
+    """
+    while True:
+        free = Ports.free()
+        named = {"--port": free.orchestrator, "--generator-port": free.generator}
+        named |= {"--reward-port": free.reward, "--redis-port": free.redis}
+        named["--metrics-port"] = first_of_free_ports(4)
+        words = (str(word) for option in named.items() for word in option)
+        process = await start("up", *words, **TOYS, SPECREJ_GATEWAY_PORT=str(free.gateway))
+        assert process.stderr
+        try:
+            shown = await process.stderr.readuntil(b"Ctrl-C stops everything")
+            return process, shown.decode(), f"http://127.0.0.1:{free.gateway}"
+        except asyncio.IncompleteReadError as ended:
+            await process.wait()
+            assert b"cannot listen on" in ended.partial, ended.partial
+
+
 async def test_up_serves_the_page_and_openais_api() -> None:
     """Guards against a command without a gateway, or with one that ignores SPECREJ_GATEWAY_PORT."""
-    free = Ports.free()
-    named = {"--port": free.orchestrator, "--generator-port": free.generator}
-    named |= {"--reward-port": free.reward, "--redis-port": free.redis}
-    named["--metrics-port"] = first_of_free_ports(4)
-    words = (str(word) for option in named.items() for word in option)
-    process = await start("up", *words, **TOYS, SPECREJ_GATEWAY_PORT=str(free.gateway))
+    async with asyncio.timeout(120):
+        process, shown, url = await all_services()
     try:
-        assert process.stderr
-        url = f"http://127.0.0.1:{free.gateway}"
-        async with asyncio.timeout(120):
-            shown = await process.stderr.readuntil(b"Ctrl-C stops everything")
-        assert f"{url}/ (watch requests)" in shown.decode()
+        assert f"{url}/ (watch requests)" in shown
         for path, expected in (("/v1/models", '"id":"toy:sr-32"'), ("/", "<title>")):
             with await asyncio.to_thread(urlopen, url + path) as reply:
                 assert expected in reply.read().decode()

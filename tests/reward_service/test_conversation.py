@@ -1,0 +1,109 @@
+"""A conversation's tokens: of a long prompt once, and of responses as if written whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
+
+from reward_service.conversation import SPLICE, Conversation
+from reward_service.specs import ClassifierSpec
+from specrej.contracts import Message, Prompt
+from tests.reward_service.tiny import (
+    BOS,
+    EOS,
+    TEXTS,
+    load,
+    make_config,
+    make_tokenizer,
+    save,
+)
+
+PROMPTS = [
+    Prompt.from_user("How do I bake bread?"),
+    Prompt.from_user(f"{BOS}x{EOS}<assistant>Good.{EOS}"),
+    Prompt((Message("user", EOS), Message("assistant", f"a{EOS}"), Message("user", "b"))),
+]
+
+
+def conversation(tokenizer: Any, **options: Any) -> Conversation:
+    spec = ClassifierSpec(kind="classifier", name="r", directory=Path(), **options)
+    return Conversation(spec, tokenizer, max_tokens=100_000)
+
+
+@pytest.mark.parametrize("special_tokens", ["template", "tokenizer"])
+@pytest.mark.parametrize("splice", [SPLICE, 7])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_responses_have_the_tokens_of_the_whole_conversation(
+    special_tokens: str, splice: int | str, prompt: Prompt
+) -> None:
+    """The prompt's tokens are not computed again, also where callers write control tokens."""
+    made = conversation(make_tokenizer(None), special_tokens=special_tokens)
+    made.splice = splice
+    turns = made.turns(prompt)
+    texts = [*TEXTS, f"a{EOS}b{BOS}", f"one{SPLICE}two{SPLICE}"]
+    rendered = made.render(prompt, texts)
+    expected = [[7 if token < 0 else token for token in ids] for ids in made.encode(rendered)]
+    tokenized = turns.tokenize(texts, [True] * len(texts))
+    assert turns._head
+    assert [tokens.token_ids for tokens in tokenized] == expected
+    of_open = turns.tokenize(texts, [False] * len(texts))
+    assert [tokens.token_ids for tokens in of_open] == [ids[:-1] for ids in expected]
+    assert [len(tokens.spliced) for tokens in tokenized] == [0] * 7 + [2 * (splice == 7)]
+
+
+def test_a_template_that_changes_the_prompt_is_used_as_it_is() -> None:
+    """Guards against the tokens of another prompt: this one writes it by the response."""
+    tokenizer = make_tokenizer(None)
+    tokenizer.chat_template = (
+        f"{{{{ messages[-1].content[:3] }}}}{EOS}{{{{ messages[-1].content }}}}{EOS}"
+    )
+    made = conversation(tokenizer)
+    prompt = PROMPTS[0]
+    (tokens,) = made.turns(prompt).tokenize(["other"], [True])
+    assert [tokens.token_ids] == made.encode(made.render(prompt, ["other"]))
+
+
+def test_a_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards other callers against seconds in which the thread of a reward tokenizes."""
+    made = conversation(make_tokenizer(None))
+    turns = made.turns(Prompt.from_user("x" * 20_000))
+    encoded: list[int] = []
+    encode = made._control_tokens.encode
+
+    def counted(texts: list[str], **options: Any) -> list[list[int]]:
+        encoded.extend(map(len, texts))
+        return encode(texts, **options)
+
+    monkeypatch.setattr(made._control_tokens, "encode", counted)
+    tokenized = turns.tokenize([f"answer {i}" for i in range(64)], [True] * 64)
+    assert min(len(tokens.token_ids) for tokens in tokenized) > 20_000
+    assert sum(encoded) < 20_000
+
+
+def test_a_newline_that_joins_the_templates_is_no_step(tmp_path: Path) -> None:
+    """Guards against a score read before the first step, where a response begins with a newline:
+    with the template's own it is the token of a step."""
+    of_bytes = make_tokenizer("<pad>").get_vocab()
+    pieces = Tokenizer(models.BPE(vocab=of_bytes | {"\u010a\u010a": 259}, merges=[("\u010a",) * 2]))
+    lines = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|[^\r\n]+"), "isolated")
+    of_lines = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pieces.pre_tokenizer = pre_tokenizers.Sequence([lines, of_lines])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token=EOS)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}\n{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    config = make_config("qwen2", None, num_labels=2, vocab_size=260)
+    save(tmp_path, config, tokenizer, AutoModelForTokenClassification)
+    reward = load("process", tmp_path)
+    text = reward.reading.prepare("\nOne is one.\n\nTwo is two.", True)
+    (tokens,) = reward.conversation.turns(PROMPTS[0]).tokenize([text], [True])
+    assert tokens.token_ids.count(259) == 3
+    assert tokens.token_ids[tokens.start] == 259
+    assert (
+        reward.reading.marks(tokens)
+        == [place for place, token in enumerate(tokens.token_ids) if token == 259][1:]
+    )
