@@ -91,7 +91,7 @@ class EndpointSession:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self._live = []
+        self._live, self.reserved = [], 0
         candidates = tuple(candidate for candidate, _ in answers)
         longest = max((candidate.num_tokens for candidate in candidates), default=0)
         prompt_tokens = max((prompt for _, prompt in answers), default=0)
@@ -124,7 +124,7 @@ class EndpointGenerator:
         self._url = settings.remote_url.rstrip("/")
         self._context = settings.context_tokens or _UNKNOWN_CONTEXT
         most = settings.auto_candidates or _AUTO_CANDIDATES
-        self.auto_candidates = min(most, _AUTO_CANDIDATES, settings.max_candidates)
+        self.auto_candidates = min(most, settings.max_candidates)
         self._sessions: set[EndpointSession] = set()
         self._places = asyncio.Semaphore(settings.remote_requests)
         path = settings.remote_key_file
@@ -185,19 +185,20 @@ class EndpointGenerator:
             InternalError: it refuses the key, or answers with something else.
         """
         path, body = _request(spec, candidate_id, self._settings)
-        async with self._places:
-            for attempt in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
+            async with self._places:
                 began = time.perf_counter()
                 status, headers, answer = await self._post(path, body)
-                if status == 200:
-                    return self._read(candidate_id, answer, time.perf_counter() - began)
-                failure, delay_s = _failure(status, headers, answer, attempt)
-                left_s = time_left_s()
-                longest_s = _MAX_DELAY_S if left_s is None else left_s
-                if attempt + 1 == _ATTEMPTS or delay_s > longest_s:
-                    raise failure
-                log.info("%s; again in %.1f s", failure.message, delay_s)
-                await asyncio.sleep(delay_s)
+                seconds = time.perf_counter() - began
+            if status == 200:
+                return self._read(candidate_id, answer, seconds)
+            failure, delay_s = _failure(status, headers, answer, attempt)
+            left_s = time_left_s()
+            longest_s = _MAX_DELAY_S if left_s is None else left_s
+            if attempt + 1 == _ATTEMPTS or delay_s > longest_s:
+                raise failure
+            log.info("%s; again in %.1f s", failure.message, delay_s)
+            await asyncio.sleep(delay_s)
         raise AssertionError("the last attempt returns or raises")
 
     async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any, bytes]:

@@ -168,8 +168,9 @@ class Engine:
         self.prompts.make_room()
         self.ledger.take(session_id, len(made) * length)
         try:
-            session.keep(kept, made)
-            session.suffix.shrink(self.ledger.share_of(session_id))
+            share = self.ledger.share_of(session_id)
+            session.keep(kept, made, share)
+            session.suffix.shrink(share)
         except Exception as error:
             raise self._fail(session, error, "the generator cannot hold the session") from error
         return Pruned(freed, self.gauge(session_id), tuple(sorted(forks.keys() - made.keys())))

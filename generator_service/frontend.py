@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,7 +14,7 @@ from generator_service.commands import (
     PrefixBatch,
     named_tokens,
 )
-from generator_service.grammar import CompiledGrammar, Grammars
+from generator_service.grammar import Grammars
 from generator_service.steps import Load
 from generator_service.text import Text
 from specrej.contracts import (
@@ -24,7 +23,6 @@ from specrej.contracts import (
     Round,
     Sampling,
     SessionSpec,
-    StructuredOutput,
 )
 from specrej.errors import InvalidRequest, Violation
 from specrej.threads import WorkClock
@@ -43,12 +41,9 @@ class Frontend:
     card: GeneratorDescription
     _clock: WorkClock = field(default_factory=WorkClock)
     _grammars: Grammars = field(init=False)
-    # One thread, so that slow outputs delay no prompts. `Grammars` bounds each compilation.
-    _compiler: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         self._grammars = self.text.grammars(self.card.vocabulary)
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def heartbeat_s(self) -> float:
         """Seconds that the oldest text under way takes already."""
@@ -88,7 +83,7 @@ class Frontend:
             spec.adapter,
             bad_words,
             spec.min_answers,
-            await self._compiled(spec.sampling.structured_output),
+            await self._grammars.compiled(spec.sampling.structured_output),
         )
 
     async def started(self, command: OpenCommand) -> list[GrowingCandidate]:
@@ -112,12 +107,6 @@ class Frontend:
             return Round(candidates, batch.ended_by, batch.num_tokens, slots, token_texts=tokens)
 
         return await self._in_thread(ended)
-
-    async def _compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
-        if output is None:
-            return None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._compiler, self._grammars.compile, output)
 
     async def _in_thread(self, do: Callable[[], T]) -> T:
         def timed() -> T:

@@ -7,17 +7,19 @@ it is computed anew from the tokens. Nothing here depends on logits or draws.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 Mask = NDArray[np.uint32]
 
 _PATH = "sampling.structured_output"
+_MOST_TRIED = 256  # outputs whose trials are remembered
 _BITS = 32  # of a mask's words
 
 # Processor time for the masks of a session: at the start, and more for each token of a candidate,
@@ -103,17 +106,30 @@ class Vocabulary:
 
 
 class Grammars:
-    """Compiles structured outputs for one model; of one thread at a time."""
+    """Compiles structured outputs for one model."""
 
     def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
         """Takes a second."""
-        self._try = lru_cache(maxsize=64)(Trials(spec, end_ids).run)
+        self._trials = Trials(spec, end_ids)
+        self._errors: dict[StructuredOutput, str] = {}  # of outputs that were tried; "": none
+        self._lock = threading.Lock()  # of the trials
+        # Outputs that were tried do not wait for trials of others.
+        self._for_trials = ThreadPoolExecutor(1, thread_name_prefix="grammar-trial")
+        self._for_tried = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._vocabulary: Vocabulary | None = None
         self._problem = ""
         try:
             self._vocabulary = Vocabulary(spec.load(), end_ids)
         except ValueError as error:
             self._problem = f"the model's tokenizer: {error}"
+
+    async def compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
+        """As `compile`, in a thread."""
+        if output is None:
+            return None
+        executor = self._for_tried if output in self._errors else self._for_trials
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(executor, self.compile, output)
 
     def compile(self, output: StructuredOutput) -> CompiledGrammar:
         """Takes some milliseconds; a second or two at first, and after one that takes too long.
@@ -125,12 +141,23 @@ class Grammars:
             if self._vocabulary is None:
                 raise ValueError(self._problem)
             source = _source(output)
-            self._try(source)
+            if error := self._error_of(output, source):
+                raise ValueError(error)
             return CompiledGrammar.of(source, self._vocabulary)
         except ValueError as error:
             line = " ".join(str(error).split())
             violation = Violation(_field(output), f"is not supported: {line[:200]}")
             raise InvalidRequest([violation]) from None
+
+    def _error_of(self, output: StructuredOutput, source: str) -> str:
+        error = self._errors.get(output)
+        if error is None:
+            with self._lock:
+                error = self._trials.run(source)
+                self._errors[output] = error
+                if len(self._errors) > _MOST_TRIED:
+                    del self._errors[next(iter(self._errors))]
+        return error
 
 
 class Trials:
@@ -140,8 +167,8 @@ class Trials:
         self._opening = [spec.json, spec.vocabulary, spec.eos_id, sorted(end_ids)]
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, source: str) -> None:
-        """Raises ValueError: it cannot be compiled, or not within the bounds."""
+    def run(self, source: str) -> str:
+        """Why it cannot be compiled, or not within the bounds; empty: it can."""
         process = self._process = self._process or self._start()
         with suppress(BrokenPipeError):
             _send(process, source)
@@ -152,9 +179,9 @@ class Trials:
             self._end()
             if code > 0:
                 raise InternalError("the generator cannot compile structured outputs")
-            raise ValueError("takes too much time or memory")
-        if error := json.loads(answer):
-            raise ValueError(error)
+            return "takes too much time or memory"
+        error: str = json.loads(answer)
+        return error
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(

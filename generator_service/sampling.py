@@ -235,11 +235,25 @@ def _draw(
         weights, sums = weights.masked_fill(weights < sampling.min_p, 0.0), None
     if top_k == vocabulary and sampling.top_p == 1:
         return _invert(weights, _block_sums(weights) if sums is None else sums, uniform)
-    enough = sampling.top_p * weights.sum(dim=-1, keepdim=True)
-    if top_k == vocabulary:
-        weights, tokens = _heaviest(weights, enough)
-    if sampling.top_p < 1:
-        weights = _nucleus(weights, enough)
+    # By blocks: torch divides the sum of a single row among threads, which changes its last bit.
+    share = sampling.top_p if sampling.top_p < 1 else torch.inf
+    enough = share * _block_sums(weights).sum(dim=-1, keepdim=True)
+    if top_k < vocabulary:
+        return _drawn(weights, tokens, enough, uniform)
+    values, tokens = weights.topk(min(_NUCLEUS_GUESS, vocabulary))
+    drawn = _drawn(values, tokens, enough, uniform)
+    # Others hold it: sorting orders equal weights in another way than topk.
+    short = (values.sum(dim=-1, keepdim=True) < enough)[:, 0]
+    if bool(short.any()):
+        values, tokens = weights[short].sort(dim=-1, descending=True)
+        drawn[short] = _drawn(values, tokens, enough[short], uniform[short])
+    return drawn
+
+
+def _drawn(descending: Tensor, tokens: Tensor, enough: Tensor, uniform: Tensor) -> Tensor:
+    """Draws from the smallest prefixes of weights, whose tokens are `tokens`, that reach `enough`
+    [rows, 1]."""
+    weights = _nucleus(descending, enough)
     return tokens.gather(1, _invert(weights, _block_sums(weights), uniform)[:, None])[:, 0]
 
 
@@ -249,14 +263,6 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
     if temperature != 1:
         weights /= temperature
     return weights.exp_()
-
-
-def _heaviest(weights: Tensor, enough: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and their tokens, descending: as many as hold `enough` [rows, 1] in every row."""
-    values, tokens = weights.topk(min(_NUCLEUS_GUESS, weights.shape[1]))
-    if bool((values.sum(dim=-1, keepdim=True) < enough).any()):
-        values, tokens = weights.sort(dim=-1, descending=True)
-    return values, tokens
 
 
 def _nucleus(descending: Tensor, enough: Tensor) -> Tensor:

@@ -73,8 +73,9 @@ class Session:
         assert self.prompt
         return DecodeSegment(_stores(self.prompt), self.suffix)
 
-    def keep(self, ids: Collection[int], forks: Forks) -> None:
-        """Reject every live candidate not in `ids`, and fork live ones, for which there is room."""
+    def keep(self, ids: Collection[int], forks: Forks, share: int) -> None:
+        """Reject every live candidate not in `ids`, and fork live ones, for which there is room in
+        a share of so many slots."""
         by_id = {candidate.id: row for row, candidate in enumerate(self.rows)}
         kept = [row for row, candidate in enumerate(self.rows) if candidate.id in ids]
         if not forks and len(kept) == len(self.rows):
@@ -82,7 +83,7 @@ class Session:
         if self.matchers:
             self.matchers.keep(by_id.keys() & set(ids), forks)
         forked = [self.rows[by_id[parent]].fork(number) for number, parent in forks.items()]
-        self.suffix.keep([*kept, *(by_id[parent] for parent in forks.values())])
+        self.suffix.keep([*kept, *(by_id[parent] for parent in forks.values())], share)
         self.rows = [*(self.rows[row] for row in kept), *forked]
         self.unreported = [c for c in self.unreported if c.finish or c.id in ids]
         self.unreported = sorted([*self.unreported, *forked], key=lambda candidate: candidate.id)

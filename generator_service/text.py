@@ -121,7 +121,23 @@ class Text:
         """The text of tokens without special ones; an incomplete last character is U+FFFD."""
         if token_ids and token_ids[-1] in self._end_ids:
             token_ids = token_ids[:-1]
-        return self._decoded([*self._before, *token_ids])
+        torn = self._num_torn(token_ids) if "ByteFallback" in self._decoder else 0
+        text = self._decoded([*self._before, *token_ids[: len(token_ids) - torn]])
+        return text + _INCOMPLETE if torn else text
+
+    def _num_torn(self, token_ids: Sequence[int]) -> int:
+        """How many of the last tokens are bytes of a character that lacks some.
+
+        The decoder reads a run of such tokens as a whole: one incomplete character would hide all.
+        """
+        for count, token_id in enumerate(reversed(token_ids[-3:]), 1):
+            match = _BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or "")
+            byte = int(match[0][3:-1], 16) if match else 0
+            if byte >= 0xC0:  # the first one
+                return count if count < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0
+            if byte < 0x80:
+                return 0
+        return 0
 
     def _decoded(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cached_property
 
@@ -203,7 +202,6 @@ class ToyGenerator:
         self.step_s = step_s
         self.failing_seed = failing_seed
         self._on_step = on_step
-        self._compiler = ThreadPoolExecutor(1)  # grammars are of one thread at a time
         self._ids = itertools.count(1)
         self.queue: AdmissionQueue[ToySession] = AdmissionQueue(
             self.ledger, self._admit, max_waiting=0, auto_candidates=_AUTO_CANDIDATES
@@ -232,14 +230,10 @@ class ToyGenerator:
             self.ledger.retire(session.prompt_tokens)
             self.ledger.evict(session.prompt_tokens)
 
-    def _compile(self, output: StructuredOutput) -> CompiledGrammar:
-        return self._grammars.compile(output)
-
     async def _compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
-        if output is None:
+        grammar = await self._grammars.compiled(output) if output else None
+        if grammar is None:
             return None
-        loop = asyncio.get_running_loop()
-        grammar = await loop.run_in_executor(self._compiler, self._compile, output)
         first = unpacked(grammar.matchers().allowed([0], [[]]), _END + 1)[0]
         if not first[[*_ALL, _END]].any():
             refused = "must begin with a word of the toy"

@@ -163,16 +163,21 @@ class SuffixKV:
                 store[layer] = self._restride(flat, tokens_room, slots)
         self.tokens_room = tokens_room
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int], slots: int) -> None:
         """Make some live rows the only ones, in this order; a repeated row is copied.
 
-        The extra memory is one layer's, and all of the store's where it has too few rows.
+        The extra memory is one layer's, and all of a store's of at most `slots` where there are
+        more rows than it has.
         """
         index = torch.tensor(rows, dtype=torch.long, device=self._shape.device)
+        tokens_room = self.tokens_room
+        values = self._shape.kv_heads * self._shape.head_dim
+        if len(rows) * tokens_room * values > self._keys[0].numel():
+            tokens_room = min(tokens_room, max(self.length, slots // len(rows)))
         for store in (self._keys, self._values) if self.tokens_room else ():
             for layer, flat in enumerate(store):
-                store[layer] = self._gathered(flat, index)
-        self.live = len(rows)
+                store[layer] = self._gathered(flat, index, tokens_room)
+        self.live, self.tokens_room = len(rows), tokens_room
 
     def drop(self, row: int) -> None:
         """Free one live row: the last live row moves into its place."""
@@ -192,12 +197,12 @@ class SuffixKV:
                 store[layer] = self._copied(flat, tokens_room)
         self.tokens_room = tokens_room
 
-    def _gathered(self, flat: Tensor, rows: Tensor) -> Tensor:
+    def _gathered(self, flat: Tensor, rows: Tensor, tokens_room: int) -> Tensor:
         kept = self._stored(flat)[rows]
-        slots = len(rows) * self.tokens_room
+        slots = len(rows) * tokens_room
         if slots * self._shape.kv_heads * self._shape.head_dim > flat.numel():
             flat = self._shape.empty(slots, self._shape.kv_heads).view(-1)
-        self._view(flat, self.tokens_room)[: len(rows), :, : self.length] = kept
+        self._view(flat, tokens_room)[: len(rows), :, : self.length] = kept
         return flat
 
     def _restride(self, flat: Tensor, tokens_room: int, slots: int) -> Tensor:

@@ -237,6 +237,26 @@ async def test_requests_at_once_are_bounded() -> None:
     assert endpoint.most_running == 2
 
 
+async def test_a_request_that_waits_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards other sessions against the delays of one whose requests fail."""
+    monkeypatch.setattr(endpoint_module, "_FIRST_DELAY_S", 1000.0)
+
+    def reply(body: Body, number: int) -> Reply:
+        return Reply({}, 500) if body["seed"] < 9 else by_seed(body, number)
+
+    others = replace(SPEC, n=1, sampling=replace(SPEC.sampling, seed=99))
+    async with (
+        generator(reply, remote_requests=4) as (made, endpoint),
+        made.open(SPEC) as failing,
+        made.open(others) as session,
+    ):
+        waiting = asyncio.create_task(failing.extend(9))
+        await until(lambda: len(endpoint.requests) == 4 and not endpoint.running)
+        assert len((await asyncio.wait_for(session.extend(9), 20)).candidates) == 1
+        assert session.reserved == 0
+        waiting.cancel()
+
+
 async def test_sessions_are_bounded() -> None:
     async with generator(by_seed, max_waiting=0) as (made, _), made.open(SPEC):
         with pytest.raises(Overloaded, match="sessions are open"):
@@ -313,9 +333,9 @@ async def test_the_best_whole_answer_wins() -> None:
 
 
 async def test_n_left_open_is_at_least_min_answers() -> None:
-    """Guards against fewer answers than were requested."""
-    async with generator(by_seed) as (made, _):
-        for least, n in ((1, made.auto_candidates), (20, 20)):
+    """Guards against fewer answers than were requested, and a setting without effect."""
+    async with generator(by_seed, auto_candidates=12) as (made, _):
+        for least, n in ((1, 12), (20, 20)):
             spec = c.SessionSpec(SPEC.prompt, 0, SPEC.sampling, 4, min_answers=least)
             async with made.open(spec) as session:
                 assert session.n == n

@@ -5,8 +5,10 @@ tests/conformance has them in every generator.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -21,6 +23,7 @@ from generator_service.grammar import Grammars, Matchers, TokenizerSpec, unpacke
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
 from specrej.errors import InvalidRequest
 from tests.reward_service.tiny import make_tokenizer
+from tests.serving import until
 
 VOCABULARY = 261  # two logits more than the tokenizer has tokens
 EOS, OTHER_END = 2, 100
@@ -202,3 +205,25 @@ def test_a_tokenizer_of_another_kind_is_refused() -> None:
     path, description = refusal(JsonObject(), Grammars(spec, [EOS]))
     assert path == "sampling.structured_output.json_object"
     assert "the model's tokenizer" in description
+
+
+async def test_an_output_that_was_tried_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards other callers against one whose outputs take too long, again and again."""
+    compiler = Grammars(SPEC, [EOS])
+    assert await compiler.compiled(WORDS)
+    run, may_end, tried = compiler._trials.run, threading.Event(), list[str]()
+
+    def slow(source: str) -> str:
+        tried.append(source)
+        return run(source) if may_end.wait(60) else ""
+
+    monkeypatch.setattr(compiler._trials, "run", slow)
+    bad = Regex("(")
+    refused = [asyncio.ensure_future(compiler.compiled(bad)) for _ in range(2)]
+    await until(lambda: len(tried) == 1)
+    assert await asyncio.wait_for(compiler.compiled(WORDS), 60)
+    may_end.set()
+    for compiling in refused:
+        with pytest.raises(InvalidRequest):
+            await asyncio.wait_for(compiling, 60)
+    assert len(tried) == 1

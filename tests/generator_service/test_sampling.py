@@ -102,6 +102,30 @@ def test_a_draw_does_not_depend_on_its_row(seed: int, step: int, order: list[int
     assert bool(((straight >= 0) & (straight < 1)).all())
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_nucleus_draw_does_not_depend_on_other_rows(temperature: float) -> None:
+    """Guards equal weights, which are the rule in bfloat16, against the order of the full sort that
+    another row needs; and sums against the threads that divide a single row."""
+    random = torch.Generator().manual_seed(0)
+    rounded = (torch.randn(1, 32_000, generator=random) * 2).bfloat16().float()
+    flat = torch.zeros_like(rounded)
+    for seed in range(60):
+        sampling = Sampling(top_p=0.9, temperature=temperature, seed=seed)
+        alone, _ = sample(rounded, sampling, [0], 3)
+        beside, _ = sample(torch.cat([rounded, flat]), sampling, [0, 1], 3)
+        assert alone[0] == beside[0]
+    row = torch.randn(1, 49_152, generator=torch.Generator().manual_seed(34)) * 0.3
+    sampling = Sampling(top_p=0.9, temperature=temperature, seed=34)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone, _ = sample(row, sampling, [0], 3)
+        twice, _ = sample(row.expand(2, -1), sampling, [0, 1], 3)
+    finally:
+        torch.set_num_threads(threads)
+    assert alone[0] == twice[0]
+
+
 def _split_mix(seed: int, candidate_id: int, step: int) -> float:
     """As `uniforms`, in numbers that cannot overflow."""
     state = seed

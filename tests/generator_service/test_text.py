@@ -282,14 +282,22 @@ def test_stop_texts_of_new_tokens_are_those_of_whole_texts(ids: list[int], stop:
 
 @given(st.text("ab é…家🙂", min_size=1, max_size=60), SOME_STOPS)
 def test_stop_texts_with_byte_fallback(answer: str, stop: list[str]) -> None:
-    """Guards spaces at the beginning of a decoded part, and runs of several characters' bytes.
-
-    Only the first: an incomplete character makes a whole run of bytes before it invalid, whose text
-    disappears until the character is complete.
-    """
+    """Guards spaces at the beginning of a decoded part, and runs of several characters' bytes."""
     text = byte_fallback_text()
     ids = text.encode(Prompt(text=answer))
-    assert completed_by(text, ids, stop)[:1] == completed_of_whole(text, ids, stop)[:1]
+    assert completed_by(text, ids, stop) == completed_of_whole(text, ids, stop)
+
+
+@given(st.text("ab é…家🙂\n", max_size=20))
+def test_an_incomplete_character_hides_no_other(answer: str) -> None:
+    """Guards rewards and answers against a run of characters, all of bytes, that is missing while
+    its last one is incomplete."""
+    text = byte_fallback_text()
+    before, ids = text.encode(Prompt(text="a")), text.encode(Prompt(text=f"a{answer}"))
+    assume(ids[: len(before)] == before)
+    for size in range(len(before), len(ids) + 1):
+        whole = b"".join(map(text.token, ids[:size])).decode(errors="ignore")
+        assert text.decode(ids[:size]) == whole
 
 
 def test_stop_texts_decode_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def grown(shape: KVShape, rows: int, tokens: int, live: int | None = None) -> Su
     suffix = SuffixKV(shape, rows)
     suffix.reserve(tokens)
     suffix.length = tokens
-    suffix.keep(range(rows if live is None else live))
+    suffix.keep(range(rows if live is None else live), rows * tokens)
     return suffix
 
 
@@ -181,7 +181,9 @@ SLACK = 4096  # indices of rows and the like
 def test_keeping_half_takes_half_a_layer_more() -> None:
     """Survivors move in place, layer by layer; all layers at once would be half the store."""
     shape = shape_of()
-    memory = allocated(lambda suffix: suffix.keep(range(0, 64, 2)), lambda: grown(shape, 64, 100))
+    memory = allocated(
+        lambda suffix: suffix.keep(range(0, 64, 2), 6400), lambda: grown(shape, 64, 100)
+    )
     assert memory.peak <= layer_bytes(shape, 32 * 100) + SLACK
     assert memory.stays == 0
 
@@ -261,11 +263,22 @@ def test_a_repeated_row_is_copied(rows: list[int]) -> None:
         return [view for n in range(shape.layers) for view in (suffix.keys(n), suffix.values(n))]
 
     stored = [view[:4, :, :6].normal_().clone() for view in views()]
-    suffix.keep(rows)
+    suffix.keep(rows, 1000)
     suffix.reserve(11)
     assert (suffix.live, suffix.length) == (len(rows), 6)
     for view, before in zip(views(), stored, strict=True):
         assert torch.equal(view[: len(rows), :, :6], before[rows])
+
+
+def test_forks_stay_within_their_slots() -> None:
+    """Guards against the room of few long rows that each of many gets: nearly twice the share."""
+    shape = shape_of()
+    suffix = grown(shape, 2, 80)
+    suffix.length = 44
+    stored = suffix.keys(0)[:2, :, :44].normal_().clone()
+    suffix.keep([0] * 20 + [1], 1000)
+    assert suffix.num_bytes <= 1000 * shape.slot_bytes
+    assert torch.equal(suffix.keys(0)[[0, 19, 20], :, :44], stored[[0, 0, 1]])
 
 
 def test_later_rounds_need_no_new_memory() -> None:
@@ -275,7 +288,7 @@ def test_later_rounds_need_no_new_memory() -> None:
     suffix.reserve(4, slots=30)
     before = suffix.key_addresses(), suffix.value_addresses()
     for rows in (range(3), range(2), range(1)):
-        suffix.keep(rows)
+        suffix.keep(rows, 30)
         suffix.reserve(30 // suffix.live, slots=30)
     assert (suffix.key_addresses(), suffix.value_addresses()) == before
     assert suffix.num_bytes == 30 * shape.slot_bytes
