@@ -15,8 +15,9 @@ import math
 import os
 import random
 import sys
+import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +26,18 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoConfig
 
 from reward_service.causal_reward import CausalReward, Reading
 from reward_service.checkpoint import load_backbone
 from reward_service.classifier import HEAD_TENSOR, MANIFEST, load_classifier
+from reward_service.conversation import load_conversation
 from reward_service.likelihood import load_likelihood
 from reward_service.reward import Reward, compute_alone, score, whole_answers
 from reward_service.specs import ClassifierSpec, LikelihoodSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Message, Prompt
-from specrej.errors import SpecrejError
+from specrej.errors import InvalidRequest, SpecrejError
 
 HEAD = "head.safetensors"
 ADAPTER = "adapter"
@@ -57,11 +60,12 @@ class BadPairs(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt and two answers to it."""
+    """A prompt and two answers to it; `where`: the file and the line."""
 
     prompt: Prompt
     chosen: str
     rejected: str
+    where: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +121,12 @@ def train(arguments: argparse.Namespace) -> Report:
     if len(pairs) <= held_out:
         raise BadPairs(f"{arguments.pairs}: {len(pairs)} pairs, {held_out} of them held out")
     backbone: Path = arguments.backbone
+    _check_prompts(pairs, backbone)
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     method = (_fit_lora if arguments.lora else _fit_head)(arguments, pairs)
     # Relative paths, so that backbone and reward can be moved together.
-    manifest = {"backbone": os.path.relpath(backbone, out), "head": HEAD}
+    manifest = {"backbone": os.path.relpath(backbone.resolve(), out.resolve()), "head": HEAD}
     if arguments.lora:
         manifest |= {"adapter": ADAPTER, "head": f"{ADAPTER}/{HEAD}"}
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -150,7 +155,10 @@ def read_pairs(path: Path) -> list[Pair]:
         BadPairs: a line is something else.
     """
     raw = path.read_bytes()
-    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    try:
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    except (EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise BadPairs(f"{path}: {error}") from None
     lines = enumerate(text.split("\n"), 1)
     return [_pair(line, f"{path}:{number}") for number, line in lines if line.strip()]
 
@@ -160,13 +168,28 @@ def _pair(line: str, where: str) -> Pair:
         data = json.loads(line)
         turns = data.get("messages") or [{"role": "user", "content": data["prompt"]}]
         messages = tuple(Message(str(turn["role"]), str(turn["content"])) for turn in turns)
-        pair = Pair(Prompt(messages=messages), data["chosen"], data["rejected"])
+        pair = Pair(Prompt(messages=messages), data["chosen"], data["rejected"], where)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         needs = "must be {prompt or messages, chosen, rejected}"
         raise BadPairs(f"{where}: {needs}: {error}") from None
     if not isinstance(pair.chosen, str) or not isinstance(pair.rejected, str):
         raise BadPairs(f"{where}: chosen and rejected must be texts")
+    try:
+        "".join([*(turn.content for turn in messages), pair.chosen, pair.rejected]).encode()
+    except UnicodeEncodeError as error:
+        raise BadPairs(f"{where}: {error}") from None
     return pair
+
+
+def _check_prompts(pairs: Sequence[Pair], backbone: Path) -> None:
+    """Raises BadPairs: the backbone does not take a prompt. Hours of training would end at it."""
+    config = AutoConfig.from_pretrained(backbone, local_files_only=True)
+    conversation = load_conversation(ClassifierSpec(name="training", directory=backbone), config)
+    for pair in pairs:
+        try:
+            conversation.turns(pair.prompt)
+        except InvalidRequest as error:
+            raise BadPairs(f"{pair.where}: {error.message}") from None
 
 
 def share_right(margins: Sequence[float]) -> float:

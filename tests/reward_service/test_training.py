@@ -63,12 +63,25 @@ def test_pairs_are_prompts_or_conversations(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [[], {}, {"prompt": "Hi", "chosen": "a"}, {"prompt": "Hi", "chosen": 1, "rejected": "b"}],
+    [
+        [],
+        {},
+        {"prompt": "Hi", "chosen": "a"},
+        {"prompt": "Hi", "chosen": 1, "rejected": "b"},
+        {"prompt": "Hi", "chosen": "\ud800", "rejected": "b"},
+    ],
 )
 def test_bad_line_is_named_by_its_number(tmp_path: Path, line: Any) -> None:
     good = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
     path = written(tmp_path / "pairs.jsonl", good, line)
     with pytest.raises(BadPairs, match=r"pairs\.jsonl:2: "):
+        read_pairs(path)
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "pairs.jsonl.gz", {"prompt": "Hi", "chosen": "a", "rejected": "b"})
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(BadPairs, match=r"pairs\.jsonl\.gz: "):
         read_pairs(path)
 
 
@@ -198,6 +211,31 @@ def test_trained_directory_loads_as_a_classifier(
         assert accuracy
         assert share_right(margins) == pytest.approx(accuracy.share, abs=1e-3)
     assert json.loads((out / "training.json").read_text())["test"]["share"] == report.test.share
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_training(
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against hours of training that end at the last pair."""
+    given = arguments(backbone, tmp_path / "out", monkeypatch=monkeypatch)
+    lines = given.pairs.read_text().splitlines()
+    last = json.loads(lines[-1]) | {"prompt": "x" * 400}
+    given.pairs.write_text("\n".join([*lines[:-1], json.dumps(last)]))
+    with pytest.raises(BadPairs, match=rf"pairs\.jsonl:{len(lines)}: .*takes 256"):
+        training.train(given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reward_behind_a_symlink_finds_its_backbone(
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a relative path that is resolved from another directory."""
+    deep = tmp_path / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(deep)
+    out = tmp_path / "link" / "mine"
+    training.train(arguments(backbone, out, "--no-baseline", monkeypatch=monkeypatch))
+    assert load("classifier", out)
 
 
 def test_interrupted_training_of_an_adapter_is_continued(
