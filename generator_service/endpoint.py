@@ -124,7 +124,7 @@ class EndpointGenerator:
         self._url = settings.remote_url.rstrip("/")
         self._context = settings.context_tokens or _UNKNOWN_CONTEXT
         most = settings.auto_candidates or _AUTO_CANDIDATES
-        self.auto_candidates = min(most, settings.max_candidates)
+        self.auto_candidates = min(most, _AUTO_CANDIDATES, settings.max_candidates)
         self._sessions: set[EndpointSession] = set()
         self._places = asyncio.Semaphore(settings.remote_requests)
         path = settings.remote_key_file

