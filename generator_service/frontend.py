@@ -67,6 +67,7 @@ class Frontend:
                 structured output is not supported.
         """
         text, words = self.text, spec.sampling.bad_words
+        output = spec.sampling.structured_output
         prompt_ids, bad_words = await self._in_thread(
             lambda: (text.encode(spec.prompt), text.sequences(words))
         )
@@ -83,7 +84,7 @@ class Frontend:
             spec.adapter,
             bad_words,
             spec.min_answers,
-            await self._grammars.compiled(spec.sampling.structured_output),
+            await self._grammars.compiled(output) if output else None,
         )
 
     async def started(self, command: OpenCommand) -> list[GrowingCandidate]:

@@ -123,10 +123,8 @@ class Grammars:
         except ValueError as error:
             self._problem = f"the model's tokenizer: {error}"
 
-    async def compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
+    async def compiled(self, output: StructuredOutput) -> CompiledGrammar:
         """As `compile`, in a thread."""
-        if output is None:
-            return None
         executor = self._for_tried if output in self._errors else self._for_trials
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(executor, self.compile, output)

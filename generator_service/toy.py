@@ -231,9 +231,9 @@ class ToyGenerator:
             self.ledger.evict(session.prompt_tokens)
 
     async def _compiled(self, output: StructuredOutput | None) -> CompiledGrammar | None:
-        grammar = await self._grammars.compiled(output) if output else None
-        if grammar is None:
+        if output is None:
             return None
+        grammar = await self._grammars.compiled(output)
         first = unpacked(grammar.matchers().allowed([0], [[]]), _END + 1)[0]
         if not first[[*_ALL, _END]].any():
             refused = "must begin with a word of the toy"
