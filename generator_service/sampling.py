@@ -233,11 +233,13 @@ def _draw(
         weights = _tempered(values, sampling.temperature)
     if sampling.min_p:
         weights, sums = weights.masked_fill(weights < sampling.min_p, 0.0), None
+    if sums is None or top_k < vocabulary:
+        sums = _block_sums(weights)
     if top_k == vocabulary and sampling.top_p == 1:
-        return _invert(weights, _block_sums(weights) if sums is None else sums, uniform)
+        return _invert(weights, sums, uniform)
     # By blocks: torch divides the sum of a single row among threads, which changes its last bit.
     share = sampling.top_p if sampling.top_p < 1 else torch.inf
-    enough = share * _block_sums(weights).sum(dim=-1, keepdim=True)
+    enough = share * sums.sum(dim=-1, keepdim=True)
     if top_k < vocabulary:
         return _drawn(weights, tokens, enough, uniform)
     values, tokens = weights.topk(min(_NUCLEUS_GUESS, vocabulary))
