@@ -84,9 +84,12 @@ class VLLMClassifier:
         return TextTask([Text(token_ids) for token_ids in unique], where, to_scores)
 
     async def _compute(self, pieces: Sequence[Text]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for piece in pieces:
-                group.create_task(self._read(piece))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for piece in pieces:
+                    group.create_task(self._read(piece))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     async def _read(self, text: Text) -> None:
         prompt = {"prompt_token_ids": list(text.token_ids)}

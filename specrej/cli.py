@@ -12,14 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import io
 import json
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -73,8 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words and words[0] in _FORWARDED:
         _forward(words[0], words[1:])
         return
-    parsed = _parser().parse_args(words)
-    work = parsed.command(parsed)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with _reported():
+        parsed = _parser().parse_args(words)
+        if getattr(parsed, "prompt", "") == "-":  # now: no signal handler runs beside a read
+            parsed.prompt = _stdin()
+        work = parsed.command(parsed)
     if work is not None:
         run_to_end(work)
 
@@ -91,16 +98,27 @@ def _forward(name: str, arguments: Sequence[str]) -> None:
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     """Run to the end; errors and signals become one line on stderr and an exit code."""
-    try:
+    with _reported():
         asyncio.run(_with_sigterm(work))
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except errors.SpecrejError as error:
         text = " ".join(error.message.split()) or error.reason
         _fail(text, _EXIT_CODES.get(type(error), 1))
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None
-    except BrokenPipeError:  # stdout is closed, and Python would flush it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+    except OSError as error:
+        _discard(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(1) from None
+        _fail(str(error) or type(error).__name__)
     except asyncio.CancelledError:
         raise SystemExit(_TERMINATED) from None
 
@@ -114,8 +132,16 @@ async def _with_sigterm(work: Coroutine[Any, Any, None]) -> None:
 
 
 def note(text: str) -> None:
-    """Print to stderr."""
-    print(text, file=sys.stderr)
+    """Print to stderr, if it is open."""
+    try:
+        print(text, file=sys.stderr)
+    except BrokenPipeError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what the stream cannot write: Python would try again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _fail(text: str, code: int = 1) -> NoReturn:
@@ -124,7 +150,8 @@ def _fail(text: str, code: int = 1) -> NoReturn:
 
 
 def _print_json(plain: Mapping[str, object]) -> None:
-    print(json.dumps(plain, ensure_ascii=False, indent=2))
+    is_unicode = sys.stdout.encoding.lower().startswith("utf")
+    print(json.dumps(plain, ensure_ascii=not is_unicode, indent=2))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -378,13 +405,16 @@ def _revoke(path: Path, tenant: str) -> None:
     note(f"{number} tokens of {tenant} removed from {path}")
 
 
-def _prompt(system: str, text: str) -> Prompt:
-    turns = [Message("system", system)] if system else []
+def _stdin() -> str:
     try:
-        content = sys.stdin.read() if text == "-" else text
+        return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise errors.InvalidRequest([errors.Violation("stdin", f"is no text: {error}")]) from None
-    return Prompt(messages=(*turns, Message("user", content)))
+
+
+def _prompt(system: str, text: str) -> Prompt:
+    turns = [Message("system", system)] if system else []
+    return Prompt(messages=(*turns, Message("user", text)))
 
 
 def _print_answers(generation: Generation) -> None:

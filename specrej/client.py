@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
@@ -63,9 +64,11 @@ _TRACED = bool(
 # One user turn, a whole prompt, or a conversation.
 PromptLike = str | Prompt | Sequence[Message]
 M = TypeVar("M", bound=ProtobufMessage)
+T = TypeVar("T")
 
 # Names in lower case, and values.
 Metadata = Sequence[tuple[str, str]]
+_NAME, _TEXT = re.compile("[0-9a-z_.-]+"), re.compile("[ -~]*")
 
 
 def build_request(
@@ -174,7 +177,14 @@ class _Connection:
                 await attempts.after(error)
 
     def _metadata(self, span: _Span, token: str, metadata: Metadata) -> Metadata:
-        """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext."""
+        """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext.
+        InvalidRequest: gRPC cannot send a name or value.
+        """
+        for name, value in metadata:
+            is_binary = name.endswith("-bin")
+            if not (_NAME.fullmatch(name) and (is_binary or _TEXT.fullmatch(value))):
+                accepted = "lower-case names, and printable ASCII"
+                raise InvalidRequest([Violation(f"metadata {name!a}", f"gRPC sends {accepted}")])
         if not token:
             return (*span.metadata, *metadata)
         try:
@@ -225,7 +235,7 @@ class Client(_Connection):
         """
         request = build_request(prompt, **options)
         answer = await self._call("Generate", request, timeout_s, token, metadata)
-        return await asyncio.to_thread(wire.generation_from_message, answer)
+        return await _in_thread(wire.generation_from_message, answer)
 
     async def stream(
         self,
@@ -268,7 +278,7 @@ class Client(_Connection):
                     try:
                         async for message in call:
                             if message.HasField("finished"):
-                                event = await asyncio.to_thread(wire.event_from_message, message)
+                                event = await _in_thread(wire.event_from_message, message)
                             else:
                                 event = wire.event_from_message(message)
                             if isinstance(event, Finished):  # after which callers may leave
@@ -383,6 +393,14 @@ def _prompt(prompt: PromptLike) -> common_pb2.Prompt:
     elif not isinstance(prompt, Prompt):
         prompt = Prompt(messages=tuple(prompt))
     return wire.to_message(prompt, common_pb2.Prompt)
+
+
+async def _in_thread(convert: Callable[[M], T], message: M) -> T:
+    """Convert a large message beside the event loop, or in it once the main thread has ended."""
+    try:
+        return await asyncio.to_thread(convert, message)
+    except RuntimeError:  # executors accept no more work
+        return convert(message)
 
 
 class _Span(Protocol):

@@ -313,12 +313,12 @@ def revoke(path: Path, tenant: str) -> int:
     read_tokens(path)
     path = path.resolve()  # a link stays one
     status = path.stat()
-    lines = path.read_text("utf-8").split("\n")
+    lines = path.read_text("utf-8", "surrogateescape").split("\n")
     kept = [line for line in lines if not _is_of(line, tenant)]
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
         made = Path(file.name)
         try:
-            file.write("\n".join(kept))
+            file.write("\n".join(kept).encode("utf-8", "surrogateescape"))
             os.chown(made, status.st_uid, status.st_gid)
             made.chmod(stat.S_IMODE(status.st_mode))
             file.flush()

@@ -308,7 +308,8 @@ def _listen(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
 ) -> int:
     """Bind the port, with plaintext if there are no credentials; return its number."""
-    address = f"{host}:{port}"
+    is_bare = ":" in host and not host.startswith(("[", "unix:"))
+    address = f"[{host}]:{port}" if is_bare else f"{host}:{port}"
     try:
         if credentials:
             return server.add_secure_port(address, credentials)

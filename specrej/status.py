@@ -38,8 +38,9 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 
-# In grpc's own text for a message above a limit: the same call fails again.
+# In grpc's own texts for what is above a limit: the same call fails again.
 _TOO_LARGE = "message larger than max"
+_TOO_MUCH_METADATA = "metadata size exceeds"
 
 # Limits of the trailers: beyond 8 KiB a client may, beyond 16 KiB it will see RESOURCE_EXHAUSTED
 # instead of the status.
@@ -154,7 +155,7 @@ def without_foreign_text(
 
 
 def _exhausted(message: str, delay_s: float, metadata: dict[str, str]) -> errors.SpecrejError:
-    if _TOO_LARGE in message:
+    if _TOO_LARGE in message or _TOO_MUCH_METADATA in message:
         return errors.InternalError(message)
     return errors.Overloaded(message, retry_after_s=delay_s, metadata=metadata)
 

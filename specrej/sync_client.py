@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
@@ -35,12 +36,21 @@ def _iterating(
     def call(
         self: SyncClient, /, *args: P.args, **options: P.kwargs
     ) -> Generator[Event, None, None]:
-        events = method(self._client, *args, **options)
+        events, turn = method(self._client, *args, **options), asyncio.Lock()
+
+        async def next_event() -> Event | None:
+            async with turn:
+                return await anext(events, None)
+
+        async def end() -> None:
+            async with turn:  # an interrupted wait ends first
+                await events.aclose()
+
         try:
-            while event := self._result(lambda: anext(events, None)):
+            while event := self._result(next_event):
                 yield event
         finally:
-            self._close_stream(events)
+            self._close_stream(end)
 
     return call
 
@@ -66,7 +76,8 @@ class SyncClient:
         **credentials: Unpack[Credentials],
     ) -> None:
         self._pid = os.getpid()
-        self._starting = threading.Lock()  # no call starts after the start of `_end`
+        # No call starts after the start of `_end`. The collector may close a stream in between.
+        self._starting = threading.RLock()
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._closing = set[asyncio.Task[None]]()
@@ -119,15 +130,17 @@ class SyncClient:
         self._thread.join()
         self._loop.close()
 
-    def _close_stream(self, events: AsyncGenerator[Event, None]) -> None:
+    def _close_stream(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """End it; in the client's own thread, which may collect it, without waiting."""
+        if sys.is_finalizing():  # the thread has ended, and the connection ends with the process
+            return
         if threading.current_thread() is self._thread:
-            closing = self._loop.create_task(events.aclose())
+            closing = self._loop.create_task(end())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         else:
             with suppress(_Closed):  # its end has closed the stream
-                self._result(events.aclose)
+                self._result(end)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:  # a lock of another process may be held for ever

@@ -85,7 +85,8 @@ class _Formatter(logging.Formatter):
             frames = "".join(traceback.format_tb(error.__traceback__))
             parts.append(f"{frames}{type(error).__qualname__}")
             hidden = None if error.__suppress_context__ else error.__context__
-            error = error.__cause__ or hidden
+            first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
+            error = first or error.__cause__ or hidden
         return "\nafter:\n".join(parts)
 
 

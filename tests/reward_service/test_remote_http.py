@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -151,8 +152,10 @@ async def test_bad_answer_is_the_error_that_it_stands_for(
 
 async def test_late_answer_and_refused_connection_are_unavailable() -> None:
     """Guards against a call without an end."""
-    with pytest.raises(Unavailable, match="cannot be reached"):
-        await score_at("http://127.0.0.1:1/score", "a")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # it does not listen
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            await score_at(f"http://127.0.0.1:{closed.getsockname()[1]}/score", "a")
     async with served() as endpoint:
         with pytest.raises(Unavailable, match="did not answer within 1 s"):
             await score_at(endpoint.url, "slow", timeout_s=1.0)

@@ -20,7 +20,7 @@ from reward_service import vllm_classifier
 from reward_service.reward import score, score_batch
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt
-from specrej.errors import InvalidRequest
+from specrej.errors import InvalidRequest, Unavailable
 from tests.reward_service import tiny
 from tests.reward_service.tiny import CONTEXT, PROMPT, TEXTS, make_config, make_tokenizer, save
 
@@ -116,6 +116,22 @@ def test_padding_at_the_end_is_not_read(tmp_path: Path, fake: list[list[int]]) -
     score(reward, PROMPT, ["ab"])
     (read,) = fake
     assert 2 not in read[-2:]
+    reward.close()
+
+
+def test_a_failure_of_the_engine_is_raised_as_itself(
+    directory: Path, fake: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a group, which has neither a status nor a place in the log."""
+
+    async def fails(*_: Any) -> AsyncIterator[Any]:
+        raise Unavailable("the engine is dead")
+        yield
+
+    monkeypatch.setattr(FakeEngine, "encode", fails)
+    reward = loaded("vllm-classifier", directory, vllm_options={"quantization": "fp8"})
+    with pytest.raises(Unavailable, match="dead"):
+        score(reward, PROMPT, ["ab", "c"])
     reward.close()
 
 

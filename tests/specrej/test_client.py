@@ -409,6 +409,16 @@ async def test_metadata_of_a_call(orchestrator: FakeOrchestrator, tmp_path: Path
     assert "a" in orchestrator.tenants[0]
 
 
+@pytest.mark.parametrize("bad", [("specrej-tenant", "M\xfcller"), ("a", "1\n2"), ("A", "1")])
+async def test_metadata_that_grpc_cannot_send(address: str, bad: tuple[str, str]) -> None:
+    """Guards against an error of grpc's C code, which is none of ours."""
+    async with Client(address) as client:
+        with pytest.raises(errors.InvalidRequest, match="printable ASCII"):
+            await client.describe(metadata=[bad])
+        with pytest.raises(errors.InvalidRequest, match="printable ASCII"):
+            await anext(client.stream("why?", metadata=[bad]))
+
+
 async def test_whether_the_orchestrator_serves(address: str) -> None:
     async with Client(address) as client:
         assert await client.is_serving(timeout_s=math.inf)

@@ -112,6 +112,17 @@ async def test_the_port_has_the_bounds_of_the_others(tmp_path: Path) -> None:
         assert await running.health_by_tls() == "SERVING"
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_the_host_may_be_an_ipv6_address(host: str) -> None:
+    """Guards against a port that seems to be taken."""
+    server = Server(ServiceSettings(host=host, port=0), [])
+    try:
+        await server.start()
+        assert server.port
+    finally:
+        await server.stop(0)
+
+
 async def test_a_taken_health_port_raises() -> None:
     """Guards against a service without the port that its probes need."""
     with socket.create_server((HOST, 0)) as taken:

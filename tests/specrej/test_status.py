@@ -112,6 +112,9 @@ def test_a_message_above_a_limit_is_not_sent_again() -> None:
     error = from_backend_error(AioRpcError(code, Metadata(), Metadata(), text), "a reward")
     assert isinstance(error, errors.InternalError)
     assert error.message == "a reward failed: message too large"
+    text = "received metadata size exceeds hard limit (value length 20000 vs. 16384)"
+    error = from_rpc_error(AioRpcError(code, Metadata(), Metadata(), text))
+    assert isinstance(error, errors.InternalError)
     busy = from_backend_error(failure(code), "a reward")
     assert isinstance(busy, errors.Overloaded) and busy.message == "a reward is busy"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 import sys
 import threading
 from concurrent.futures import CancelledError
@@ -30,6 +31,55 @@ if not os.fork():
 os.wait()
 print(client.is_serving())
 client.close()
+"""
+
+_STREAM = """
+import sys
+from specrej import SyncClient
+
+client = SyncClient(sys.argv[1], timeout_s=10)
+events = client.stream("why?")
+print(type(next(events)).__name__, flush=True)
+"""
+# The last lines of a script, and what it prints.
+_ENDS = {
+    "the end": ("", ["Admitted"]),
+    "an error": ("raise SystemExit(3)", ["Admitted"]),
+    "a cycle": (
+        """
+import asyncio, gc
+gc.disable()
+send = asyncio.run_coroutine_threadsafe
+asyncio.run_coroutine_threadsafe = lambda *given: (gc.collect(), send(*given))[1]
+cycle = [events]
+cycle.append(cycle)
+del events, cycle
+print(client.is_serving())
+""",
+        ["Admitted", "True"],
+    ),
+}
+_WORKER = """
+import sys, threading
+from specrej import SyncClient
+
+def work():
+    threading.main_thread().join()
+    with SyncClient(sys.argv[1], timeout_s=10) as client:
+        print(client.generate("why?").best.text)
+        print(*[type(event).__name__ for event in client.stream("why?")])
+
+threading.Thread(target=work).start()
+"""
+_INTERRUPTED = """
+import sys
+from specrej import SyncClient
+
+with SyncClient(sys.argv[1], timeout_s=30) as client:
+    try:
+        next(client.stream("why?"))
+    except KeyboardInterrupt:
+        print("interrupted")
 """
 
 
@@ -131,9 +181,47 @@ async def test_a_call_ends_while_the_client_closes(
 async def test_a_forked_process_gets_an_error(address: str) -> None:
     """Guards against calls that wait for ever for a thread that the fork has not."""
     command = (sys.executable, "-W", "ignore", "-c", _FORK, address)
+    assert await lines_of(*command) == ["create it after the fork"] * 2 + ["True"]
+
+
+async def lines_of(*command: str, interrupt_at: asyncio.Event | None = None) -> list[str]:
+    """The stdout of a process that must end by itself, or once it is interrupted."""
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    out, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert out.decode().splitlines() == ["create it after the fork"] * 2 + ["True"]
+    try:
+        async with asyncio.timeout(60):
+            if interrupt_at:
+                await interrupt_at.wait()
+                process.send_signal(signal.SIGINT)
+            out, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return out.decode().splitlines()
+
+
+@pytest.mark.parametrize("end", _ENDS)
+async def test_a_stream_that_is_left_open_ends_with_its_script(
+    address: str, orchestrator: FakeOrchestrator, end: str
+) -> None:
+    """Guards against a process that waits for ever for the client's thread, or for its lock."""
+    orchestrator.hangs = True
+    last, printed = _ENDS[end]
+    assert await lines_of(sys.executable, "-c", _STREAM + last, address) == printed
+
+
+async def test_a_thread_gets_its_answers_after_the_main_thread_has_ended(address: str) -> None:
+    """Guards against answers that are lost: executors accept no work by then."""
+    kinds = " ".join(type(event).__name__ for event in EVENTS)
+    assert await lines_of(sys.executable, "-c", _WORKER, address) == [GENERATION.best.text, kinds]
+
+
+async def test_an_interrupted_stream_raises_the_interrupt(
+    address: str, orchestrator: FakeOrchestrator
+) -> None:
+    """Guards against a RuntimeError in its place, which no caller expects."""
+    orchestrator.holds = True
+    command = (sys.executable, "-c", _INTERRUPTED, address)
+    assert await lines_of(*command, interrupt_at=orchestrator.received) == ["interrupted"]
 
 
 def test_bad_credentials_leave_no_thread() -> None:

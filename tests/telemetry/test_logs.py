@@ -103,6 +103,16 @@ def test_an_exception_stays_one_json_line_without_its_text(log: logging.Logger) 
     assert "a prompt" not in line and "a prompt" in open_ones.getvalue()
 
 
+def test_the_first_failure_of_a_group_is_logged(log: logging.Logger) -> None:
+    """Guards against a line without the type and place of what failed in a TaskGroup."""
+    text = lines_of(log)
+    try:
+        raise ExceptionGroup("tasks", [ZeroDivisionError(), KeyError()])
+    except ExceptionGroup:
+        log.exception("failed")
+    assert text.getvalue().endswith("ExceptionGroup\nafter:\nZeroDivisionError\n")
+
+
 def test_callers_cannot_choose_span_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards trace backends against one name per request."""
     span_names = []

@@ -60,6 +60,7 @@ export interface ClientOptions {
 
 const ADDRESS = /^([\w.-]+|\[[\da-f:.]+\]):\d+$/i;
 const LOOPBACK = /^(localhost|127(\.\d+){3}|\[::1\])$/;
+const LOST_CONNECTION_RETRY_MS = 1000;
 const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
 
 /**
@@ -187,6 +188,8 @@ export function reason(error: unknown): string | undefined {
 
 /** Milliseconds after which the call can be repeated; undefined: it cannot. */
 export function retryAfterMs(error: unknown): number | undefined {
-  const delay = ConnectError.from(error).findDetails(RetryInfoSchema)[0]?.retryDelay;
-  return delay && durationMs(delay);
+  const failure = ConnectError.from(error);
+  const delay = failure.findDetails(RetryInfoSchema)[0]?.retryDelay;
+  if (delay) return durationMs(delay);
+  return failure.code === Code.Unavailable ? LOST_CONNECTION_RETRY_MS : undefined;
 }

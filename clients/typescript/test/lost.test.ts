@@ -6,7 +6,7 @@ import type { AddressInfo, Socket } from "node:net";
 import { test } from "node:test";
 
 import { create, toBinary } from "@bufbuild/protobuf";
-import { Client, Code, ConnectError, GenerateStreamResponseSchema } from "specrej";
+import { Client, Code, ConnectError, GenerateStreamResponseSchema, retryAfterMs } from "specrej";
 
 const admitted = { event: { case: "admitted", value: { requestId: "r1" } } } as const;
 
@@ -39,6 +39,7 @@ for (const numEvents of [0, 1]) {
         },
         (error) => {
           assert.equal(ConnectError.from(error).code, Code.Unavailable);
+          assert.equal(retryAfterMs(error), 1000);
           return true;
         },
       );
