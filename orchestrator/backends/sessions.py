@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 GeneratorBackend = Backend[RemoteGenerator]
 
 _NO_ROOM = "a generator was lost, and no other has the room"
+_LOST_AGAIN = "a generator was lost, and so was the one in its place"
 
 
 class PlacedSession:
@@ -151,12 +152,18 @@ class FailoverSession:
         is_paid = described and described.whole_answers and is_answer(error)
         if is_paid or not self._may_move:
             raise error
-        self._may_move = False
         self._lost = self._session
         await self._stack.__aexit__(type(error), error, error.__traceback__)
 
     async def _move(self, until_tokens: int) -> Round:
-        """Go on with the live candidates at another generator, to `until_tokens`."""
+        """Go on with the live candidates at another generator, to `until_tokens`; once.
+
+        Raises:
+            Unavailable: no other generator takes them, or it is lost, too.
+        """
+        if not self._may_move:
+            raise Unavailable(_LOST_AGAIN)
+        self._may_move = False
         before, lost = self._num_tokens, self._lost
         log.warning("a generator was lost: moving %d candidates", len(self._live))
         result = "failed"

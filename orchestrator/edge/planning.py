@@ -33,7 +33,14 @@ from specrej.contracts import (
     Selection,
     WeightedReward,
 )
-from specrej.errors import NotFound, Overloaded, Unavailable, Violation, raise_if_any
+from specrej.errors import (
+    InternalError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    Violation,
+    raise_if_any,
+)
 from specrej.security import Share
 from specrej.validation import check_request, check_top_logprobs
 
@@ -42,6 +49,8 @@ T = TypeVar("T")
 # Of English text, by the tokenizers of common models; the generator alone tokenises.
 _TOKEN_CHARACTERS = 4
 _REWARDS_PATH = "selection.rewards"
+# Of a backend that does not describe itself, or of another program on its port.
+_AWAY = (Unavailable, Overloaded, InternalError)
 
 
 class Rewards(Protocol):
@@ -124,7 +133,7 @@ class Planner:
         Raises:
             InvalidRequest: `violations`, and all others.
             NotFound: there is no such model or reward.
-            Unavailable: a backend that is needed was never described.
+            Unavailable, Overloaded, InternalError: a backend that is needed was never described.
         """
         arrived = time.perf_counter()
         generator = await self._generator.get()
@@ -138,7 +147,7 @@ class Planner:
         has_no_rewards = False
         try:
             rewards, reward_fingerprint = await self._rewards_of(selection, most)
-        except Unavailable:
+        except _AWAY:
             if not request.allow_degraded:
                 raise
             has_no_rewards = True
@@ -229,10 +238,10 @@ class _LastDescription(Generic[T]):
         self._last: T | None = None
 
     async def get(self) -> T:
-        """Raises Unavailable or Overloaded: the backend was never described."""
+        """Raises Unavailable, Overloaded or InternalError: the backend was never described."""
         try:
             self._last = await self._describe()
-        except (Unavailable, Overloaded):
+        except _AWAY:
             # A stored answer needs no backend.
             if self._last is None:
                 raise

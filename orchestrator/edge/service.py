@@ -261,10 +261,10 @@ class Orchestrator:
                             instruments.count_round(event.trace)
                             self._generated_tokens += event.trace.generated_tokens
                         if isinstance(event, Finished):
+                            answer = _completed(event.generation, plan, queue_ms, before_run_ms)
                             if watched:
                                 is_busy = self._admission.queued > 0
-                                self._shadows.follow(watched, event.generation, is_busy=is_busy)
-                            answer = _completed(event.generation, plan, queue_ms, before_run_ms)
+                                self._shadows.follow(watched, answer, is_busy=is_busy)
                             event = await self._finish(plan, answer, lead)
                         yield event
                 except InvalidRequest as error:

@@ -109,7 +109,7 @@ class Growth:
         began, awaited = self._clock(), asyncio.ensure_future(scores)
         try:
             await asyncio.wait({awaited}, timeout=_SOON_S)
-            while not awaited.done() and position < until - 1 and rows:
+            while not (awaited.done() or self._failure) and position < until - 1 and rows:
                 steps = _AHEAD_PART * self._score_s / max(self._deadline.step_s(rows), 1e-9)
                 stride = max(1, min(int(steps), until - 1 - position))
                 try:
@@ -150,7 +150,8 @@ class Growth:
         if part.ended_by is RoundEnd.DECISION_TOKEN and part.num_tokens < until:
             # Without this, strides that make no token would follow each other for ever.
             raise InternalError(f"a generator ended at token {part.num_tokens}, before {until}")
-        grown, seconds = part.num_tokens - position, self._clock() - began
+        # A part of a split session that lags behind may end below `position`.
+        grown, seconds = max(0, part.num_tokens - position), self._clock() - began
         self._deadline.note_stride(rows, grown, _num_ended(part), seconds)
         return part
 

@@ -21,8 +21,10 @@ from specrej.contracts import (
     GenerationRequest,
     GeometricSchedule,
     Round,
+    RoundEnd,
     Sampling,
     SessionSpec,
+    SlotGauge,
 )
 from specrej.errors import Unavailable
 from tests.orchestrator.runs import (
@@ -129,11 +131,14 @@ async def test_scores_that_fail_in_a_cancelled_request_are_no_error_of_the_loop(
 async def test_a_generator_that_fails_ahead_fails_the_next_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards against finished candidates whose scores are lost with the stride ahead."""
-    extend = ToySession.extend
+    """Guards against finished candidates whose scores are lost with the stride ahead, and against
+    a further call, which could send the prompt to a third generator."""
+    extend, num_failed = ToySession.extend, 0
 
     async def failing(session: ToySession, until_tokens: int) -> Round:
-        if until_tokens > 8:
+        nonlocal num_failed
+        if until_tokens > 9:  # the second stride ahead
+            num_failed += 1
             raise Unavailable("the generator is gone")
         return await extend(session, until_tokens)
 
@@ -143,6 +148,7 @@ async def test_a_generator_that_fails_ahead_fails_the_next_round(
     generation = await answer(early, ToyGenerator(end_every=10), scorer, overlaps=True)
     assert generation.degradations == (Degradation.GENERATOR,)
     assert {c.id for c in generation.candidates} <= set(scorer.seen)
+    assert num_failed == 1
 
 
 @pytest.mark.usefixtures("at_once")
@@ -165,3 +171,21 @@ async def test_tokens_grown_before_a_failure_are_counted(monkeypatch: pytest.Mon
     usage = (await answer(early, toy, SlowScorer("a", 50), overlaps=True)).usage
     assert usage.generated_tokens == num_made
     assert usage.discarded_tokens > 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_part_that_lags_behind_has_grown_by_no_negative_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards estimates of the time left: an end before the beginning seems to be in time."""
+    grown = list[int]()
+    deadline = DeadlineController(lambda position: position + 1, 8)
+    noted = lambda _, rows, tokens, *others: grown.append(tokens)  # noqa: E731
+    monkeypatch.setattr(DeadlineController, "note_stride", noted)
+
+    class Lagging:
+        async def extend(self, until_tokens: int) -> Round:
+            return Round((), RoundEnd.SLOTS_FULL, 3, SlotGauge(0, 0, 0))
+
+    await growth.Growth(Lagging(), deadline, lambda: 0.0).extend(5, 8, 2)  # type: ignore[arg-type]
+    assert grown == [0]

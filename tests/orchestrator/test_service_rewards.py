@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
+from generator_service.toy import ToyGenerator
+from orchestrator.cache import Secret
+from orchestrator.edge.planning import Planner
 from orchestrator.loop.composition import Composite
-from specrej.contracts import Normalization, WeightedReward
+from specrej.contracts import (
+    GenerationRequest,
+    Normalization,
+    Prompt,
+    RewardDescription,
+    WeightedReward,
+)
+from specrej.errors import InternalError, Overloaded, Unavailable
+from specrej.security import Share
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.calls import (
     ALL,
@@ -67,6 +79,31 @@ async def test_the_likelihood_replaces_a_lost_reward_if_allowed(cached_service: 
     assert not restored.cached  # the degraded answer was not stored
     # allow_degraded is not part of the cache key.
     assert (await answer(service, small_request(allow_degraded=True))).cached
+
+
+@pytest.mark.parametrize("kind", [Unavailable, Overloaded, InternalError])
+async def test_a_reward_that_cannot_be_described_is_replaced_if_allowed(
+    kind: type[Exception],
+) -> None:
+    """Guards against INTERNAL where a foreign program answers on the reward service's port."""
+    described = [RewardDescription("toy", "f", "a toy")]
+
+    class Failing:
+        fails = False
+
+        async def describe(self) -> list[RewardDescription]:
+            if self.fails:
+                raise kind("failed")
+            return described
+
+    served: Any = Failing()
+    known, unknown = (Planner(ToyGenerator(), served, secret=Secret()) for _ in range(2))
+    asked = GenerationRequest(Prompt.from_user("hi"), allow_degraded=True)
+    arguments = (asked, "", Share(), (), None)
+    await known.plan(*arguments)
+    served.fails = True
+    assert not (await known.plan(*arguments)).has_no_rewards
+    assert (await unknown.plan(*arguments)).has_no_rewards
 
 
 FIXED = pb.Normalization(fixed=pb.FixedNormalization(mean=0.25, deviation=0.125))

@@ -185,6 +185,15 @@ async def test_a_request_ranked_by_likelihood_has_shadows(service: Whole) -> Non
     assert await ended(service) == {KIND._replace(reward="likelihood"): 1}
 
 
+async def test_an_answer_without_rewards_has_no_shadows(service: Whole) -> None:
+    """Guards against load while a reward is away, and estimates of another ranking."""
+    await service.reward_server.kill()
+    wanted = message(3)
+    wanted.allow_degraded = True
+    assert (await calls.answer(service, wanted)).degraded
+    assert not any((await ended(service)).values())
+
+
 # A share of the requests, within bounds
 
 

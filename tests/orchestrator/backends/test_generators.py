@@ -315,6 +315,34 @@ async def test_a_session_moves_once() -> None:
     assert toys[3 - first - second].num_opened == 0
 
 
+@pytest.mark.parametrize("verb", ["extend", "prune"])
+async def test_a_session_whose_move_failed_moves_no_more(verb: str) -> None:
+    """Guards the third generator where a run goes on after the failure, for one more cut."""
+    toys = [HeldGenerator(end_every=10**6) for _ in range(3)]
+    gates = [toy.gates["extend"] for toy in toys]
+    async with (
+        generators(*toys) as running,
+        running.client.open(SessionSpec(PROMPT, 4, SAMPLING, 32)) as session,
+    ):
+        await session.extend(4)
+        for gate in gates:
+            gate.shut()
+        growing = asyncio.ensure_future(session.extend(8))
+        for _ in range(2):
+            await until(lambda: any(gate.held for gate in gates))
+            lost = toys[holder(toys)]
+            await running.servers[toys.index(lost)].kill()
+            await until(lambda of=lost: of.is_idle)  # type: ignore[misc]
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(growing, BOUND_S)
+        for gate in gates:
+            gate.open()
+        again = session.extend(8) if verb == "extend" else session.prune([0], {4: 0})
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(again, BOUND_S)
+    assert sum(toy.num_opened for toy in toys) == 2
+
+
 async def test_a_generator_with_room_precedes_one_with_fewer_sessions() -> None:
     """Guards against waiting behind one large session while three small ones leave room."""
     full, roomy = (HeldGenerator(1000, end_every=10**6) for _ in range(2))
