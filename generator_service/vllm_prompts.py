@@ -7,8 +7,8 @@ and receive a copy of its last, partly filled block. Each computes the prompt's 
 from which its first token is drawn, or the tokens that it has already.
 
 The copy is made in the step of the request that receives it, before its forward pass; the source
-belongs to a request that is alive in that step. Models with several kinds of layers (such as
-state-space ones) share whole blocks only.
+belongs to a request that is alive in that step. Models whose layers have blocks of several kinds
+share whole blocks only.
 """
 
 from __future__ import annotations

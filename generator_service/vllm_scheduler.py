@@ -19,11 +19,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
+from specrej.inference.vllm_options import end_with_parent
+
 _MOST_STEPS, _MOST_S = 16, 1.0
 
 
 def scheduler(vllm_config: Any, **options: Any) -> Any:
-    """vLLM's scheduler for this configuration, with less work."""
+    """vLLM's scheduler for this configuration, with less work, in a process that ends with its
+    parent."""
+    end_with_parent()
     is_async = vllm_config.scheduler_config.async_scheduling
     return (_Async if is_async else _Sync)(vllm_config=vllm_config, **options)
 

@@ -17,6 +17,10 @@ from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 T = TypeVar("T", bound=Hashable)
 
 
+class RewardLost(Exception):
+    """A reward's engine or device will compute no more: only a restart of the service helps."""
+
+
 class ScoringTask(Protocol):
     """A batch under way; its pieces are computed in the order in which they are taken."""
 
@@ -62,7 +66,11 @@ class Reward(Described, Protocol):
         """
 
     def compute(self, pieces: Sequence[Any]) -> None:
-        """Compute pieces that were taken from tasks of any sessions."""
+        """Compute pieces that were taken from tasks of any sessions.
+
+        Raises:
+            RewardLost: it will never compute again.
+        """
 
 
 def take_fairly(

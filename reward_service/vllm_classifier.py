@@ -18,11 +18,11 @@ from transformers import AutoConfig
 from reward_service.causal_reward import closes
 from reward_service.classifier import check_labels, num_read, weighted
 from reward_service.conversation import Conversation, Turns, load_conversation
-from reward_service.reward import StatelessSession, Text, TextTask, distinct
+from reward_service.reward import RewardLost, StatelessSession, Text, TextTask, distinct
 from reward_service.specs import Resources, VLLMClassifierSpec
 from specrej.contracts import Candidate, Prompt
 from specrej.inference.sizes import ModelSizes
-from specrej.inference.vllm_options import BLOCK_TOKENS, prepare_environment
+from specrej.inference.vllm_options import BLOCK_TOKENS, end_with_parent, prepare_environment
 
 _MAX_TEXTS = 256
 
@@ -89,6 +89,8 @@ class VLLMClassifier:
                 for piece in pieces:
                     group.create_task(self._read(piece))
         except ExceptionGroup as failed:
+            if self._llm.errored:
+                raise RewardLost("vLLM has ended") from failed
             raise failed.exceptions[0] from None
 
     async def _read(self, text: Text) -> None:
@@ -96,6 +98,16 @@ class VLLMClassifier:
         async for answer in self._llm.encode(prompt, self._raw, next(self._request_ids)):
             text.result = answer.outputs.data.tolist()
             text.num_computed = len(text.token_ids) - answer.num_cached_tokens
+
+
+def scheduler(vllm_config: Any, **options: Any) -> Any:
+    """vLLM's own scheduler for this configuration, in a process that ends with its parent."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    end_with_parent()
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **options)
 
 
 async def _cancel_tasks() -> None:
@@ -129,7 +141,11 @@ def load_vllm_classifier(spec: VLLMClassifierSpec, resources: Resources) -> VLLM
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "trust_remote_code": spec.trust_remote_code,
+        "scheduler_cls": f"{__name__}.{scheduler.__name__}",
     }
+    _, _, number = resources.device.partition(":")
+    if number:
+        arguments["device_ids"] = [int(number)]
     if resources.device == "cpu":
         block = BLOCK_TOKENS["cpu"]
         sizes = ModelSizes.of(partial(getattr, config.get_text_config()))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from reward_service.reward import Reward, RewardSession, ScoringTask, take_fairly
+from reward_service.reward import Reward, RewardLost, RewardSession, ScoringTask, take_fairly
 from reward_service.scoring import RewardWorker, WorkerSession, queue_full, worker_closed
 from specrej.contracts import Candidate, Prompt, Scores
 from specrej.telemetry import metrics, names
@@ -29,6 +29,9 @@ from specrej.threads import ComputeThread, WorkClock, settle
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Errors of torch, which is not imported here, after which a process can use its device no more.
+_LOST = ("AcceleratorError",)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -265,6 +268,8 @@ class Worker(RewardWorker):
             if pieces := take_fairly(tasks, self._reward.token_budget, given):
                 self._reward.compute(pieces)
         except BaseException as error:
+            if isinstance(error, RewardLost) or type(error).__name__ in _LOST:
+                raise  # ends the thread: health reports it, and other services score
             pairs = zip(sharing, given, strict=True)
             took_part = [batch for batch, tokens in pairs if tokens > batch.given] or sharing
             for batch in took_part:

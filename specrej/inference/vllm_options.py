@@ -1,8 +1,11 @@
-"""Options of vLLM that both model services set."""
+"""What both model services set for vLLM and its processes."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
+from multiprocessing.process import BaseProcess
 
 # Tokens of vLLM's blocks: its default, on CPUs the fewest with which its kernels are fast.
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
@@ -26,3 +29,17 @@ def prepare_environment(threads: int, **more: str) -> None:
         variables["OMP_NUM_THREADS"] = str(threads)
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def end_with_parent() -> None:
+    """End this process with the one that started it; no effect outside of multiprocessing.
+
+    vLLM's engine process outlives a service that is killed, and would keep its share of a GPU.
+    """
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+
+
+def _follow(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from reward_service import vllm_classifier
-from reward_service.reward import score, score_batch
+from reward_service.reward import RewardLost, score, score_batch
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, FinishReason, Prompt
 from specrej.errors import InvalidRequest, Unavailable
@@ -58,9 +58,12 @@ class FakeEngine:
     """In vLLM's place: the logits of a text are its number of tokens and its last token."""
 
     requests: ClassVar[list[list[int]]] = []
+    devices: ClassVar[object] = None  # of the engine made last
+    errored = False
 
     @classmethod
     def from_engine_args(cls, arguments: dict[str, Any]) -> FakeEngine:
+        cls.devices = arguments.get("device_ids")
         assert arguments["quantization"] == "fp8"
         assert arguments["max_model_len"] == CONTEXT
         return cls()
@@ -132,7 +135,21 @@ def test_a_failure_of_the_engine_is_raised_as_itself(
     reward = loaded("vllm-classifier", directory, vllm_options={"quantization": "fp8"})
     with pytest.raises(Unavailable, match="dead"):
         score(reward, PROMPT, ["ab", "c"])
+    monkeypatch.setattr(FakeEngine, "errored", True)
+    with pytest.raises(RewardLost):
+        score(reward, PROMPT, ["ab", "c"])
     reward.close()
+
+
+@pytest.mark.parametrize(("device", "numbers"), [("cuda", None), ("cuda:1", [1])])
+@pytest.mark.usefixtures("fake")
+def test_the_device_is_the_settings(
+    directory: Path, device: str, numbers: list[int] | None
+) -> None:
+    """Guards against a reward beside the generator on the first GPU, with the second one idle."""
+    options: dict[str, Any] = {"vllm_options": {"quantization": "fp8"}, "device": device}
+    loaded("vllm-classifier", directory, **options).close()
+    assert FakeEngine.devices == numbers
 
 
 @needs_vllm

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reward_service.reward import Reward
+from reward_service.reward import Reward, RewardLost
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scores
@@ -322,6 +322,34 @@ class Unclosable(PiecewiseReward):
 
     def close(self) -> None:
         raise SystemExit
+
+
+class Broken(ToyReward):
+    """A reward whose device or engine has failed for good."""
+
+    error: Exception | None = None
+
+    def compute(self, pieces: Sequence[Any]) -> None:
+        if self.error:
+            raise self.error
+        super().compute(pieces)
+
+
+class AcceleratorError(RuntimeError):
+    """Of the name of torch's, which this module does not import."""
+
+
+@pytest.mark.parametrize("error", [RewardLost("gone"), AcceleratorError("CUDA error")])
+async def test_a_reward_that_is_lost_is_unavailable_and_not_alive(error: Exception) -> None:
+    """Guards against a service that stays ready and fails every batch as INTERNAL."""
+    reward = Broken()
+    async with started(reward) as worker:
+        await worker.score(PROMPT, ["a"])
+        reward.error = error
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await asyncio.wait_for(worker.score(PROMPT, ["a"]), 20)
+        assert worker.heartbeat_s() == math.inf
 
 
 async def test_when_the_thread_ends_all_calls_are_unavailable(
