@@ -45,8 +45,6 @@ OURS: Mapping[str, Callable[[int], Options]] = {
 PEERS = ("vllm", "its_hub", "optillm", "transformers")
 # Peers that take minutes for an answer; they answer one prompt in --sparse.
 SLOW = ("optillm", "transformers")
-# Systems that reject: an answer of many candidates takes them seconds, the others minutes.
-CHEAP = ("specrej", "specrej-branching")
 # Of the embedded model's chat template, which adds it to a conversation without one. Sent to all
 # systems, since optillm always sends a system turn.
 SYSTEM_TURN = Message(
@@ -117,13 +115,12 @@ class Peer:
 
 @dataclass(slots=True)
 class Bench:
-    """Answers of all systems at all N, and the reasons of those that are not available."""
+    """Answers of all systems at each of their N, and the reasons of those not available."""
 
     systems: Mapping[str, System]
-    ns: Sequence[int]
+    ns: Mapping[str, Sequence[int]]  # of each system
     judge: Judge
     every: Mapping[str, int] = field(default_factory=dict)  # answers one prompt in so many
-    more: Mapping[str, Sequence[int]] = field(default_factory=dict)  # N, beside `ns`
     settle_s: float = SETTLE_S
     answers: list[Answer] = field(default_factory=list)
     unavailable: dict[Case, str] = field(default_factory=dict)
@@ -131,7 +128,7 @@ class Bench:
     async def answer(self, item: Item, max_tokens: int) -> None:
         """Add an answer of every system whose turn it is, at every N that is available."""
         for name, system in self.systems.items():
-            for n in (*self.ns, *self.more.get(name, ())):
+            for n in self.ns[name]:
                 if (name, n) in self.unavailable or item.number % self.every.get(name, 1):
                     continue
                 await asyncio.sleep(self.settle_s)
@@ -154,9 +151,11 @@ def main() -> None:
         __doc__,
         prompts=(100, "most prompts: those of experiments, then those of --more"),
         n=("4,16,64", "candidates, comma-separated"),
-        cheap=("", f"more candidates, of {' and '.join(CHEAP)} only"),
         max_tokens=(128, "most new tokens per candidate"),
-        systems=(",".join((*OURS, *PEERS)), "systems, comma-separated"),
+        systems=(
+            ",".join((*OURS, *PEERS)),
+            "comma-separated; vllm=16+64 replaces --n",
+        ),
         reward=("relevance", "the reward that chooses; the next one served is the second judge"),
         limit=(120.0, "most seconds for an answer of a peer"),
         sparse=(8, f"{' and '.join(SLOW)} answer one prompt in so many"),
@@ -190,16 +189,21 @@ def read_items(files: Sequence[Path], most: int) -> list[Item]:
     return items
 
 
-def parse_numbers(text: str) -> list[int]:
-    """Ascending values of --n.
+def parse_systems(systems: str, n: str) -> dict[str, list[int]]:
+    """Ascending N of each system: its own, or those of --n.
 
     Raises:
         ValueError: a part is no number in range.
     """
-    parts = text.split(",")
-    if not all(part.isdecimal() and 1 <= int(part) <= MAX_BATCH for part in parts):
-        raise ValueError(f'--n {text}: must be such as "16,64", each 1 .. {MAX_BATCH}')
-    return sorted({int(part) for part in parts})
+    chosen = {}
+    for system in systems.split(","):
+        name, _, own = system.partition("=")
+        parts = own.split("+") if own else n.split(",")
+        if not all(part.isdecimal() and 1 <= int(part) <= MAX_BATCH for part in parts):
+            text = f"--systems {system}" if own else f"--n {n}"
+            raise ValueError(f"{text}: each number of candidates must be 1 .. {MAX_BATCH}")
+        chosen[name] = sorted({int(part) for part in parts})
+    return chosen
 
 
 async def _ours(
@@ -224,9 +228,8 @@ async def _ours(
 
 async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
     """Start the services, let all systems answer all prompts, store answers after each prompt."""
-    names, ns = arguments.systems.split(","), parse_numbers(arguments.n)
-    cheap = parse_numbers(arguments.cheap) if arguments.cheap else []
-    slots = max((*ns, *cheap)) * arguments.max_tokens + 8 * _CONTEXT_TOKENS
+    ns = parse_systems(arguments.systems, arguments.n)
+    slots = max(map(max, ns.values())) * arguments.max_tokens + 8 * _CONTEXT_TOKENS
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(slots)}
     async with (
         Stack(environment=environment) as stack,
@@ -240,7 +243,7 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
         judges = [reward.name for reward in await rewards.describe()]
         judges.sort(key=lambda name: name != arguments.reward)  # stable: it is the first
         systems = _systems(client, rewards, arguments.reward, peers)
-        for given, known in ((names, [*systems]), ([arguments.reward], judges)):
+        for given, known in (([*ns], [*systems]), ([arguments.reward], judges)):
             if unknown := [name for name in given if name not in known]:
                 raise ValueError(f"{unknown[0]}: must be one of {', '.join(known)}")
 
@@ -248,12 +251,11 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
             both = [await rewards.score(prompt, [text], reward=name) for name in judges[:2]]
             return both[0].values[0], both[1].values[0]
 
-        chosen = {name: systems[name] for name in names}
-        warm_up = Bench(chosen, ns[:1], judge)
+        chosen = {name: systems[name] for name in ns}
+        warm_up = Bench(chosen, {name: few[:1] for name, few in ns.items()}, judge)
         await warm_up.answer(items[0], max_tokens=8)
         every = dict.fromkeys(SLOW, arguments.sparse)
-        more = dict.fromkeys(CHEAP, sorted({*cheap} - {*ns}))
-        bench = Bench(chosen, ns, judge, every, more, unavailable=warm_up.unavailable)
+        bench = Bench(chosen, ns, judge, every, unavailable=warm_up.unavailable)
         for number, item in enumerate(items, start=1):
             await bench.answer(item, arguments.max_tokens)
             _store(arguments, number, bench, peers)

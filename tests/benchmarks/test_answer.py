@@ -78,14 +78,17 @@ def test_picture_is_drawn_from_recorded_points(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "0", "4,,8", "1e9", "99999"])
 def test_invalid_numbers_of_candidates_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--n .*each 1 \.\. "):
-        answer.parse_numbers(text)
-    assert answer.parse_numbers("64,16,64") == [16, 64]
+    with pytest.raises(ValueError, match=r"--n .* must be 1 \.\. "):
+        answer.parse_systems("vllm", text)
+    with pytest.raises(ValueError, match=r"--systems vllm=.* must be 1 \.\. "):
+        answer.parse_systems(f"specrej,vllm={text.replace(',', '+') or '+'}", "4")
+    own = answer.parse_systems("specrej,vllm=64", "64,16,64")
+    assert own == {"specrej": [16, 64], "vllm": [64]}
 
 
-@pytest.mark.parametrize(("cheap", "most"), [("", 4), ("16", 16)])
+@pytest.mark.parametrize(("systems", "most"), [("specrej", 4), ("specrej=4+16,vllm", 16)])
 async def test_slots_hold_the_most_candidates(
-    cheap: str, most: int, monkeypatch: pytest.MonkeyPatch
+    systems: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards a run with one number of candidates, too."""
 
@@ -93,7 +96,7 @@ async def test_slots_hold_the_most_candidates(
         raise InterruptedError(environment["SPECREJ_GENERATOR_KV_SLOTS"])
 
     monkeypatch.setattr(answer, "Stack", stack)
-    given = argparse.Namespace(systems="specrej", n="4", cheap=cheap, max_tokens=32)
+    given = argparse.Namespace(systems=systems, n="4", max_tokens=32)
     with pytest.raises(InterruptedError, match=str(32 * most + 8 * answer._CONTEXT_TOKENS)):
         await answer._run(given, [])
 
@@ -128,8 +131,8 @@ async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
         return 0.5, 0.1
 
     systems: dict[str, answer.System] = {"fails": fails, "works": works, "slow": works}
-    more = {"works": [8]}
-    bench = answer.Bench(systems, [2, 4], judge, {"slow": 2}, more, settle_s=0.0)
+    ns = {"fails": [2, 4], "works": [2, 4, 8], "slow": [2, 4]}
+    bench = answer.Bench(systems, ns, judge, {"slow": 2}, settle_s=0.0)
     for number, name in enumerate(("first", "second")):
         await bench.answer(replace(ITEM, id=name, number=number), max_tokens=8)
     assert bench.unavailable == {("fails", 4): "no answer within 1 s"}
