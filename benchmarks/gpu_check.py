@@ -1,9 +1,9 @@
 """Checks the generator on this machine's accelerator: `make gpu-check`.
 
-For machines with CUDA and vLLM; without CUDA it runs on vLLM's CPU build, so that only the figures
-are missing. It writes gpu-check.json and gpu-check.md:
+For machines with CUDA and vLLM. Without CUDA it runs a small model on vLLM's CPU build, which
+tests the checks themselves. It writes gpu-check.json and gpu-check.md:
 
-* conformance: the suite of all generators, on vLLM and the own engine here, and rewards;
+* conformance: the generators' tests on vLLM, and on CUDA those of the own engine and of rewards;
 * agreement: tokens and log-probabilities of a small model on both engines, against the own engine
   in float32 on the processor, greedy and drawn;
 * speed: tokens per second, the share of the roofline bound, and the time of a prune of half of the

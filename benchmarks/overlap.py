@@ -1,9 +1,9 @@
 """Growth while scores are computed elsewhere: `make bench-overlap`.
 
-A reward that takes a fixed time per batch and no processor stands for one on another machine. The
-same requests run in this process without scoring time, waiting for the scores, and growing on while
-they are under way, by turns. The bar: the last takes at most the first plus a quarter of the time
-spent scoring, and discards at most a tenth of its tokens.
+A reward that takes a fixed time per batch and no processor time simulates one on another machine.
+The same requests run in this process in three ways by turns: "free" has no scoring time, "waiting"
+waits for the scores, "overlapping" generates on meanwhile. The bar: "overlapping" takes at most the
+time of "free" plus a quarter of the scoring time, and discards at most a tenth of its tokens.
 """
 
 from __future__ import annotations

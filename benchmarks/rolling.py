@@ -1,7 +1,7 @@
-"""A rolling restart of all processes, one at a time, under load: `make rolling`.
+"""A rolling restart of the services (not of Redis) under load: `make rolling`.
 
-Two orchestrators, two generators and two reward services run; clients with the published retry
-policy send requests without a pause. The exit code is 1 if a request failed.
+Two orchestrators, two generators and two reward services run and restart one at a time; clients
+with the published retry policy send requests without a pause. Exits with 1 if a request failed.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from benchmarks.workers.process import WorkerProcess
 from experiments.replay import decision_tokens
 from specrej.contracts import GeometricSchedule
 
-# Of results, where it is not that of the run.
+# Names of results that differ from the names of their runs.
 _NAMES = {"verbs": "whole", "verbs_cut": "cut"}
 _PROMPT_WORDS = ("amber", "birch", "cloud", "delta", "ember", "field", "grove", "heath")
 

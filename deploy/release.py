@@ -14,7 +14,8 @@ dist/:
     CHANGES.md              this version's section of the changelog
     SHA256SUMS              of all of these
 
-Equal commits give equal packages: SOURCE_DATE_EPOCH is the commit's time. They are built twice.
+Equal commits give equal packages: SOURCE_DATE_EPOCH is the commit's time. The packages are built
+twice, the second time from the source archive, and compared.
 """
 
 from __future__ import annotations

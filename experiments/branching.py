@@ -122,7 +122,7 @@ async def _timed(
 async def _judged(
     item: Item, generation: Generation, reward: str, models: Models
 ) -> dict[str, float]:
-    """What the other rewards make of the answer."""
+    """The scores of the answer by the other rewards."""
     best = generation.best
     answer = Candidate(best.id, best.text, best.num_tokens, 0.0, best.finish)
     judges = {}
@@ -201,10 +201,11 @@ def _median(own: Mapping[str, FloatArray], other: Mapping[str, FloatArray]) -> E
 def times_fewer(
     own: Mapping[str, FloatArray], others: Sequence[Mapping[str, FloatArray]]
 ) -> Estimate:
-    """The tokens at which the others' mean reward reaches that of `own`, by `own`'s tokens.
+    """The tokens that the others need for the mean reward of `own`, divided by the tokens of `own`.
 
-    Between two of the others, which are in the order of N, rewards are linear in the logarithm of
-    tokens. Beyond the last one its tokens count: what it would need is more. NaN without others.
+    `others` are in the order of N; between two of them, rewards are interpolated linearly in the
+    logarithm of tokens. If none reaches the reward, the tokens of the last are a lower bound. NaN
+    without others.
     """
 
     def ratio(prompts: IntArray) -> FloatArray:

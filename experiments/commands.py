@@ -1,6 +1,7 @@
 """The commands of `specrej experiment`.
 
-All but `run` and `collect` print a table for readers and one JSON object as the last line.
+`replay`, `recommend` and `branching` print tables, each followed by a JSON object on one line.
+`live` prints only such a line.
 """
 
 from __future__ import annotations

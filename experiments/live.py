@@ -4,9 +4,10 @@ A replay yields tokens and rewards, but no seconds. So some prompts of a collect
 again with the same seeds, by the loop that serves requests. The algorithms alternate on every
 prompt, so that a slow minute of the machine affects all of them. Each run is stored as it ends:
 
-    {"machine": "...", "runs": [{"prompt_id": "...", "reward": "relevance", "max_tokens": 128,
-      "algorithm": "best-of-n", "n": 64, "alpha": 0, "schedule": "no cuts", "seconds": 12.5,
-      "score": 0.71, "complete": true, "prefer_complete": true, "as_replayed": true}, ...]}
+    {"machine": "...", "collection": {...}, "runs": [{"prompt_id": "...", "reward": "relevance",
+      "max_tokens": 128, "algorithm": "best-of-n", "n": 64, "alpha": 0.0, "schedule": "no cuts",
+      "slots": 0, "prefer_complete": true, "seconds": 12.5, "score": 0.71, "complete": true,
+      "tokens": 5120, "as_replayed": true}, ...]}
 """
 
 from __future__ import annotations

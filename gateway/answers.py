@@ -22,9 +22,9 @@ _LARGE = ThreadPoolExecutor(1, "large-answers")
 
 
 async def in_thread(convert: Callable[[], T], *, is_large: bool) -> T:
-    """The result of `convert`, which would block the event loop.
+    """Return `convert()`, computed in a thread, because it would block the event loop.
 
-    Of answers with log-probabilities, which are large, one is converted at a time.
+    Large answers, those with log-probabilities, are converted one at a time.
     """
     executor = _LARGE if is_large else None
     return await asyncio.get_running_loop().run_in_executor(executor, convert)

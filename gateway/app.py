@@ -145,7 +145,7 @@ class Gateway:
     async def _events(
         self, http: HTTPRequest, call: Call, token: str, *, shows_all: bool = False
     ) -> Events:
-        """The events of a call that has begun, or is still silent after `keep_alive_s`.
+        """The events of a call; returns at the first one, or after `keep_alive_s` without one.
 
         `shows_all`: with progress, and with the texts of candidates.
 
@@ -235,7 +235,7 @@ class Gateway:
         return [{"id": name + suffix, **common} for name in names for suffix in suffixes]
 
     async def embed(self, http: HTTPRequest) -> Response:
-        """No embeddings: an error that names what scores texts."""
+        """Not supported: an error that names the calls that score texts."""
         text = "there are no embeddings: the reward service's Score and `specrej score` rate texts"
         raise HTTPError(400, text, "not_supported")
 

@@ -1,4 +1,4 @@
-"""Connections, bodies and clients that leave: uvicorn's HTTP/1.1 within bounds."""
+"""Limits on uvicorn's HTTP/1.1: connections, headers, bodies, unread replies and disconnections."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 log.setLevel(logging.ERROR)  # uvicorn warns of each invalid request: callers could fill the log
 
 _UNREAD_BYTES = 32768
-# Parts of a body: so many, and one per so many bytes.
+# Parts that a body may have: _FREE_PARTS, plus one per _PART_BYTES bytes.
 _FREE_PARTS, _PART_BYTES = 1000, 256
 _MAX_VALUES = 50_000
 
-# Connections before their `connection_made`, and what takes them out if it never comes.
+# Connections whose `connection_made` is not called yet, and timers that remove them in time.
 Handshakes = dict[asyncio.Protocol, asyncio.TimerHandle]
 
 
@@ -171,7 +171,8 @@ class Connection(H11Protocol):
         """End the connection when `unread_s` pass in which no byte of the reply is taken."""
         self._cancel_reader()
         left = self._num_unsent()
-        is_written = self._is_answering and not self.flow.write_paused  # then it grows, too
+        # While a reply is still written, `left` may grow although the client reads.
+        is_written = self._is_answering and not self.flow.write_paused
         if left >= before and not is_written:
             self._end("late")
         elif left:
@@ -278,7 +279,8 @@ class Bodies:
 
 
 def _has_too_many_values(body: bytearray) -> bool:
-    """Counts the values of JSON before any is made: two bytes, or an error, take a thousand."""
+    """Whether JSON has too many values; counted before parsing, as a value of two bytes, or an
+    error about one, takes a thousand."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     num_texts = plain.count(b'"') // 2
     if num_texts > _MAX_VALUES:

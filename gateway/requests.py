@@ -131,7 +131,7 @@ STREAM_TABLE: Mapping[str, Rule] = {"include_obfuscation": Ignored("chunks are n
 # Options that are fields of OpenAI's and of `specrej`, which has more values; not both at once.
 _BOTH = {"selection.n": "best_of", "sampling.structured_output": "response_format"}
 
-# Forms of the rewards, and what pydantic adds to the path of a wrong key: no parts of a path.
+# Tags of the two forms of rewards, and pydantic's mark of a wrong key: not parts of a field's path.
 _BY_NAME, _LISTED, _KEY = "(by name)", "(listed)", "[key]"
 
 # Unknown fields are kept, for the tables.

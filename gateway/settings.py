@@ -68,7 +68,7 @@ class GatewaySettings(ProcessSettings):
     header_s: Seconds = Field(10, description="seconds that a request's headers may take")
     body_s: Seconds = Field(30, description="seconds that a request's body may take")
     unread_s: Seconds = Field(
-        30, description="seconds in which a client may read no byte of a reply"
+        30, description="seconds after which a client that reads no byte of a reply is cut off"
     )
     max_body_bytes: int = Field(
         MAX_PUBLIC_MESSAGE_BYTES, ge=1024, le=2**30, description="most bytes of a request's body"
@@ -102,8 +102,8 @@ class GatewaySettings(ProcessSettings):
     def needs_no_token(self, host: str) -> bool:
         """Whether requests to this `Host`, a name or address and perhaps a port, need no token.
 
-        By default on loopback, and there only to names of loopback: a page whose own name resolves
-        to this machine (DNS rebinding) has the origin of this port, so that no browser stops it.
+        By default only on loopback, and only with a loopback name as `Host`: otherwise a web page
+        whose own name resolves to this machine (DNS rebinding) could call this port.
         """
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         is_set = "allow_anonymous" in self.model_fields_set

@@ -55,7 +55,7 @@ async def _serve(settings: GeneratorSettings) -> None:
 async def _load(
     settings: GeneratorSettings, resources: AsyncExitStack
 ) -> tuple[Generator, Heartbeat]:
-    """The generator of the settings, which `resources` closes, and its heartbeat."""
+    """The generator of the settings, and its heartbeat; `resources` closes the generator."""
     if settings.engine == "remote":  # first: its model may have any name
         from generator_service.endpoint import EndpointGenerator
 
@@ -79,10 +79,10 @@ async def _load(
 
 
 def _check_files(settings: GeneratorSettings) -> None:
-    """Check the model's files, after fetching a model of the hub.
+    """Check that the model's files exist; fetch them first if the model is one of the hub.
 
     Raises:
-        OSError, ValueError: there is none.
+        OSError, ValueError: they do not exist, or cannot be fetched.
     """
     try:
         directory = settings.model_directory

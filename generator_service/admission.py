@@ -58,7 +58,7 @@ class Demand:
         return max(n * self.first_round_slots, self.whole(min(n, self.min_answers)))
 
     def max_candidates_within(self, slots: int) -> int:
-        """The most candidates whose `floor` is within so many slots, without the prompt's."""
+        """The most candidates whose `floor` is at most `slots`, which exclude the prompt's."""
         slots = max(0, slots)
         if slots >= self.whole(self.min_answers):
             return slots // max(1, self.first_round_slots)
@@ -78,7 +78,7 @@ class Blocks:
 
     @property
     def shared(self) -> int:
-        """Slots of the prompt held once: vLLM computes a prompt's last token anew every time."""
+        """Slots of the prompt's whole blocks before its last token, computed per candidate."""
         return (self.prompt_tokens - 1) // self.size * self.size
 
     def own(self, tokens: int) -> int:
@@ -180,7 +180,8 @@ class AdmissionQueue(Generic[S]):
     def narrow(self, session: S, live: int, num_tokens: int) -> None:
         """Lower the share after a prune to what `live` candidates of `num_tokens` can use.
 
-        If sessions wait, to the fair share, but never below the next round's slots.
+        If sessions wait, lower it to the fair share, but never below the next round's slots, nor
+        below the whole answers of `min_answers` candidates.
         """
         demand = session.demand
         ahead = min(num_tokens + demand.first_round_tokens, demand.max_tokens)
@@ -191,10 +192,10 @@ class AdmissionQueue(Generic[S]):
     def with_room(
         self, session: S, forks: Forks, live: Collection[int], num_kept: int, num_tokens: int
     ) -> Forks:
-        """Of the forks of `live` candidates those that fit beside `num_kept` survivors, in order.
+        """The forks of `live` candidates that fit beside `num_kept` survivors, in order.
 
-        All candidates hold the slots of `num_tokens` tokens, and need those of one token more.
-        Forks raise the share only if no session waits.
+        Each candidate holds the slots of `num_tokens` tokens and needs those of one more. Forks
+        raise the share only if no session waits.
         """
         possible = [(number, parent) for number, parent in forks.items() if parent in live]
         if not possible:
@@ -216,7 +217,7 @@ class AdmissionQueue(Generic[S]):
         demand, free = session.demand, self._free_candidates()
         least = demand.least
         floor = demand.floor(least)
-        # First without the prompt: to compare it with the stored ones takes long, in every step.
+        # First without the prompt: comparing it with the stored prompts in every step is slow.
         if least > free or not self._ledger.can_admit(floor):
             return 0
         missing = self._missing(session)

@@ -52,7 +52,7 @@ def reader(config: Mapping[str, Any]) -> Read:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """One device, and what a generator does with it; of several devices all are alike.
+    """Memory and limits of a generator on one device; several devices are all alike.
 
     sizes: of the device's part of the model; usable_bytes: for weights, workspace and KV; device:
     "cpu" or "cuda"; threads: on CPUs.
@@ -78,7 +78,7 @@ class Capacity:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of vLLM an estimate: it measures its own when it starts."""
+        """Bytes that one step allocates; for vLLM an estimate, since vLLM measures it at start."""
         rows, chunk, scores, logprobs = self.max_candidates, self.prefill_chunk, 0, 0
         if self.is_vllm:  # its kernels store no scores, and it has log-probabilities of all logits
             chunk, logprobs = batched_tokens(rows) - rows, rows * self.sizes.vocabulary * 4
@@ -120,8 +120,8 @@ class Capacity:
         return few
 
     def fitted(self, first_tokens: int) -> Self:
-        """With as many candidates, a power of two, as begin together after a prompt of usual length
-        and take little workspace; with no more context than the slots hold for one candidate.
+        """A copy with the largest power of two as max_candidates that can start together after a
+        usual prompt with little workspace; its context is at most what the slots hold.
 
         Raises:
             ValueError: not even one candidate fits.
@@ -147,8 +147,8 @@ class Capacity:
 
 
 def weight_bytes(read: Read, device: str, devices: int, *, is_vllm: bool) -> int:
-    """Weights on each device. On CPUs the own engine stores them in its kernels' order, and a tied
-    embedding a second time: at most so much.
+    """Bytes of weights on each device. For the own engine on CPUs an upper bound: it also keeps a
+    copy for passes of few rows, and a tied embedding twice.
 
     Raises:
         ValueError: the architecture is unknown, or cannot be divided.

@@ -36,8 +36,8 @@ class CompletesStop(Protocol):
 class OpenCommand:
     """A session to be opened.
 
-    `stop_texts` makes one candidate's function of its next token, which returns whether the token
-    completes a stop text; n = 0 leaves the number of candidates to the engine.
+    `stop_texts` returns a new `CompletesStop` for one candidate; n = 0: the engine chooses the
+    number of candidates.
     """
 
     prompt_ids: Sequence[int]
@@ -59,7 +59,7 @@ class OpenCommand:
         return len(self.started[0].token_ids) if self.started else 0
 
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
-        """In slots, as the engine counts them."""
+        """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""
         first, longest = self.first_round_tokens, self.sampling.max_tokens
         return Demand(self.n, prompt_slots, first, longest, slots_of, self.min_answers)
 
@@ -107,8 +107,8 @@ Top = tuple[Sequence[int], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A candidate's tokens at a decision token; `new_logprobs` and `new_top` are of those of this
-    round, `new_top` only if requested."""
+    """A candidate's tokens at the end of a round; `new_logprobs` and `new_top` belong to the tokens
+    of this round, `new_top` only if requested."""
 
     id: int
     token_ids: tuple[int, ...]

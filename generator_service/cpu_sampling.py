@@ -1,7 +1,7 @@
-"""Draws from whole distributions on a CPU: one compiled pass per row instead of many over all.
+"""Draws from whole distributions on a CPU, in compiled code that handles one row at a time.
 
-What `sampling._sample_block` does with torch for a draw that is not cut by top_k or top_p, and for
-the most likely token; with or without a structured output.
+Replaces `sampling._sample_block` for draws without top_k, top_p and min_p, and for the most likely
+token; with or without a structured output.
 """
 
 from __future__ import annotations

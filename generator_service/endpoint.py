@@ -2,8 +2,8 @@
 
 The endpoint's KV is out of reach, so no candidate can be rejected early: `extend` returns every
 candidate at its end, and the orchestrator runs Best-of-N with one scoring of complete answers.
-Tokens are those that the endpoint reports; it charges the prompt once per candidate. Of a failed
-request that is repeated, only the last attempt's tokens are reported to us and counted.
+Tokens are those that the endpoint reports; it charges the prompt once per candidate. If a request
+is retried, only the tokens of its last attempt are reported and counted.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ class EndpointGenerator:
 
         Raises:
             InvalidRequest: the endpoint refuses the request; with its reason.
-            Overloaded, Unavailable: it is so at the last attempt, or its delay exceeds the time
+            Overloaded, Unavailable: the last attempt failed so, or the next delay exceeds the time
                 left (without a deadline, `_MAX_DELAY_S`).
-            InternalError: it refuses the key, or answers with something else.
+            InternalError: the endpoint refuses the key, or its answer cannot be read.
         """
         path, body = _request(spec, candidate_id, self._settings)
         for attempt in range(_ATTEMPTS):
@@ -292,7 +292,7 @@ def _of_prompt(
 
 
 def _logprobs(given: dict[str, Any]) -> list[float]:
-    """Of an answer's tokens, in the form of conversations or of raw text."""
+    """Log-probabilities of an answer's tokens, in either API's form: chat or completions."""
     if content := given.get("content"):
         return [float(token["logprob"]) for token in content]
     return [float(value) for value in given.get("token_logprobs") or () if value is not None]

@@ -237,9 +237,9 @@ class Engine:
         return [*batch, *prompt_chunks(self.sessions.values(), self._prefill_chunk)]
 
     def _make_room(self, session: Session) -> bool:
-        """Room for one more token per row; if the share is full the round ends here.
+        """Whether there is room for one more token per row; if the share is full, end the round.
 
-        Memory that cannot be allocated ends this session and no other.
+        If memory cannot be allocated, this session fails and no other.
         """
         if len(session.rows) > self.ledger.room_of(session.id):
             self._end_round(session, RoundEnd.SLOTS_FULL)
@@ -303,10 +303,8 @@ class Engine:
         gauge = self.gauge(session.id)
         resolve(growing, PrefixBatch(prefixes, ended_by, session.num_tokens, gauge))
 
-    # Sessions
-
     def _admit(self, session: Session, n: int) -> None:
-        """Open a session that fits. Memory that cannot be allocated ends it and no other."""
+        """Open a session that fits. If memory cannot be allocated, it fails and no other does."""
         command = session.command
         try:
             session.prompt = self.prompts.acquire(command.cache_salt, command.prompt_ids)
@@ -366,10 +364,10 @@ def _draw(session: Session, logits: Tensor, eos_ids: frozenset[int]) -> tuple[Te
 def _computed(
     model: Model, batch: Batch, fail: Callable[[Session, Exception], object]
 ) -> Iterator[tuple[Session, Segment, Tensor]]:
-    """Logits of each session, to be used before the next ones are taken.
+    """Logits of each session, valid until those of the next session are taken.
 
-    A pass that fails is repeated with each half of its sessions, so that it ends only the sessions
-    that cause it: what it has written into the stores is written again.
+    A pass that fails is repeated with each half of its sessions, so that only the sessions that
+    cause the failure end. The repetition overwrites what the failed pass stored.
     """
     half = len(batch) // 2
     logits: tuple[Tensor, ...] = ()

@@ -69,8 +69,8 @@ class EngineThread:
         return self._send(future, lambda: resolve(future, self.engine.close(session_id)), 0)
 
     def heartbeat_s(self) -> float:
-        """Seconds that the step or command under way takes already; 0 between them, infinite if
-        the thread has not started or has ended by itself."""
+        """Seconds since the running step or command began; 0 between them, infinite if the thread
+        has not started or has ended by itself."""
         if not self._stopping and (self._ended or not self._thread.is_alive()):
             return math.inf
         return self._clock.oldest_s()

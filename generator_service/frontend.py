@@ -46,7 +46,7 @@ class Frontend:
         self._grammars = self.text.grammars(self.card.vocabulary)
 
     def heartbeat_s(self) -> float:
-        """Seconds that the oldest text under way takes already."""
+        """Seconds since the oldest running tokenizer call began; 0 if none runs."""
         return self._clock.oldest_s()
 
     def description(self, load: Load) -> GeneratorDescription:
@@ -88,8 +88,8 @@ class Frontend:
         )
 
     async def started(self, command: OpenCommand) -> list[GrowingCandidate]:
-        """The candidates of a session that goes on here, with the tokens they have; none if it
-        begins. Not on the event loop: their stop texts are compared for each token."""
+        """The candidates of a session that continues here, with their given tokens; empty for a new
+        session. Not on the event loop: stop texts are compared for each token."""
 
         def taken() -> list[GrowingCandidate]:
             candidates = command.candidates(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -40,8 +41,8 @@ _PATH = "sampling.structured_output"
 _MOST_TRIED = 256  # outputs whose trials are remembered
 _BITS = 32  # of a mask's words
 
-# Processor time for the masks of a session: at the start, and more for each token of a candidate,
-# many times what JSON takes (docs/structured.md).
+# Processor time that a session's masks may take: an initial budget, and an increment for each token
+# of a candidate; many times what JSON takes (docs/structured.md).
 _FIRST_S, _TOKEN_S = 1.0, 0.002
 
 # A schema's own "x-guidance" replaces options that are not set here; lenient ones ignore keywords
@@ -130,7 +131,8 @@ class Grammars:
         return await loop.run_in_executor(executor, self.compile, output)
 
     def compile(self, output: StructuredOutput) -> CompiledGrammar:
-        """Takes some milliseconds; a second or two at first, and after one that takes too long.
+        """Takes milliseconds, or one or two seconds if the trial process must start: at first, and
+        after an output that took too long.
 
         Raises:
             InvalidRequest: it is malformed, not supported or too large.
@@ -166,7 +168,10 @@ class Trials:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, source: str) -> str:
-        """Why it cannot be compiled, or not within the bounds; empty: it can."""
+        """The reason why `source` cannot be compiled within the bounds; empty if it can."""
+        if self._process and self._process.poll() is not None:  # it was killed between two trials
+            self._end()
+            self._process = None
         process = self._process = self._process or self._start()
         with suppress(BrokenPipeError):
             _send(process, source)
@@ -175,7 +180,7 @@ class Trials:
         if not answer:
             self._process, code = None, process.wait()
             self._end()
-            if code > 0:
+            if code > 0 or code == -signal.SIGKILL:  # SIGKILL is not of its own limits
                 raise InternalError("the generator cannot compile structured outputs")
             return "takes too much time or memory"
         error: str = json.loads(answer)
@@ -245,10 +250,10 @@ class Matchers:
         """Bits [candidates, words] of the tokens that may come next.
 
         `texts` are all tokens of each candidate. An end token is allowed exactly where the grammar
-        may end. `excluded` tokens are not allowed, unless no other one is. A candidate that the
-        grammar has lost may have any token but those that end it, and is cut off at max_tokens:
-        after tokens that do not conform, at a limit of the library, or if the session's masks take
-        much more processor time than any useful grammar's.
+        may end. `excluded` tokens are not allowed, unless no other one is. The grammar gives up a
+        candidate after tokens that do not conform, at a limit of the library, or if the session's
+        masks take much more processor time than any useful grammar's. Such a candidate may have
+        any token but those that end it, and is cut off at max_tokens.
         """
         masks = np.zeros((len(ids), self._vocabulary.num_words), np.uint32)
         self._left_s += len(ids) * _TOKEN_S
@@ -265,7 +270,7 @@ class Matchers:
         return masks
 
     def walk(self, num_tokens: int, random: Random) -> None:
-        """Follow the grammar with so many random tokens. Raises ValueError: it has no way on."""
+        """Follow the grammar with `num_tokens` random tokens. Raises ValueError at a dead end."""
         matcher, mask = self._first.deep_copy(), self._vocabulary.mask(())
         for _ in range(num_tokens):
             self._set_next(mask, matcher)

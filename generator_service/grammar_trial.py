@@ -1,7 +1,7 @@
 """Tries structured outputs in a process of its own, which ends if one takes too long.
 
-A few characters can describe work of hours, and a thread cannot be ended. So an output is compiled
-here first, and followed with random tokens; the service itself uses those that have passed. Run by
+A few characters can describe hours of work, and a thread cannot be killed. So each output is first
+compiled here and followed with random tokens; the service uses only outputs that pass. Run by
 `grammar.Trials`: reads the tokenizer, then one grammar per line, and writes an error or nothing for
 each, all as JSON.
 """
@@ -16,7 +16,7 @@ from random import Random
 
 from generator_service.grammar import CompiledGrammar, TokenizerSpec, Vocabulary
 
-# Of processor time; large schemas, such as one with 500 properties, take half of it.
+# Processor seconds per output; a large schema, such as one with 500 properties, takes half.
 MAX_S = 0.5
 _MAX_BYTES = 4 << 30
 _NUM_TOKENS = 32

@@ -28,7 +28,7 @@ class Budget:
 def budget(device: torch.device, fraction: float, weights: int, workspace: int) -> Budget:
     """The memory of a device once the weights are loaded.
 
-    `allowed` is never more than is free now: other processes may use the device.
+    `allowed` is at most the free memory plus the weights: other processes may use the rest.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

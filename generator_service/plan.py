@@ -101,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory-fraction", type=_fraction, default=0.9, help=text)
     text = "bfloat16 on GPUs, float32 on CPUs"
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
-    add("--engine", choices=("auto", "own", "vllm"), default="auto", help="the setting")
-    text = "devices that share layers"
+    add("--engine", choices=("auto", "own", "vllm"), default="auto", help="as the setting engine")
+    text = "devices over which each layer is divided"
     add("--tensor-parallel", type=_at_least(1), default=1, help=text)
     add("--context-tokens", type=_at_least(0), default=0, help="0: the model's, if it fits")
     add("--first", type=_at_least(1), default=16, help="the first decision token")

@@ -2,8 +2,9 @@
 
 A node is a run of consecutive prompt tokens and the store of their keys and values. A prompt is the
 path from a root to its last node; prompts with equal beginnings share the front of their paths.
-Salts share nothing. A node that no session uses stays until the budget is exceeded or its slots are
-needed, least recently used first. Every change is recorded in the ledger.
+Prompts with different salts share nothing. A node that no session uses stays until the budget is
+exceeded or its slots are needed; the least recently used goes first. Every change is recorded in
+the ledger.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _key(salt: str, tokens: tuple[int, ...]) -> _Key:
 
 
 def _find(level: dict[_Key, RadixNode[S]], salt: str, ids: tuple[int, ...]) -> RadixNode[S] | None:
-    """The node of a level with which a prompt goes on, of which `ids` are left."""
+    """The node in `level` that continues a prompt whose remaining tokens are `ids`."""
     node = level.get(_key(salt, ids))
     if node:
         return node

@@ -244,7 +244,7 @@ def _draw(
         return _drawn(weights, tokens, enough, uniform)
     values, tokens = weights.topk(min(_NUCLEUS_GUESS, vocabulary))
     drawn = _drawn(values, tokens, enough, uniform)
-    # Others hold it: sorting orders equal weights in another way than topk.
+    # Only these rows are drawn again: a sort orders equal weights differently from topk.
     short = (values.sum(dim=-1, keepdim=True) < enough)[:, 0]
     if bool(short.any()):
         values, tokens = weights[short].sort(dim=-1, descending=True)
@@ -278,7 +278,7 @@ def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
     """[rows]: index at which the running sum of `weights` [rows, m] exceeds `uniform` of the total.
 
     First the block, then the token in it, so that the running sum of a vocabulary is not stored.
-    On a GPU the time is that of launching these few operations, not theirs.
+    On a GPU, launching these few operations takes longer than executing them.
     """
     running = sums.cumsum(dim=-1)
     target = uniform[:, None] * running[:, -1:]

@@ -63,8 +63,8 @@ class Session:
         left = len(node.tokens) - offset
         count = min(room, left)
         if node.end == self.prompt_tokens and count == left > 1:
-            # The token that first draws depend on is computed in a pass of its own, as it is where
-            # the prompt is stored: among others its logits would differ in their last bits.
+            # First draws depend on the prompt's last token. It is computed alone, as it is for a
+            # stored prompt: together with others its logits would differ in their last bits.
             count -= 1
         return PrefillSegment(_stores(node), node.start + offset, offset, count, stored)
 
@@ -74,8 +74,8 @@ class Session:
         return DecodeSegment(_stores(self.prompt), self.suffix)
 
     def keep(self, ids: Collection[int], forks: Forks, share: int) -> None:
-        """Reject every live candidate not in `ids`, and fork live ones, for which there is room in
-        a share of so many slots."""
+        """Reject every live candidate not in `ids`, and make the forks, for which there is
+        room in a share of `share` slots."""
         by_id = {candidate.id: row for row, candidate in enumerate(self.rows)}
         kept = [row for row, candidate in enumerate(self.rows) if candidate.id in ids]
         if not forks and len(kept) == len(self.rows):
@@ -111,9 +111,9 @@ class Session:
         """
         if self.suffix.length == self.suffix.tokens_room:
             most, longest = share // self.suffix.live, self.command.sampling.max_tokens - 1
-            # At least twice as many: short strides would copy all of them each time.
+            # At least double the room: each enlargement copies all tokens.
             wanted = min(max(self.until - 1, 2 * self.suffix.length), longest, most)
-            # Later rounds have fewer rows and more tokens in the same slots: all of them.
+            # At the limit, the whole share: later rounds have fewer rows and more tokens in it.
             self.suffix.reserve(wanted, slots=share if wanted == most else 0)
 
 

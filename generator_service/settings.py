@@ -120,7 +120,7 @@ class GeneratorSettings(ServiceSettings):
 
     @property
     def files(self) -> ModelFiles:
-        """The model's; fetched, if it is one of the hub that the cache lacks. Raises as `find`."""
+        """The model's files; a hub model that is not cached is fetched. Raises as `find` does."""
         return find(self.model)
 
     @property
@@ -129,7 +129,7 @@ class GeneratorSettings(ServiceSettings):
 
     @property
     def node_rank(self) -> int:
-        """Of this node, where vLLM divides the model over several; 0 has the port."""
+        """The rank of this node if vLLM divides the model over several; node 0 has the port."""
         return int(self.vllm_options.get("node_rank", 0))
 
     def auto_candidates_of(self, dtype: str) -> int:

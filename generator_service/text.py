@@ -28,8 +28,8 @@ _INCOMPLETE = "\ufffd"
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 _SPACE = "\u2581"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-# Tokens that `StopTexts` decodes at a time. From the first number on it drops those before the last
-# border; from the second on incomplete characters count as complete: no character is so long.
+# Tokens that `StopTexts` decodes at a time. At the first number it drops those before the last
+# border; at the second, incomplete characters count as complete: none takes so many tokens.
 _FEW_TOKENS, _MOST_TOKENS = 6, 24
 
 
@@ -46,8 +46,8 @@ class Text:
         # The steps from tokens to text, as JSON.
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         self._decoder = decoder.__getstate__().decode() if decoder else ""
-        # In SentencePiece's style the first space of a decoded text is dropped: of one put before,
-        # so that an answer keeps its own.
+        # SentencePiece's decoders drop the first space of a text. So a space is put before the
+        # answer, to be dropped instead of the answer's own.
         space: Any = tokenizer.convert_tokens_to_ids(_SPACE) if _SPACE in self._decoder else None
         is_dropped = space is not None and self._decoded([space, space]) == " "
         self._before: list[int] = [space] if is_dropped else []
@@ -126,9 +126,9 @@ class Text:
         return text + _INCOMPLETE if torn else text
 
     def _num_torn(self, token_ids: Sequence[int]) -> int:
-        """How many of the last tokens are bytes of a character that lacks some.
+        """How many of the last tokens are bytes of an incomplete character.
 
-        The decoder reads a run of such tokens as a whole: one incomplete character would hide all.
+        The decoder decodes a run of byte tokens as a whole: an incomplete one would garble all.
         """
         for count, token_id in enumerate(reversed(token_ids[-3:]), 1):
             match = _BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or "")

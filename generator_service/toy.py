@@ -242,8 +242,8 @@ class ToyGenerator:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        """Its tokens are the words, the words after a space, the end, and others, which are never
-        drawn: characters, and what words are merged from."""
+        """For a tokenizer of the words, the words after a space, and the end; its other tokens are
+        never drawn: characters, and the parts that words are merged from."""
         space, end = "\u0120", {"id": _END, "content": "</s>", "special": True}
         end |= dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
         merges = [(word[:at], word[at]) for word in _WORDS for at in range(1, len(word))]
@@ -317,7 +317,7 @@ def load_toy(model: str, capacity_slots: int, on_step: OnStep | None = None) -> 
 
 
 def _sequences(texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The words of each text; without texts that have others."""
+    """The words of each text, as indices; texts with other words are left out."""
     split = [text.split() for text in texts]
     return [tuple(map(_WORDS.index, words)) for words in split if {*words} <= {*_WORDS}]
 

@@ -132,7 +132,7 @@ class SessionRequests:
         )
 
     def params(self, candidate: int, step: int, count: int) -> SamplingParams:
-        """Of a request for `count` tokens, of which `step` is the number of the first."""
+        """Parameters of a request for `count` tokens, the first of which is number `step`."""
         if self._params is None or self._params.max_tokens != count:
             self._params = SamplingParams(
                 max_tokens=count,

@@ -122,7 +122,7 @@ class VLLMSession:
                 fork = live[parent].fork(number)
                 self._requests[number] = self._maker.request(number, fork.token_ids)
                 self.live.append(fork)
-            # No list of the session has them any more: a cancellation must not keep them.
+            # The session no longer lists these requests, so a cancellation must not skip this.
             await asyncio.shield(self._abort(rejected))
             queue.admit_waiting()
         finally:
@@ -280,7 +280,7 @@ class VLLMGenerator:
             session.begin(n)
 
     def _free_rows(self) -> int:
-        """Requests that vLLM takes more; those that pause between two rounds count."""
+        """How many more requests vLLM takes; those that pause between rounds count as taken."""
         return self.engine.max_rows - sum(len(session.live) for session in self._sessions.values())
 
 
@@ -323,7 +323,7 @@ def run_node(settings: GeneratorSettings) -> NoReturn:
 
 
 def fingerprint_of(settings: GeneratorSettings, dtype: str, version: str) -> str:
-    """Of the weights and all else that changes tokens, such as options that quantise them."""
+    """Fingerprint of the weights and all that changes tokens, such as quantisation."""
     settings_of_engine: dict[str, object] = {"dtype": dtype, "engine": f"vllm {version}"}
     for name, adapter in settings.adapters.items():
         settings_of_engine[f"adapter {name}"] = fingerprint.of_directory(adapter)

@@ -1,8 +1,8 @@
 """vLLM's scheduler, without two kinds of work that rounds do not need: runs inside vLLM.
 
 After each step vLLM sends its tokens to the generator's process, where each takes some 70 us of
-processor time. Here the outputs of a request are kept until it pauses or ends, but no more of them
-than of 16 steps or a second. A request that needs each token at once gets it.
+processor time. Here the outputs of a request are kept until it pauses or ends, but for at most 16
+steps or a second. A request that needs each token at once receives it at once.
 
 In each step vLLM takes every paused request out of its queue and puts it back. Here paused requests
 are in no queue until their next round.

@@ -73,9 +73,9 @@ class Caller:
     def stream(
         self, prompt: str, started: float, tenant: str = "", **options: Unpack[Options]
     ) -> Outcome:
-        """Make a streaming call and time every round; a greenlet that is stopped cancels it.
+        """Make a streaming call and time every round; stopping the greenlet cancels the call.
 
-        It is read to its status: the server counts a call that is left before as cancelled.
+        Reads the stream to its status: otherwise the server would count the call as cancelled.
         """
         message = orchestrator_pb2.GenerateStreamRequest(request=build_request(prompt, **options))
         rounds: list[RoundEvent] = []

@@ -59,8 +59,8 @@ def extend(environment: Any, **_: Any) -> None:
 
 
 def _check_form() -> Response | None:
-    """Refuse forms of other sites' pages, which Locust allows: one could send the token and a file
-    of this machine to a host of its own. Answer a bad value as Locust's page shows it."""
+    """Refuse forms that pages of other sites send. Locust accepts them: such a form could send the
+    token and a file of this machine to another host. Report bad values as the page expects."""
     own = request.host_url.rstrip("/")
     host = urlsplit(own).hostname or ""
     # The name of another site may later resolve to this machine.

@@ -15,7 +15,7 @@ _SPAWN_RATE = 100.0
 
 
 class Shape(LoadTestShape):
-    """A curve over --run-time, by the options at that time: those of the form may change."""
+    """A curve over --run-time; reads the options at each tick, as the page can change them."""
 
     abstract = True
     use_common_options = True
@@ -58,8 +58,8 @@ class Steps(Shape):
 
 
 def use_shape(environment: Any, **_: Any) -> None:
-    """Listener of Locust's `init`: the shape of the command line; without it, Locust takes the
-    first of the file."""
+    """Listener of Locust's `init`: use the shape that --shape names; otherwise Locust would use the
+    first one in the file."""
     name = environment.parsed_options.shape.title()
     environment.shape_class = environment.available_shape_classes.get(name)
     if environment.shape_class:

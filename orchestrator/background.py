@@ -36,8 +36,8 @@ _turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
 
 async def packed(pack: Callable[[T], R], value: T) -> R:
-    """`pack(value)`; in a thread if the value is large, because calls and health checks wait for
-    the event loop."""
+    """Return `pack(value)`, computed in a thread if the value is large, so that calls and health
+    checks do not wait for the event loop."""
     return pack(value) if num_values(value) < _LARGE else await in_thread(pack, value)
 
 
@@ -49,7 +49,8 @@ async def unpacked(unpack: Callable[[Any], R], stored: object) -> R:
 
 
 async def in_thread(work: Callable[[T], R], value: T) -> R:
-    """`work(value)` in a thread; one after another for each tenant, so that none takes them all."""
+    """Return `work(value)`, computed in a thread; one at a time per tenant, so that no tenant
+    occupies all threads."""
     turn = _turns.setdefault(current_caller().tenant, asyncio.Lock())
     async with turn:
         working = asyncio.get_running_loop().run_in_executor(_THREADS, work, value)
@@ -79,7 +80,8 @@ def num_values(value: object) -> int:
 async def ended(task: asyncio.Task[Any]) -> None:
     """Cancel a task and wait for its end, whatever that is.
 
-    `asyncio.wait` and not `await task`, which would also swallow a cancellation of this task.
+    `asyncio.wait` does not raise the task's CancelledError. Suppressing it around `await task`
+    would also suppress a cancellation of the caller.
     """
     task.cancel()
     await asyncio.wait({task})

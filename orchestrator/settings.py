@@ -158,9 +158,9 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     max_queued_tokens: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="candidate-tokens (n times max_tokens, one per prefix to score and value to "
-        "return) that may wait, in equal parts for the tenants that do; each may have one request "
-        "in line; 0: no limit",
+        description="candidate-tokens (n times max_tokens, plus one per prefix to score and per "
+        "value to return) that may wait, divided equally among the tenants that wait; each may "
+        "have one request in line, however large; 0: no limit",
     )
     tenant_tokens: Annotated[int, Field(ge=0)] = Field(
         0,
@@ -203,7 +203,7 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     backend_tls_key: str = Field("", description="PEM file of its key")
     backend_token_file: str = Field("", description="file with the token to send to the backends")
     backend_allow_plaintext_token: CliImplicitFlag[bool] = Field(
-        False, description="send it in plaintext, too, to backends on other machines"
+        False, description="send the token to backends on other machines without TLS"
     )
     overlap_scoring: bool | None = Field(
         None,

@@ -39,8 +39,8 @@ ToScores = Callable[[list[Tensor]], list[float]]
 
 @dataclass(slots=True)
 class Value:
-    """The head's output at a mark [width], None until computed; it holds if `following` is the
-    token after the mark."""
+    """The head's output at a mark [width], None until computed; valid only if the token after the
+    mark is `following`."""
 
     following: int
     output: Tensor | None = None
@@ -87,8 +87,8 @@ class _KeptText:
 class KeptSession:
     """Keys, values and outputs of a prompt and of the texts that begin with it.
 
-    keeps_texts: else only the prompt's are kept; is_busy: a task of this session is under way, so
-    it must not be evicted.
+    keeps_texts: False: only the prompt's are kept; is_busy: a task of this session is running, so
+    the session must not be evicted.
     """
 
     prompt_ids: Sequence[int]
@@ -105,9 +105,9 @@ class KeptSession:
         return prompt + sum(text.room for text in self.texts.values())
 
     def parents(self, sequences: Sequence[Tokens]) -> dict[int, int]:
-        """Of each text that is not kept, by key, the kept one with the most tokens in common.
+        """For each text that is not kept, the key of the kept text with the most tokens in common.
 
-        In sorted order that is a neighbor, so that not all pairs are compared.
+        The two are neighbors in sorted order, so not all pairs are compared.
         """
         if not self.texts or all(sequence.key in self.texts for sequence in sequences):
             return {}
@@ -334,8 +334,8 @@ class CausalScorer(SegmentedModel):
     def _match(
         self, session: KeptSession, sequence: Tokens, kept: _KeptText, values: Values
     ) -> tuple[int, int]:
-        """How many tokens of a text are the prompt's, and how many are computed in all: those up
-        to the first mark without an output. Computed values are added to `values`."""
+        """How many tokens of a text are the prompt's, and how many need no computation: those
+        before the first mark without an output. Computed values are added to `values`."""
         prompt_ids = session.prompt_ids if session.prompt else ()
         token_ids = sequence.token_ids[: sequence.end]
         shared, total = match(token_ids, prompt_ids, kept.shared, kept.token_ids)
@@ -369,9 +369,9 @@ class CausalScorer(SegmentedModel):
         return (kept.store or PromptKV(self.shape, 0)).grown(rounded, filled)
 
     def _reserve(self, session: KeptSession, count: int) -> bool:
-        """Keep so many tokens more; for them, idle sessions are closed, least recently used first.
+        """Reserve `count` tokens; if needed, close idle sessions, least recently used first.
 
-        False if there is no room even so.
+        False if there is no room even then.
         """
         self._touch(session)
         while self.kept_tokens + count > self._capacity:

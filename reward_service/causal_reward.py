@@ -93,8 +93,7 @@ class CausalRewardSession:
         self._kept = KeptSession(turns.prompt_ids, keeps_texts=not once)
 
     def begin(self, candidates: Sequence[Candidate]) -> CausalTask:
-        """What is kept of candidates missing from the batch is freed; equal texts are computed
-        once."""
+        """Begin a batch. Frees what is kept of other candidates; equal texts are computed once."""
         reading = self._reward.reading
         closed = [closes(candidate, self._reward.closes_unfinished) for candidate in candidates]
         pairs = zip(candidates, closed, strict=True)

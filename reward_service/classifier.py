@@ -45,8 +45,8 @@ class _LastLogits(Reading):
 def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
     """How many tokens there are up to the last one that is no padding, at least one.
 
-    Heads are trained on this token (`GenericForSequenceClassification` of transformers): where the
-    tokens of padding and of the end are the same, not on the end.
+    Heads are trained on this token (`GenericForSequenceClassification` of transformers). If the end
+    token is the padding token, it is not counted either.
     """
     length = len(token_ids)
     while length > 1 and token_ids[length - 1] == pad_id:

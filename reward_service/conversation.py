@@ -19,11 +19,11 @@ from specrej.errors import InvalidRequest, Violation
 from specrej.inference.control_tokens import ControlTokens
 from specrej.inference.token_prefix import common_length
 
-# Stands in a response where `Conversation.splice` goes: private characters of Unicode, which no
-# template changes and which are removed from prompts and responses.
+# A placeholder in a response, replaced by `Conversation.splice`. Its characters are of Unicode's
+# private area: templates do not change them, and they are removed from prompts and responses.
 SPLICE = "\ue000\ue001\ue000"
 
-# Stands in tokens for a spliced one: equal tokens of a text are none.
+# A placeholder for a spliced token, distinct from equal tokens of the text.
 _SPLICED = -1
 
 # An example of a response, to find what a template writes after it; in no template.
@@ -31,7 +31,7 @@ _ANY_RESPONSE = "Response \ue002"
 
 
 def without_splices(text: str) -> str:
-    """The text without the characters of `SPLICE`: what is left of one could be another."""
+    """The text without any character of `SPLICE`: removing whole ones could form a new one."""
     return text.translate(dict.fromkeys(map(ord, SPLICE)))
 
 
@@ -53,7 +53,7 @@ class Conversation:
         self.tokenizer = tokenizer
         self._control_tokens = ControlTokens(tokenizer)
         self.max_tokens = min(max_tokens, tokenizer.model_max_length)
-        # A token, to stand between the tokens of a text's parts, or a text.
+        # Replaces SPLICE: a token id, put between the tokens of the parts, or a text.
         self.splice: int | str = SPLICE
 
     def turns(self, prompt: Prompt) -> Turns:
@@ -132,9 +132,9 @@ class Conversation:
         return token_ids
 
     def split_opening(self, opening: str, token_ids: list[int]) -> tuple[str, list[int], int]:
-        """Where to cut texts that begin with `opening`, whose tokens are `token_ids`: the text and
-        the tokens before its last control token, at which tokenizers begin anew, and how many
-        tokens `encode` puts before any text. Empty without such a token."""
+        """Cut `opening`, whose tokens are `token_ids`, before its last control token, where
+        tokenizers start afresh: the text and the tokens before the cut, and how many tokens
+        `encode` puts before any text. Empty if there is no such place."""
         at, token = self._control_tokens.last_in(opening)
         if at <= 0 or (self._by_tokenizer and token == self.tokenizer.bos_token):
             return "", [], 0
@@ -198,7 +198,7 @@ class Turns:
     def _tokenized(
         self, head_ids: list[int], whole: list[int], open_turn: list[int], closed: bool
     ) -> Tokenized:
-        """From the tokens after `head_ids`."""
+        """The tokens `head_ids`, then `whole` if closed, else `open_turn`."""
         tail = whole if closed else open_turn
         token_ids = head_ids + tail
         start = len(head_ids) + common_length(tail, self.prompt_ids[len(head_ids) :])

@@ -43,7 +43,7 @@ class _EncoderReward(ABC):
         self._control_tokens = ControlTokens(tokenizer)
         self._model = model.eval()
         pad_id = model.config.get_text_config().pad_token_id
-        # Classifiers of decoders read the last token that is no padding: without that token they
+        # Decoder classifiers read the last token that is not padding: those without a padding token
         # take one text at a time.
         self._pad_id = pad_id or 0
         if pad_id is None:
@@ -94,7 +94,7 @@ class _EncoderReward(ABC):
         encoded = [*zip(rows["input_ids"], rows["token_type_ids"], strict=True)]
         for index, (ids, _) in enumerate(encoded):
             size = max_length
-            # A row that is cut to a length in which `cut_id` counts has room for more.
+            # `cut_id` is removed later: a row that was truncated with it has room for more.
             while len(ids) == size < max_length + (num_cuts := ids.count(cut_id)):
                 size = max_length + num_cuts
                 row = ([column[index]] for column in columns)
@@ -149,7 +149,7 @@ class RelevanceReward(_EncoderReward):
 
 
 def _cosines(embeddings: list[Tensor]) -> list[float]:
-    """Of all but the first with the first."""
+    """Cosines of the first with each of the others."""
     values: list[float] = (torch.stack(embeddings[1:]) @ embeddings[0]).tolist()
     return values
 

@@ -35,8 +35,8 @@ class _Logprobs(Reading):
         self._spec = spec
 
     def marks(self, tokens: Tokenized) -> list[int]:
-        """No token follows the last one. An empty open response is read there all the same, and
-        scored by the log-probability of token 0."""
+        """The positions before the response's tokens. For an empty open response, the last position
+        is read, and the score is the log-probability of token 0."""
         last = len(tokens.token_ids) - 1
         if tokens.start > last:
             return [last]

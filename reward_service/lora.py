@@ -1,8 +1,8 @@
 """Low-rank adapters (Hu et al. 2021) by peft: adding one to a model, training one with a head.
 
 Training changes the whole network, so it reaches a lower loss than a head on frozen states; on a
-CPU it takes hours, a head takes minutes. The state is written after every epoch, from which an
-interrupted run continues. It ends early when the held-out loss has risen twice.
+CPU it takes hours, a head takes minutes. The state is written after every epoch, and an interrupted
+run continues from it. Training ends early when the held-out loss has failed to improve twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Process rewards: every step of a response is scored, and the score aggregates the steps.
 
 A step ends with a separator in the response; the model gets its own step token there instead, and
-is read at it. The token is put between the tokens of the steps, as merges of neighbouring letters
-would hide it; models that were trained on whole texts get it as text. What is read is the
+is read at it. The token is put between the tokens of the steps, since as text it could merge with
+its neighbours; models that were trained on whole texts get it as text. What is read is the
 probability of the good label of a token classifier, or of the good word against the bad one of a
 language model (Math-Shepherd, arXiv 2312.08935).
 
@@ -35,8 +35,8 @@ class _Steps(Reading):
         self._step_token = step_token
 
     def prepare(self, text: str, closed: bool) -> str:
-        """Every step that has ended, and the splice for its token; of an open text, also the
-        rest."""
+        """Each ended step, followed by SPLICE, then the rest. The rest counts as ended if the text
+        is closed or has no other step."""
         *ended, rest = without_splices(text).split(self._spec.separator)
         ended = [step for step in ended if step.strip()]
         if rest.strip() and (closed or not ended):

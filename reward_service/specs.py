@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The generator's own mean log-likelihood has this name in requests.
 _RESERVED = "likelihood"
 
-# Options that name files; what they hold is in the fingerprint, not where it is.
+# Options that name files: the fingerprint covers the files' contents, not their paths.
 _PATHS = ("directory", "head", "adapter", "reference")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -151,7 +151,7 @@ class LocalSpec(ComputedSpec):
     trust_remote_code: bool = False
 
     def fingerprint(self, resources: Resources, **digests: str) -> str:
-        """Of the weights and every option; `digests` are of other files than the directory's."""
+        """Fingerprint of the weights and all options; `digests`: of files outside the directory."""
         options = self.model_dump(mode="json", exclude={"name", *_PATHS})
         options["dtype"] = "float32" if resources.device == "cpu" else "auto"
         return fingerprint.of_directory(self.directory, options | digests)
@@ -323,7 +323,7 @@ class HTTPSpec(RemoteSpec):
 
     headers: sent with every request; header_files: the same for secrets, each in a file that is
     read again when it changes; allow_plaintext_token: send them without TLS, too; version: part of
-    the fingerprint, for changes of the server's reward, which cannot be seen from here.
+    the fingerprint, to be changed whenever the server's reward changes.
     """
 
     loader = "remote_http:connect"

@@ -1,9 +1,9 @@
 """`specrej train-reward`: a reward from preference pairs, on a causal backbone.
 
 A linear Bradley-Terry head on the frozen backbone, or with it an adapter for the whole network
-(lora.py). Some pairs are held out for choosing; the last ones of the file are reported on, against
-chance and against the likelihood of the untrained backbone. The result is a directory that a reward
-of kind classifier loads.
+(lora.py). Some pairs are held out to choose the weight decay or the epoch. The last pairs of
+the file are the test set, to compare the reward with chance and with the untrained backbone's
+likelihood. The result is a directory that a reward of kind classifier loads.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _pair(line: str, where: str) -> Pair:
 
 
 def _check_prompts(pairs: Sequence[Pair], backbone: Path) -> None:
-    """Raises BadPairs: the backbone does not take a prompt. Hours of training would end at it."""
+    """Raises BadPairs if the backbone does not take a prompt, before hours of training."""
     config = AutoConfig.from_pretrained(backbone, local_files_only=True)
     conversation = load_conversation(ClassifierSpec(name="training", directory=backbone), config)
     for pair in pairs:

@@ -67,7 +67,7 @@ class VLLMClassifier:
     def close(self) -> None:
         """End vLLM's processes, which otherwise end with this one."""
         self._llm.shutdown()
-        # It leaves open sockets to the loop it ran in, with which the process could not end.
+        # vLLM leaves sockets open in this loop, which would keep the process from ending.
         self._loop.run_until_complete(_cancel_tasks())
         self._loop.close()
 

@@ -29,7 +29,7 @@ Handler = Callable[[Any, Context], Awaitable[Any]]
 T = TypeVar("T")
 
 _RETRY_S = 1.0
-# A cancelled call reads as ended this long before its handler is cancelled.
+# On a cancelled call, `read` returns EOF up to this long before the handler is cancelled.
 _CANCELLATION_S = 0.001
 
 
@@ -40,8 +40,8 @@ class Unread(Exception):
 class Waits:
     """At most `most` calls wait at once, each at most `seconds`.
 
-    More displace the oldest one of the connection that has most of them. So a message that comes
-    with its headers is read at once, and a reply that is read at once is written, also during a
+    One more displaces the oldest waiting call of the connection that has the most. So calls that
+    send their message with their headers, and read their reply at once, are served even during a
     flood of calls that neither write nor read.
     """
 

@@ -103,7 +103,7 @@ def options(
 ) -> list[tuple[str, int | str]]:
     """The gRPC options of a channel to a service at `address`."""
     return [
-        # What is for this machine, and may be in plaintext therefore, is sent to no proxy.
+        # Calls to this machine may be in plaintext, so they must not go through a proxy.
         ("grpc.enable_http_proxy", int(not is_local(address))),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     with _reported():
         parsed = _parser().parse_args(words)
-        if getattr(parsed, "prompt", "") == "-":  # now: no signal handler runs beside a read
+        if getattr(parsed, "prompt", "") == "-":  # not on the event loop: reads block signals
             parsed.prompt = _stdin()
         work = parsed.command(parsed)
     if work is not None:
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _forward(name: str, arguments: Sequence[str]) -> None:
-    """Become the module of a command that needs more than this package."""
+    """Replace this process with `python -m MODULE`, for commands outside of this package."""
     extra, (module, *rest), _ = _FORWARDED[name]
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:

@@ -54,7 +54,7 @@ from specrej.retries import Retries as Retries
 from specrej.status import from_rpc_error
 from specrej.v1 import common_pb2, orchestrator_pb2, orchestrator_pb2_grpc
 
-# Not of the namespace alone, which other packages may bring.
+# The namespace package `opentelemetry` alone is not enough: other packages may install it.
 _TRACED = bool(
     importlib.util.find_spec("opentelemetry")
     and importlib.util.find_spec("opentelemetry.metrics")
@@ -231,7 +231,7 @@ class Client(_Connection):
         """The best answer.
 
         Raises:
-            SpecrejError: one of its kinds.
+            SpecrejError: the call failed; its subclasses are in `specrej.errors`.
         """
         request = build_request(prompt, **options)
         answer = await self._call("Generate", request, timeout_s, token, metadata)

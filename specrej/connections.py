@@ -44,7 +44,7 @@ def shut(peers: Collection[str]) -> None:
     """Shut down the TCP connections with these peers."""
     addresses = {_address(peer) for peer in peers}
     for path in _OPEN_FILES.iterdir():
-        if not path.is_socket():  # a socket's constructor would not close the copy of another file
+        if not path.is_socket():  # `socket` would raise, and leave the duplicate open
             continue
         with suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(path.name))) as other:
             host, port, *_ = other.getpeername()

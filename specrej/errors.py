@@ -68,7 +68,7 @@ class InvalidRequest(SpecrejError):
 
 
 def raise_if_any(violations: Iterable[Violation]) -> None:
-    """Raises InvalidRequest if there are violations, with the first of them and their number."""
+    """Raises InvalidRequest if there are violations: the first ones, and the number of others."""
     remaining = iter(violations)
     listed = list(islice(remaining, MAX_VIOLATIONS))
     if num_more := sum(1 for _ in remaining):

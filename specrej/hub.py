@@ -100,7 +100,7 @@ def pull(model: str, *, with_code: bool = False) -> ModelFiles:
     """Fetch a model of a hub into its cache, as far as it is not there, and check all files.
 
     Raises:
-        HubError: see there; damaged files are removed.
+        HubError: the model cannot be fetched, or files are damaged; those are removed.
         ValueError: as in `find`.
     """
     name, file, _ = _parts(model)

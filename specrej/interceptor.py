@@ -181,13 +181,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         """End the call with the error's status.
 
-        If the client does not read what was written before, grpc holds the status. If it still does
-        after a while in which the client may read, the connection is shut.
+        grpc holds the status back until the client has read all earlier messages. If that takes
+        longer than `_STATUS_S` and `_LATE_STATUS_S` together, the connection is shut.
         """
         code, text, trailers = to_status(_presentable(method, error))
         call.code = code.name
         ending = asyncio.ensure_future(context.abort(code, text, trailers))
-        ending.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
+        ending.add_done_callback(lambda task: task.cancelled() or task.exception())  # else logged
         _, held = await asyncio.wait({ending}, timeout=_STATUS_S)
         if held:
             asyncio.get_running_loop().call_later(_LATE_STATUS_S, self._give_up, ending, context)

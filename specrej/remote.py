@@ -82,8 +82,8 @@ class _CommandStream(Generic[Request, Response]):
         """Send a command, given as a field of the request, and return its answer.
 
         Raises:
-            SpecrejError: of the peer's status.
-            Unavailable: the command before was abandoned, which has cancelled the stream.
+            SpecrejError: the error that the peer's status stands for.
+            Unavailable: the previous command was cancelled, which has ended the stream.
             InternalError: the answer belongs to another command.
         """
         if self._is_abandoned:  # grpc would raise CancelledError in a task that is not cancelled

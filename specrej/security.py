@@ -311,7 +311,7 @@ def revoke(path: Path, tenant: str) -> int:
         ValueError: a line is invalid; nothing is removed.
     """
     read_tokens(path)
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # replace a symbolic link's target, not the link
     status = path.stat()
     lines = path.read_text("utf-8", "surrogateescape").split("\n")
     kept = [line for line in lines if not _is_of(line, tenant)]

@@ -2,8 +2,8 @@
 
 Streaming handlers read the messages they are given, not `context`: the first one has been read.
 They are coroutines that use `context.write`: an async generator cancelled inside a write would not
-run its `finally` in time. They send the initial metadata before their first message: with it grpc
-would refuse a status behind a message that is not read.
+run its `finally` in time. They send the initial metadata before their first message: sent with
+that message, it would make grpc refuse a status while the message is unread.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Heartbeat = Callable[[], float]
 # also while models load and calls drain.
 LIVENESS = "liveness"
 
-# The health port has one connection for so many of the main port.
+# Connections of the main port per connection of the health port.
 _PROBING = 8
 
 # Connections end at this age, plus or minus a tenth, so that clients resolve the name again.
@@ -151,7 +151,7 @@ class Server:
         self._heartbeats.append(heartbeat)
 
     def set_serving(self, serving: bool) -> None:
-        """Set the health of "" and of every service, readiness, which a drain ends for good."""
+        """Set readiness, the health of "" and of every service; a drain ends it for good."""
         for name in ("", *(service.name for service in self._services)):
             self._health.set(name, serving and not self._is_ending)
 
@@ -253,7 +253,7 @@ class Server:
 
 
 async def _load(warm_up: Callable[[], Awaitable[None]]) -> None:
-    """Await `warm_up` without the garbage collector, which then passes over what it loaded.
+    """Await `warm_up` with garbage collection off, and exempt from it what was loaded.
 
     The libraries of models are 360,000 objects that live as long as the process. To visit them
     takes 7 % of the processor time of a start, and 0.1 s of each later collection of all objects.
@@ -325,9 +325,9 @@ def _grace_ms(max_deadline_s: float | None) -> int:
 
 
 async def _within(seconds: float, end: Awaitable[object]) -> None:
-    """Wait for an end at most so long, then cancel it; with no time at all it does not begin.
+    """Wait at most `seconds` for `end`, then cancel it; with 0 seconds it does not begin.
 
-    A cancelled stop of a grpc server may cancel all later ones, which is no cancellation of ours.
+    A cancelled stop of a grpc server may cancel all later stops; that does not cancel this task.
     """
     ending = asyncio.ensure_future(end)
     try:

@@ -38,7 +38,7 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 
-# In grpc's own texts for what is above a limit: the same call fails again.
+# Parts of grpc's own messages for exceeded sizes, after which the same call would fail again.
 _TOO_LARGE = "message larger than max"
 _TOO_MUCH_METADATA = "metadata size exceeds"
 

@@ -76,7 +76,8 @@ class SyncClient:
         **credentials: Unpack[Credentials],
     ) -> None:
         self._pid = os.getpid()
-        # No call starts after the start of `_end`. The collector may close a stream in between.
+        # No call starts once `_end` has started. Reentrant, as the garbage collector may close a
+        # stream in a thread that holds it.
         self._starting = threading.RLock()
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
@@ -131,7 +132,7 @@ class SyncClient:
         self._loop.close()
 
     def _close_stream(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """End it; in the client's own thread, which may collect it, without waiting."""
+        """End a stream; in the client's own thread, which may garbage-collect one, do not wait."""
         if sys.is_finalizing():  # the thread has ended, and the connection ends with the process
             return
         if threading.current_thread() is self._thread:

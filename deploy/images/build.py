@@ -1,9 +1,9 @@
 """Builds the images, copies their bills of materials to build/sbom, and prints the sizes of their
 layers and largest packages.
 
-`python -m deploy.images.build [--base IMAGE] [--write FILE] [--archives DIRECTORY] [TARGET ...]`,
-which keeps each image as DIRECTORY/TARGET.tar in OCI's layout. With buildah if it works here, else
-docker; buildah needs BUILDAH_ISOLATION=chroot where it may not create containers.
+`python -m deploy.images.build [--base IMAGE] [--write FILE] [--archives DIRECTORY] [TARGET ...]`.
+--archives keeps each image as DIRECTORY/TARGET.tar in OCI's layout. Uses buildah if it works here,
+else docker; buildah needs BUILDAH_ISOLATION=chroot where it may not create containers.
 The build uses this machine's pip configuration: indexes, links and certificate authorities. Local
 directories among them are mounted by buildah; docker cannot do that. Without a configuration the
 Dockerfile's defaults apply.

@@ -49,7 +49,7 @@ START_S = 1800.0
 
 
 class Processes:
-    """Children in their starting order; leaving the context stops them in reverse.
+    """Children, started together; leaving the context stops the last of `programs` first.
 
     `grace_s` is how long each may take to end on SIGTERM before SIGKILL; a second cancellation
     while stopping kills at once.

@@ -62,7 +62,7 @@ ClientOf = Annotated[Client, Depends(lambda: app.state.client)]
 
 @app.exception_handler(SpecrejError)
 async def on_error(request: Request, error: SpecrejError) -> JSONResponse:
-    """A status, and `Retry-After` if the error passes."""
+    """A status, and `Retry-After` if a retry may succeed."""
     status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 500)
     delay_s = error.retry_after_s
     headers = {} if delay_s is None else {"Retry-After": str(math.ceil(delay_s))}

@@ -1,8 +1,8 @@
 """Writes all studies of some collections as files: charts, tables and an HTML page.
 
 `write([("128 tokens", trajectories)], Path("out"))` creates in `out`: report.html, which loads no
-other file; summary.md and .csv; studies-*.md with all studies in few rows, small enough to commit;
-figures/*.svg; tables/*.md and .csv; results/*.json with all results.
+other file; summary and recommended, as .md and .csv; studies-*.md with all studies in few rows,
+small enough to commit; figures/*.svg; tables/*.md and .csv; results/*.json with all results.
 """
 
 from __future__ import annotations

@@ -115,9 +115,9 @@ def ranked(prompt: Trajectories, reward: str, *, prefer_complete: bool) -> Float
 
 
 def expected_answer(answers: FloatArray, n: float) -> FloatArray:
-    """[3] of Best-of-N's answer, over all draws of `n` of these answers, `ranked`.
+    """[3] means of Best-of-N's answer over all draws of `n` answers; columns and order as `ranked`.
 
-    A fraction is the chance of one draw more. `n` is limited to 1 and the number of answers.
+    A fraction of `n` is the chance of one more draw. `n` is clipped to 1 .. the number of answers.
     """
     size = len(answers)
     whole, part = divmod(min(max(n, 1.0), size), 1)

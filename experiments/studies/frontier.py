@@ -108,7 +108,7 @@ class Frontier:
     def pays_from(self) -> tuple[int | None, int | None]:
         """By objective, the first decision token with which the default is ahead beyond chance.
 
-        With none of the later ones is it behind.
+        With every later one the default is not behind.
         """
         return self._pays_from(0), self._pays_from(1)
 

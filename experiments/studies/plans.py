@@ -117,7 +117,10 @@ def base_n(prompts: Sequence[Trajectories]) -> int:
 
 
 def is_scored(prompts: Sequence[Trajectories], reward: str, plan: Plan) -> bool:
-    """Full slots end a round at the grid's position before, so the first position matters too."""
+    """Whether prefixes were scored wherever the plan cuts.
+
+    Full slots end a round at the grid position before, so the first position matters too.
+    """
     if reward == LIKELIHOOD:
         return True
     needed = set(plan.decision_tokens(min(prompt.max_tokens for prompt in prompts)) or ())

@@ -77,7 +77,7 @@ def mean(values: FloatArray) -> Estimate:
 def share(outcomes: Iterable[bool]) -> Estimate:
     """The share of prompts with an outcome, with its exact interval (Clopper and Pearson, 1934).
 
-    It ends where the observed number, or one further from the end, has a probability of 2.5 %.
+    At each end, the observed number or a more extreme one has a probability of 2.5 %.
     """
     happened = [bool(outcome) for outcome in outcomes]
     size, count = len(happened), sum(happened)

@@ -18,7 +18,7 @@ const $ = (id) => document.getElementById(id);
 const form = $('ask');
 const remembered = new Map(); // events by request id: unlike records, they have texts
 let runs = [];
-let isSent = false; // the request that the form is
+let isSent = false; // whether the form's current request has been sent
 
 class Run {
   constructor(race) {
@@ -163,7 +163,7 @@ function showCode() {
   setText($('copy'), 'Copy');
 }
 
-// The form is another request than the one sent before, even if its seed is random.
+// Make the form a new request: draw a new seed, and update the code.
 function renew() {
   isSent = false;
   drawSeed(form);

@@ -47,7 +47,7 @@ export function bodyOf(form) {
   const value = (name) => form.elements[name].value.trim();
   const number = (name) => Number(value(name));
   const { cache, compare, seed } = form.elements,
-    isStored = cache.checked && !compare.checked; // else a comparison could be of no work
+    isStored = cache.checked && !compare.checked; // a comparison needs two runs, no stored answer
   const specrej = { n: number('n'), events: 'all', cache: isStored ? 'use' : 'bypass' };
   const algorithm = value('algorithm');
   if (algorithm === 'branching')

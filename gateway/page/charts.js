@@ -7,7 +7,7 @@ import { set } from './dom.js';
 const HEIGHT = 168;
 const PAUSE_MS = 80; // between two drawings
 
-// Registered, computed styles have their values, which canvases need.
+// Register the colors, so that computed styles contain resolved values, which canvases need.
 for (const color of ['accent', 'wash', 'gold', 'bad', 'muted', 'line', 'panel']) {
   const name = `--${color}`;
   CSS.registerProperty({ name, syntax: '<color>', inherits: true, initialValue: 'gray' });

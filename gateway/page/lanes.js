@@ -8,8 +8,8 @@ import { colorOf, described, fixed, markOf } from './words.js';
 const LEFT = 34; // for numbers
 const RIGHT = 58; // for rewards
 const TOP = 22; // for decision tokens
-const ALL = 400; // the height of all rows, where it makes each of them
-const [FLAT, TALL] = [5, 24]; // high at least and at most
+const ALL = 400; // the height that the rows share, within the limits of a row
+const [FLAT, TALL] = [5, 24]; // least and greatest height of a row
 const LABELLED = 11; // rows of this height have texts
 
 // `width` and `pick`, a function of a candidate's number, are set from outside.

@@ -70,7 +70,7 @@ function certain(state, { candidate_id: winner, text }) {
   return { ...state, isCertain: true, winner, answer: state.answer + text };
 }
 
-// Its live lanes end where they are, with `isHalted` and no fate of the service.
+// End the live lanes where they are: `isHalted` is set, `fate` stays as the service sent it.
 function halted(state, phase, error) {
   const end = (old) => (isLive(old) ? { ...old, tokens: state.position, isHalted: true } : old);
   return { ...state, phase, error, numLive: 0, lanes: state.lanes.map(end) };
@@ -171,8 +171,8 @@ function finished(state, at, data) {
   };
 }
 
-// Tokens made, and those that Best-of-N of the same N would have: so far, counting each of its
-// candidates as long as this run's are, then the service's estimate.
+// Tokens made, and those that Best-of-N of the same N would have made: during the run as if no
+// candidate had been rejected so far, at its end the service's estimate.
 export function cost(state) {
   if (state.usage) {
     const { generated_tokens: made, best_of_n_tokens_estimate: others } = state.usage;

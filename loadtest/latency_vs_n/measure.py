@@ -41,7 +41,7 @@ class Settings:
     slo_s: float = 10.0  # an answer within this time is in time
 
     def prompt(self, repeat: int, index: int) -> str:
-        """The prompt of a block's request; over the repeats, of one request, too, all of them."""
+        """The prompt of request `index` of a block; the repeats cycle through all prompts."""
         return self.prompts[(repeat + index) % len(self.prompts)]
 
 

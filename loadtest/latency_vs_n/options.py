@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Flags go before the values of --quick, and those before the defaults.
+    """Settings: a flag, else the value of --quick if it is set, else the default.
 
     Raises:
         OSError, ValueError: the prompts cannot be read.

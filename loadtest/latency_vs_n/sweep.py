@@ -33,7 +33,7 @@ _TIMEOUT_S = 600.0
 
 def main() -> None:
     """Measure, write the files, print a table and a JSON object."""
-    # By default it is raised in any greenlet, and lost in some of them.
+    # By default KeyboardInterrupt is raised in any greenlet, and some of them lose it.
     gevent.signal_handler(signal.SIGINT, gevent.kill, gevent.getcurrent(), KeyboardInterrupt)
     arguments = parse()
     try:

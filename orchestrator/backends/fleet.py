@@ -1,7 +1,7 @@
 """All backends of one kind: discovered by name, polled, and given up when they do not answer.
 
-A backend gets new sessions while it serves and has the same version as most others that serve: with
-two versions of a model, those of the more frequent one. This module does not depend on sessions.
+New sessions go only to serving backends of the most frequent version, so during a rollout the other
+version gets none. This module does not depend on sessions.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class Backend(Generic[P]):
         return self._num_opened - self._num_described
 
     async def poll(self, lost_s: float) -> None:
-        """Update the state. A slow backend gets no new sessions; after `lost_s` seconds without an
-        answer, to a session's call either, all calls that wait for it fail."""
+        """Update the state. After `lost_s / 4` seconds without an answer, the backend gets no new
+        sessions; after `lost_s`, also without an answer to a session's call, all calls that wait
+        for it fail."""
         answer, clock = asyncio.ensure_future(self.update()), asyncio.get_running_loop().time
         began = clock()
         try:
@@ -165,7 +166,7 @@ class Backend(Generic[P]):
                 raise self.failure from None
             raise
         except Unavailable as failure:
-            # A backend that answers is judged by its polls: it may lack one reward's server only.
+            # If the backend sent this error itself, its polls decide: only one reward may be down.
             if not is_answer(failure):
                 self.suspect(failure)
             raise
@@ -297,7 +298,7 @@ class Fleet(Generic[P]):
         """The result of `enter` for the first backend that is available and has room.
 
         Raises:
-            Unavailable, Overloaded: none of them.
+            Unavailable, Overloaded: no backend is available and has room.
         """
         failure: SpecrejError | None = None
         for backend in ranked:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from specrej.contracts import Prompt
 
-# Load, in sessions, that a prompt which is already prefilled makes up for.
+# Additional load, in sessions, at which the first choice still wins: it may skip a prefill.
 AFFINITY_WORTH = 0.25
 _PREFIX_CHARACTERS = 256
 

@@ -21,7 +21,7 @@ from specrej.remote import RemoteRewards
 
 _Backend = Backend[RemoteRewards]
 
-# Sessions per service and request: the second one reaches a service that was restarted.
+# Attempts per service of one scoring session: the second may reach a service that was restarted.
 _MAX_TRIES = 2
 
 

@@ -1,7 +1,7 @@
 """A session at one generator, and one that moves to another generator when its own is lost.
 
-The live candidates of a lost session go on elsewhere from the tokens that they have: these are read
-there, not drawn again, so that no survivor's text changes where rounding depends on the batch.
+The live candidates of a lost session continue at another generator, which reads their tokens and
+does not draw them again: texts drawn again could differ, because rounding depends on the batch.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class FailoverSession:
             except Unavailable as error:
                 await self._leave(error)
         if self._lost and self._live and forks:
-            # Its candidates' tokens are read there and none is drawn: the next round has them all.
+            # To the current position: the other generator reads the tokens and draws none.
             moved = self._noted(await self._move(self._num_tokens))
             self._repeated = moved.repeated_tokens
             pruned = replace(await self._session.prune(keep, forks), freed_slots=0)
@@ -145,8 +145,8 @@ class FailoverSession:
         """Close the lost session, without a final exchange.
 
         Raises:
-            Unavailable: the session has moved before, or its generator is there: one that makes
-                whole answers has tried again itself, and another one would pay for all of them.
+            Unavailable: the session has moved before, or a generator of whole answers reported the
+                error: it has retried already, and another one would generate all of them again.
         """
         described = self._session.backend.description
         is_paid = described and described.whole_answers and is_answer(error)
@@ -184,7 +184,7 @@ class FailoverSession:
         return replace(ended, repeated_tokens=before * len(ended.candidates))
 
     def _rest(self) -> SessionSpec:
-        """The session from here on; the live candidates must reach one more token together."""
+        """The spec of the rest of the session, with room for a further token of each candidate."""
         live = tuple(self._live[i] for i in sorted(self._live))
         tokens = max(self._spec.first_round_tokens, self._num_tokens + 1)
         return replace(self._spec, n=len(live), started=live, first_round_tokens=tokens)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def shares_of(n: int, room: Mapping[K, int]) -> dict[K, int]:
-    """Number of the `n` candidates by place: few places, each in proportion to its room.
+    """Candidates by place: the first places that together hold `n`, in proportion to their room.
 
     `room`: the most candidates that each place accepts, in the order of preference.
 

@@ -105,7 +105,7 @@ _SUMMARY = TypeAdapter(Summary)
 
 
 def pack(entry: CacheEntry, key: str, secret: Secret, max_bytes: int) -> bytes:
-    """The value to store under `key`: a MAC of both, and JSON in a zlib stream.
+    """The value to store under `key`: a MAC of key and stream, then JSON in that zlib stream.
 
     Up to 1 KiB the stream is not compressed. Both sizes are limited to `max_bytes`.
 

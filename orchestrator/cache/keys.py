@@ -48,7 +48,8 @@ class Keys:
 
 
 def tenant_digest(tenant: str) -> str:
-    """32 characters that identify a tenant where its name must not appear, Redis apart."""
+    """32 characters that identify a tenant where its name must not appear; keys in Redis have
+    `hashed_tenant` instead."""
     return hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()[:32]
 
 

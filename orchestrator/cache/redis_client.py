@@ -176,7 +176,7 @@ class _Delay:
 
 @asynccontextmanager
 async def _timeout(seconds: float, delay: _Delay) -> AsyncIterator[None]:
-    """`asyncio.timeout` in parts: however long the loop is blocked, only one part passes.
+    """`asyncio.timeout` in parts: a blocked event loop uses up one part, however long the block.
 
     The last part ends one turn of the loop later, so that a reply which has arrived is read first.
     """

@@ -44,7 +44,7 @@ def _read(file: Path) -> bytes:
 
 
 def seal(text: bytes, key: str, secret: Secret, max_bytes: int) -> bytes:
-    """The value to store under `key`: a MAC of both, and the text in a zlib stream.
+    """The value to store under `key`: a MAC of key and stream, then the text in that zlib stream.
 
     Up to 1 KiB the stream is not compressed. Both sizes are limited to `max_bytes`.
 

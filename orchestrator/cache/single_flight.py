@@ -2,8 +2,8 @@
 
 `SingleFlight` is within this process. `SharedSingleFlight` is across all orchestrators of one
 Redis, by a lease: the process that gets it leads; the others poll for the stored answer and for the
-lease. If Redis fails, a request stops waiting and runs alone. Neither starts the generation: the
-leader runs it in its own task, with its own deadline. Without progress it loses both leads.
+lease. If Redis fails, a request stops waiting and runs alone. The leader runs the generation in
+its own task, with its own deadline. A leader without progress loses both leads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAUSE_GROWTH = 1.5
 # each of them then runs alone, instead of one after another.
 _NO_ANSWER = b"none"
 _NO_ANSWER_MS = 1000
-# A token begins with the second at which its process must have answered, in 8 hexadecimal digits.
+# A token begins with its process's deadline: 8 hexadecimal digits of seconds since the epoch.
 _TOKEN_CHARACTERS = 32
 _NO_END = 0xFFFFFFFF
 # Appended to the key of a flight for those that cannot wait for it.
@@ -93,7 +93,7 @@ class Flight(Generic[T]):
         return self._result  # type: ignore[return-value]  # T may itself be optional
 
     def pause_timer(self) -> None:
-        """Keep the lead while it waits for its turn, until its next progress."""
+        """Keep the lead while its request is queued, until `note_progress` is called."""
         self._timer.cancel()
 
     def note_progress(self) -> None:
@@ -105,8 +105,8 @@ class Flight(Generic[T]):
     def publish(self, result: T, *, is_final: bool = True) -> None:
         """Publish the result: waiting callers return now, even if the leader continues.
 
-        One that is not final, as more time would have made it better, serves only callers whose
-        remaining time is at most the time it took; they receive it when the leader leaves.
+        A result that more time would have improved is not final: it serves only callers with at
+        most as much time left as it took, and they receive it when the leader leaves.
         """
         self._result, self.is_published = result, True
         if is_final:
@@ -149,9 +149,9 @@ class SingleFlight(Generic[T]):
 
         `left_s`: seconds to the caller's deadline.
 
-        If the leader is cancelled, runs out of time or leaves without landing, one of those that
-        wait leads a new flight. Callers with much less time than the leader lead one beside it
-        after half of their time.
+        If the leader is cancelled, runs out of time or leaves without a result, one of those that
+        wait leads a new flight. A caller with less than half of the leader's time left leads
+        one beside it after half of its own.
 
         Raises:
             Exception: the leader's error, of any other kind.
@@ -192,7 +192,7 @@ class SingleFlight(Generic[T]):
                 flight._over.set()
 
     def _lose(self, key: str) -> None:
-        """Wake those that wait for the flight of `key`: one of them leads, its leader goes on."""
+        """Wake those that wait for `key`: one of them leads, and the old leader continues."""
         flight = self._flights.pop(key)
         flight.is_lost = True
         flight._over.set()
@@ -222,9 +222,9 @@ class SharedSingleFlight:
         `flight`: this process's; the lease is renewed until that flight loses the lead.
 
         If the leader is cancelled, runs out of time or dies, one of those that wait leads. If it
-        fails otherwise, or its answer could not be stored, each of them runs alone; so does one
-        with much less time than the leader, after half of its time, which a flight beside another
-        one of its process has spent.
+        fails otherwise, or its answer could not be stored, each of them runs alone. So does a
+        caller with less than half of the leader's time left, after half of its own; at once if its
+        flight is beside another one of its process.
         """
         lease = Lease(self._cache.redis, flight_key(key), self._lease_s, flight.left_s())
         try:
@@ -262,7 +262,7 @@ class SharedSingleFlight:
                 return None
             if pause_s == FIRST_PAUSE_S:
                 telemetry.metrics.add(names.FLIGHT_WAITS, where="elsewhere")
-            flight.note_progress()  # of the other process, which may lose its lead
+            flight.note_progress()  # a leader without progress loses its lease by itself
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * PAUSE_GROWTH, LONGEST_PAUSE_S)
 
@@ -303,7 +303,7 @@ class Lease:
                 ("GETRANGE", self._key, 0, _TOKEN_CHARACTERS),
             )
         )
-        # Cancelled, it goes on, so that its reply is known.
+        # After a cancellation the claim continues, so that `release` has its reply.
         claimed, reply, holder = await asyncio.shield(self._claiming)
         self._claiming = None
         self.held = claimed is not None and claimed.value is True
@@ -372,8 +372,8 @@ class Lease:
 
 
 def _patience_s(left_s: float | None, leader_left_s: float | None) -> float | None:
-    """How long a caller waits for a leader; None: no limit. The leader hurries for its own deadline
-    alone, so that a caller with less than half of its time keeps enough to run."""
+    """Seconds that a caller waits for a leader; None: no limit. The leader regards its own deadline
+    only, so a caller with less than half of its time keeps half of its own for a run."""
     if left_s is None or (leader_left_s is not None and left_s >= leader_left_s / 2):
         return None
     return left_s / 2

@@ -1,4 +1,4 @@
-"""The public port: conversion of messages, plans, admission, and the way of a request."""
+"""The public port: conversion of messages, planning, admission, and serving of requests."""
 
 from orchestrator.edge.admission import Admission, Limits
 from orchestrator.edge.service import Orchestrator

@@ -29,17 +29,17 @@ _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
 _UNKNOWN_SERVICE_S = 1.0
 _RECENT = 0.1  # weight of the latest request in the service time per token
-_MIN_KEPT = 64  # tenants whose state is kept, needed or not
+_MIN_KEPT = 64  # tenants and heap entries up to which nothing is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Upper limits; 0 candidate-tokens: no limit.
 
-    `max_running` requests run, and `spare_running` more, each of a tenant that ran nothing before.
-    `max_queued` requests wait, of `max_queued_tokens` candidate-tokens. The tenants that wait have
-    equal parts of both; one alone has all. `tenant_tokens` are those of one tenant that run and
-    wait, unless its share has a limit.
+    `max_running` requests run, plus `spare_running`, each of a tenant with no other running one.
+    `max_queued` requests with `max_queued_tokens` candidate-tokens in all wait; both limits are
+    divided equally among the tenants that wait. `tenant_tokens` bounds the candidate-tokens that
+    one tenant has running and waiting, unless its share has a limit.
     """
 
     max_running: int
@@ -57,10 +57,11 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class _Tenant:
-    """One tenant: candidate-tokens `held` by its requests here, and those `waiting` of them.
+    """One tenant: candidate-tokens `held` by its requests here, and the part of them `waiting`.
 
-    `running` is the number of its permits. `start` is the start of the first request in its line;
-    `finish` the end of the last one before. `entry` numbers its valid entry in the heap.
+    `running` is the number of its permits. `start` is the virtual start of the first request in its
+    line, `finish` the virtual end of the last one that ran. `entry` is the number of its valid
+    entry in the heap.
     """
 
     weight: float = 1.0
@@ -225,7 +226,7 @@ class Admission:
         return not own.running and self._num_spare < self._limits.spare_running
 
     async def _acquire(self, own: _Tenant, tokens: int) -> bool:
-        """Whether the permit is a spare one."""
+        """Wait for a permit; return whether it is a spare one."""
         if self._may_run(own):
             if self._num_lines:  # otherwise not charged: no other request waits
                 self._charge(own, max(own.finish, self._virtual), tokens)
@@ -323,7 +324,7 @@ class Admission:
         waiter = next(reversed(tenant.line))
         self._leave(tenant, waiter)
         if not waiter.permit.done():
-            text = f"{self.running} requests run and the place is another tenant's"
+            text = f"{self.running} requests run and a tenant with fewer waiting took the place"
             wait_s = _bounded(self._fair_wait_s(tenant, waiter.tokens))
             waiter.permit.set_exception(Overloaded(text, retry_after_s=wait_s))
 

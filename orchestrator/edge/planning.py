@@ -65,8 +65,8 @@ class Rewards(Protocol):
 class Plan:
     """A request that can be served, and what its answer depends on.
 
-    Its rewards are sorted by name, so that equal requests have equal answers to the last field;
-    `reward_order` has the index of each reward in the caller's order.
+    Its rewards are sorted by name, so that the caller's order does not change the answer;
+    `reward_order` has, for each of the caller's rewards in order, its index among the sorted ones.
     """
 
     request: GenerationRequest
@@ -249,9 +249,9 @@ class _LastDescription(Generic[T]):
 
 
 def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDescription) -> int:
-    """The cost of a request: `n` candidates times the tokens that each may grow to, at most the
-    generator's slots, the prompt's tokens, and one per prefix that may be scored and per value that
-    may be returned."""
+    """The cost of a request: the tokens that `n` candidates may grow to (at most the generator's
+    slots), plus the prompt's tokens (estimated), plus one per prefix that may be scored and one per
+    value that may be returned."""
     selection, sampling = request.selection, request.sampling
     grown = min(n * sampling.max_tokens, generator.slots.capacity)
     is_cut = selection.algorithm is not Algorithm.BEST_OF_N

@@ -55,7 +55,8 @@ from specrej.telemetry import names
 
 @dataclass(frozen=True, slots=True)
 class _Lead:
-    """A run that is needed, and where its answer goes: the cache, and requests that wait."""
+    """A run that this request must make; its answer goes to the cache if `stores`, and to requests
+    that wait for `flight` or `lease`."""
 
     stores: bool
     flight: Flight[Generation] | None = None
@@ -191,7 +192,7 @@ class Orchestrator:
         """Answer one request: `emit` receives each event as it happens, `Finished` last; `within`
         those within rounds.
 
-        No reader can delay the run: `emit` returns at once. `share` is the tenant's; `violations`
+        `emit` must return at once: the run waits for it. `share` is the tenant's; `violations`
         are those of the message's conversion; `time_left_s`: to the deadline.
 
         Raises:
@@ -354,7 +355,7 @@ class Orchestrator:
                     if lease:
                         lease.abandon()
         if lead.flight:
-            # A run without the reward would end alike: requests of a flight allow the same.
+            # An answer degraded only by a reward is final: all requests of a flight allow that.
             is_final = not generation.hurried and {*generation.degradations} <= {Degradation.REWARD}
             lead.flight.publish(generation, is_final=is_final)
         return Finished(generation)

@@ -72,7 +72,8 @@ def expanded(
 def check_expansion(
     rewards: Sequence[WeightedReward], composites: Mapping[str, Composite], path: str
 ) -> Iterator[Violation]:
-    """Composites have their own normalisations and vetoes; expanded, each reward occurs once."""
+    """Check that requests set no normalization or veto of a composite, and that each reward occurs
+    once after expansion."""
     for index, reward in enumerate(rewards):
         if reward.name not in composites:
             continue
@@ -93,7 +94,7 @@ def check_expansion(
 
 
 def check_composites(composites: Sequence[Composite]) -> Iterator[Violation]:
-    """Unique, valid names; rewards that a request could name itself."""
+    """Check for unique, valid names, and for valid rewards that are not composites."""
     names = [composite.name for composite in composites]
     for composite in composites:
         path = repr(composite.name)

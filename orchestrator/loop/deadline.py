@@ -99,8 +99,8 @@ class DeadlineController:
         self._score_s = seconds / max(1, num_candidates)
 
     def step_s(self, rows: int) -> float:
-        """Seconds of a step, on the line through the latest measurement and that of most rows; 0
-        before the first one."""
+        """Estimated seconds of a step of `rows`: linear through the latest measurement and the one
+        with the most rows; 0 before any measurement."""
         if not self._steps:
             return 0.0
         latest = self._steps[self._latest_rows]
@@ -118,7 +118,7 @@ class DeadlineController:
         if self.time_left_s is None:
             return wanted
         if not self._has_begun:
-            return 1  # it takes the time of reading the prompt, which no later one takes
+            return 1  # the first stride includes the prefill, so it is not measured as a step
         if not self._steps:
             return min(wanted, _UNMEASURED_TOKENS)
         fitting = max(0.0, self.left_s) * _STRIDE_PART / max(self.step_s(rows), 1e-9)
@@ -188,7 +188,7 @@ class DeadlineController:
             until = min(self.next_token(position), end)
             seconds += (until - position) * step_s + rows * self._score_s
             position = until
-            if may_shrink:  # after a round without rejection there may be thousands without
+            if may_shrink:  # once a round rejects none, neither does any later one
                 kept = self._num_kept(rows, alpha)
                 rows, may_shrink = kept, kept < rows
                 step_s = self.step_s(rows)

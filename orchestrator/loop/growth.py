@@ -103,8 +103,8 @@ class Growth:
     async def while_waiting(self, scores: Awaitable[T], position: int, until: int, rows: int) -> T:
         """The scores; meanwhile `rows` candidates grow from `position` on, to below `until`.
 
-        A stride that fails ends the growth, and the next `extend` raises its error: the scores
-        decide what the answer is until then.
+        A stride that fails ends the growth, but its error is raised only by the next `extend`, so
+        that the scores can still be used.
         """
         began, awaited = self._clock(), asyncio.ensure_future(scores)
         try:

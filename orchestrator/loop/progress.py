@@ -22,7 +22,7 @@ from specrej.contracts import (
 
 # Tokens of a stride: what a caller sees at once.
 _STRIDE_TOKENS = 4
-# The generator sends all texts after each stride: a token more per this number of candidates.
+# Every stride sends all texts, so with many candidates a stride has a token per this many of them.
 _ROWS_PER_TOKEN = 16
 # Characters of the texts of one round.
 _MAX_CHARACTERS = 262_144

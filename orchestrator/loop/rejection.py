@@ -57,9 +57,10 @@ def cut(
 ) -> Cut:
     """Reject the lowest fraction alpha of the ranked candidates, finished and live together.
 
-    At least `least` candidates are kept, or all. With `release`, at least so many *live* candidates
-    are rejected, but not below `least` live ones; of `least` or fewer, one, unless it is the only
-    one. Otherwise a round that full slots end could free no slot, and the run would never end.
+    Keeps at least `least` candidates, or all. With `release`, rejects at least so many *live* ones
+    as long as `least` live ones remain; of `least` or fewer live ones, it rejects one unless it is
+    the only one. Otherwise a round that full slots end could free no slot, and the run would never
+    end.
 
     Vetoed candidates rank lowest and are rejected whatever alpha is. If all are vetoed, the best
     live one is kept, so that there is an answer. With `has_answer` none is kept: a complete

@@ -249,7 +249,7 @@ class _Run:
         return await self.growth.extend(position, until, rows, most_tokens, report)
 
     async def _score(self, ended: Round) -> None:
-        """Score what is live and what has just ended; live candidates only while there is time.
+        """Score the round's candidates, unless time has run out and none of them has just ended.
 
         A candidate that has just ended can be the answer only if it is scored.
         """
@@ -265,7 +265,8 @@ class _Run:
             self.deadline.note_scoring(len(candidates), self.clock() - began)
 
     async def _growing_ahead(self, ended: Round, scores: Awaitable[RawScores]) -> RawScores:
-        """The scores, while live candidates grow on; forks must begin at the decision token."""
+        """Await the scores while live candidates grow ahead. Not with branching: forks must begin
+        at the decision token."""
         state, is_alone = self.state, ended.slots.owned <= ended.slots.session
         planned = ended.ended_by is RoundEnd.DECISION_TOKEN
         if not (self.overlaps and is_alone and planned and not self.request.selection.branching):
@@ -313,7 +314,7 @@ class _Run:
         try:
             pruned = await in_time(self.session.prune(state.live, forks), self.deadline.patience_s)
         except (OutOfTime, SpecrejError) as error:
-            # The round is complete, and where nothing is live so is the answer.
+            # The round is complete. The error is raised only if a candidate is still to grow.
             self.growth.fail(error)
             return alpha, {}, 0
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}

@@ -207,7 +207,7 @@ class RunState:
         self.live |= forks.keys()
 
     def root(self, number: int) -> int:
-        """The candidate of the start that a fork, of any generation, continues."""
+        """The initial candidate that `number` descends from; itself if it is no fork."""
         while number in self.forks:
             number, _ = self.forks[number]
         return number

@@ -118,7 +118,7 @@ class RequestScorer:
         return _likelihoods(candidates)
 
     def replaced(self, candidates: Sequence[Candidate], error: RewardInvalid) -> RawScores:
-        """What replaces scores that are invalid together; raises the error without fallback."""
+        """The likelihoods in place of scores with an invalid sum; raises `error` if not allowed."""
         self._fall_back(error)
         return _likelihoods(candidates)
 

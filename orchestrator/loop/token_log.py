@@ -58,7 +58,7 @@ class TokenLog:
         )
 
     def _top(self, part: Candidate) -> Iterator[TopLogprobs]:
-        """Of each new token of a round, if there are any."""
+        """The most probable tokens at each step of a round, if the sampling has `top_logprobs`."""
         if part.new_top_token_ids:
             pairs = zip(part.new_top_token_ids, part.new_top_logprobs, strict=False)
             tokens = [TokenLogprob(i, self._texts.get(i, b""), value) for i, value in pairs]

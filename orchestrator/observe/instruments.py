@@ -36,7 +36,7 @@ T = TypeVar("T")
 # Operation names of OpenTelemetry's conventions for generative AI.
 _CHAT, _COMPLETION = "chat", "text_completion"
 _MAX_TENANTS = 10  # in a metric
-_MAX_NAMED = 1000  # ever: OpenTelemetry keeps all labels, and mixes up those beyond 2,000
+_MAX_NAMED = 1000  # per process: OpenTelemetry keeps all labels, and merges those beyond 2,000
 _PHASES = ("queue_ms", "open_ms", "extend_ms", "score_ms", "prune_ms", "first_round_ms")
 
 

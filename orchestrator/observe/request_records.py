@@ -34,8 +34,8 @@ from specrej.errors import (
 
 OK = "OK"
 
-# In candidates of a round, of about 100 bytes each; a round itself counts as some. The loop bounds
-# those of one request.
+# Sizes are counted in candidates of a round, about 100 bytes each; a round itself counts as this
+# many. The loop bounds the candidates of one request.
 _ROUND_SIZE = 8
 MAX_SIZE = 131_072  # of all records
 

@@ -80,7 +80,7 @@ class Shadow(NamedTuple):
 class WatchedRun:
     """A request of the sampled share, and what its run records. Its rewards have names.
 
-    `decisions` have the token and its label: of full slots, which end rounds anywhere, the label is
+    `decisions` have the token and its label: the token itself or, where full slots ended a round,
     the last power of two. `partial` has each candidate's values at the decisions it grew through,
     `ends` its final ones and whether max_tokens cut it off. The candidates in `ends`, by weight,
     represent all candidates of the request, had none been rejected.
@@ -192,7 +192,7 @@ class Observation(NamedTuple):
     pairs: Sequence[tuple[int, Pairs]]  # with the label of the decision token
     best_weight: int  # of the best candidate with an observed end
     max_weight: int  # of all of them: about one regret in so many is observed
-    lost: Sequence[int]  # of `best_weight`, how many the run rejected, then a run with each alpha
+    lost: Sequence[int]  # how many of `best_weight` the run rejected, then a replay with each alpha
 
 
 def observe(run: WatchedRun) -> Observation:

@@ -155,7 +155,7 @@ class Sampling:
         0.0, "Subtracted from the logit of each token in the candidate.", _PENALTY
     )
     frequency_penalty: float = option(
-        0.0, "The same, as often as the candidate has the token.", _PENALTY
+        0.0, "Subtracted from a token's logit once per occurrence in the candidate.", _PENALTY
     )
     logit_bias: tuple[TokenBias, ...] = option(
         (), "Added to the logit of a token, -100 .. 100; repeatable."
@@ -300,7 +300,7 @@ class Selection:
         "WIDTH,KEEP[,TAPER]: the best KEEP live candidates go on, with forks up to WIDTH; fewer in"
         " long rounds if TAPER is above 0; no alpha.",
     )
-    min_answers: int = option(1, "Candidates that every cut keeps at least: so many answers.")
+    min_answers: int = option(1, "Fewest candidates that a cut keeps, and so of answers.")
 
 
 class CacheControl(Enum):

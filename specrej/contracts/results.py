@@ -118,7 +118,7 @@ class Usage:
     freed_slots: int
     best_of_n_tokens_estimate: int
     discarded_tokens: int = (
-        0  # of the generated ones: grown while scores were under way, for nothing
+        0  # of the generated ones: grown while scores were under way, then discarded
     )
 
 
@@ -140,7 +140,7 @@ class Generation:
     """An answer with its rounds and cost; `candidates[0]` is the answer.
 
     `hurried`: deadline-adjusted; the deadline made cuts deeper or earlier than requested.
-    `reduced`: n was 0, and other requests held slots of some of the candidates.
+    `reduced`: n was 0, and would have been larger without the slots of other requests.
     """
 
     candidates: tuple[RankedCandidate, ...]

@@ -91,12 +91,12 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
     segments: Sequence[Segment],
     decoder: Decoder | None = None,
-    seen: list[Scaling] | None = None,
+    seen: dict[int, Scaling] | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: None = None,
@@ -105,17 +105,22 @@ def attend(
     """Attention of R rows, R = sum of the segments' rows, batch 1.
 
     query [1, heads, R, d]; key, value [1, kv_heads, R, d]; returns [1, R, heads, d]. What the model
-    applies to the scores is added to `seen`.
+    applies to the scores is added to `seen`, by layer.
 
     Raises:
-        NotImplementedError: the model uses attention sinks, or compressed keys and values.
+        NotImplementedError: the model uses attention sinks, masks of its own, compressed keys and
+            values, or a layer's attention twice.
     """
     if s_aux is not None:
         raise NotImplementedError("attention sinks are not supported")
+    if attention_mask is not None:
+        raise NotImplementedError("masks of the model's own are not supported")
     scaled = Scaling(scaling, softcap, sliding_window)
-    if seen is not None:
-        seen.append(scaled)
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if seen is not None:
+        if layer in seen:
+            raise NotImplementedError("layers do not have one attention each")
+        seen[layer] = scaled
     if key.shape[-1] != value.shape[-1]:
         raise NotImplementedError("keys and values of different sizes are not supported")
     output = attend_rows(layer, (query[0], key[0], value[0]), segments, scaled, decoder)

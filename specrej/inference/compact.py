@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specrej.inference.cpu_product import BFLOAT16, FLOAT32, GROUP, INT4, INT8
 
-# How files of block formats find a group's scale, which they store as float16: from the range
-# of its weights (GGUF's Q4_1, Q5_1), or from the largest (Q8_0, Q4_0, Q5_0).
+# Divisors by which block formats compute a group's scale, stored as float16: of the range of its
+# weights (GGUF's Q4_1, Q5_1), or of the largest weight (Q8_0, Q4_0, Q5_0).
 _SCALES_OF_RANGE = (15, 31)
 _SCALES_OF_LARGEST = (127, 8, 16)
 

@@ -173,8 +173,8 @@ class Kernel:
             _OPEN_MP.GOMP_parallel(address, job.ctypes.data, threads, 0)
 
     def compile(self, *, waits: bool) -> None:
-        """Compile, or load what another process has compiled; nothing while one compiles, unless
-        it `waits` for that."""
+        """Compile, or load what another process has compiled. While another process compiles, wait
+        for it if `waits`, else do nothing."""
         if self._compiled is not None:
             return
         signature = types.void(types.int64)
@@ -193,7 +193,8 @@ _kernels: list[Kernel] = []
 
 
 def _compile_all() -> None:
-    """First what no other process compiles; then the rest is there to be loaded."""
+    """Compile the kernels that no other process is compiling, then wait for the others and load
+    them."""
     for waits in (False, True):
         for kernel in _kernels:
             kernel.compile(waits=waits)

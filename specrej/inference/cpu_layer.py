@@ -196,7 +196,7 @@ def _replacement_of(
         return None
     hidden = layer.input_layernorm.weight.numel()
     rows = torch.randn(1, _TRIAL_ROWS, hidden, generator=torch.Generator().manual_seed(0))
-    seen: list[Scaling] = []
+    seen: dict[int, Scaling] = {}
     with torch.inference_mode():
         cos_sin = rotary(rows, positions)
         if cos_sin[0].shape[-1] != shape.head_dim:  # only a part of each head is rotated
@@ -204,7 +204,7 @@ def _replacement_of(
         expected = layer(rows, **_trial(cos_sin, shape), position_ids=positions, seen=seen)
         if not seen:  # its attention is not ours
             return None
-        candidate = CPULayer(layer, (norms[0], norms[1]), shape, seen[0])
+        candidate = CPULayer(layer, (norms[0], norms[1]), shape, *seen.values())
         options = _trial(cos_sin, shape)
         options["decoder"] = CPUAttention(shape, candidate.sizes.heads, options["segments"])
         actual = CPULayers([candidate])(rows.clone(), **options)

@@ -156,7 +156,7 @@ class SuffixKV:
     def reserve(self, tokens_room: int, slots: int = 0) -> None:
         """Make room for `tokens_room` tokens per live row: layer by layer, in place if it fits.
 
-        What does not fit moves to where there are at least `slots`, so that it is the last move.
+        A layer that is too small moves to a tensor of at least `slots`, so that it moves only once.
         """
         for store in (self._keys, self._values):
             for layer, flat in enumerate(store):
@@ -166,8 +166,8 @@ class SuffixKV:
     def keep(self, rows: Sequence[int], slots: int) -> None:
         """Make some live rows the only ones, in this order; a repeated row is copied.
 
-        The extra memory is one layer's, and all of a store's of at most `slots` where there are
-        more rows than it has.
+        Takes the extra memory of one layer. If the rows do not fit into the store, it also grows:
+        to at most `slots`, or to what the stored tokens need.
         """
         index = torch.tensor(rows, dtype=torch.long, device=self._shape.device)
         tokens_room = self.tokens_room

@@ -133,7 +133,7 @@ class SegmentedModel:
         if expected is None:
             return
         segment = PrefillSegment((PromptKV(self.shape, _TRIAL_TOKENS),), 0, 0, _TRIAL_TOKENS)
-        seen: list[attention.Scaling] = []
+        seen: dict[int, attention.Scaling] = {}
         try:
             actual = self._run(model, token_ids, positions, [segment], seen=seen)[0]
         except (RuntimeError, TypeError, ValueError) as error:
@@ -145,13 +145,13 @@ class SegmentedModel:
         if len(seen) != self.sizes.layers:
             raise ValueError("its layers do not have one attention each")
         window = _window(model.config.get_text_config())
-        if window and all(scaled.window != window for scaled in seen):
+        if window and all(scaled.window != window for scaled in seen.values()):
             raise ValueError("its window is not that of its attention")
 
     def _speed_up(self) -> None:
         """Replace what is slow with few rows, where there is something faster for the device."""
         if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
-            # Here, as other devices do without the compiler behind it.
+            # Imported here: other devices do not need the compiler.
             from specrej.inference import cpu_jobs, cpu_layer, cpu_layout, linear, norm
 
             if not cpu_jobs.ON_ALL_THREADS:

@@ -117,11 +117,11 @@ class SlotLedger:
         self.cached += count
 
     def evict(self, count: int) -> None:
-        """Cached slots are free."""
+        """Free `count` cached slots."""
         self.cached -= count
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the books do not balance."""
+        """Raises AssertionError if the numbers of slots are inconsistent."""
         for session_id, holding in self._holdings.items():
             assert 0 <= holding.owned <= holding.share, (session_id, holding)
         assert self.held >= 0

@@ -68,13 +68,13 @@ RPC_DURATION = _seconds("rpc.server.call.duration", "ended calls, by code", RPC_
 # newer calls that neither write nor read; calls, tenant_calls: too many run; connection: shut, as
 # its client does not read
 RPC_REFUSED = _counter("specrej.rpc.server.refused", "{call}", "calls ended by bounds", "reason")
-HEARTBEAT_AGE = _gauge("specrej.heartbeat.age", "s", "since the compute thread last made progress")
+HEARTBEAT_AGE = _gauge("specrej.heartbeat.age", "s", "time without progress of a compute thread")
 EVENT_LOOP_LAG = _gauge(
     "specrej.event_loop.lag", "s", "longest delay of the event loop in the last minute"
 )
 FILES_REJECTED = _gauge("specrej.files.rejected", "{file}", "changed files that cannot be used")
 CERTIFICATE_LIFE = _gauge(
-    "specrej.certificate.life", "s", "until the server's certificate chain expires"
+    "specrej.certificate.life", "s", "time until the server's certificate chain expires"
 )
 LEASES_EXPIRED = _counter("specrej.leases.expired", "{session}", "streams whose lease ran out")
 
@@ -173,7 +173,7 @@ ENGINE_TOKENS = _counter("specrej.engine.tokens", "{token}", "generated, prefill
 REWARD = "reward"
 REWARD_DURATION = _seconds("specrej.reward.duration", "a batch, from arrival to scores", REWARD)
 REWARD_BATCH = _sizes("specrej.reward.batch", "{text}", "texts of a batch", REWARD)
-REWARD_TOKENS = _counter("specrej.reward.tokens", "{token}", "computed", REWARD)
+REWARD_TOKENS = _counter("specrej.reward.tokens", "{token}", "tokens computed", REWARD)
 REWARD_QUEUED = _up_down("specrej.reward.queued", "{call}", "batches that wait or run", REWARD)
 
 # Shadows: see docs/telemetry.md.

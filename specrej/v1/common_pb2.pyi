@@ -215,7 +215,7 @@ class JsonSchema(_message.Message):
 
     SCHEMA_FIELD_NUMBER: _builtins.int
     schema: _builtins.str
-    """A JSON Schema, an object in JSON; unsupported keywords are an error; 1 .. 65536 characters."""
+    """A JSON Schema, an object in JSON; unsupported keywords are an error; 2 .. 65536 characters."""
     def __init__(
         self,
         *,
@@ -379,9 +379,9 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def structured_output(self) -> Global___StructuredOutput:
-        """What every complete answer conforms to; absent: anything. It decides where a candidate ends, so it
-        is refused with stop, stop_token_ids and ignore_eos. Where bad_words or min_tokens leave no token
-        that it allows, they have no effect.
+        """The format of every complete answer; absent: any text. It decides where a candidate ends, so it
+        is refused with stop, stop_token_ids and ignore_eos. At a step where bad_words or min_tokens
+        would exclude every token that the format allows, they have no effect.
         """
 
     def __init__(

@@ -61,9 +61,10 @@ class _CacheControlEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheCon
     CACHE_CONTROL_REFRESH: _CacheControl.ValueType  # 3
     """Generate a new answer and store it."""
     CACHE_CONTROL_USE_BETTER: _CacheControl.ValueType  # 4
-    """Like USE; the answer may also be one stored for the same prompt, sampling (except the seed)
-    and rewards, from a search at least as large, or better than the one stored for this request.
-    Not where a reward is normalised by its batch: such scores compare within one request only.
+    """Like USE, but the answer may also come from a request with the same prompt, sampling (except
+    the seed) and rewards: one that ranks above the answer stored for this request or, if none is
+    stored, one of at least n candidates. Never if a reward is normalised by its batch: such scores
+    compare within one request only.
     """
 
 class CacheControl(_CacheControl, metaclass=_CacheControlEnumTypeWrapper):
@@ -78,9 +79,10 @@ CACHE_CONTROL_BYPASS: CacheControl.ValueType  # 2
 CACHE_CONTROL_REFRESH: CacheControl.ValueType  # 3
 """Generate a new answer and store it."""
 CACHE_CONTROL_USE_BETTER: CacheControl.ValueType  # 4
-"""Like USE; the answer may also be one stored for the same prompt, sampling (except the seed)
-and rewards, from a search at least as large, or better than the one stored for this request.
-Not where a reward is normalised by its batch: such scores compare within one request only.
+"""Like USE, but the answer may also come from a request with the same prompt, sampling (except
+the seed) and rewards: one that ranks above the answer stored for this request or, if none is
+stored, one of at least n candidates. Never if a reward is normalised by its batch: such scores
+compare within one request only.
 """
 Global___CacheControl: _TypeAlias = CacheControl  # noqa: Y015
 
@@ -505,9 +507,9 @@ class Selection(_message.Message):
     reward; else the reward alone decides; default true.
     """
     min_answers: _builtins.int
-    """Candidates that every cut keeps at least, the best ones, finished or live: so many have an answer
-    in the end, unless rewards veto them or a backend fails. Slots for so many whole answers are
-    reserved. 1 .. n, with branching 1 .. its keep; default 1.
+    """Every cut keeps at least this many candidates, the best ones, finished or live, so the request
+    ends with this many answers unless rewards veto some or a backend fails. Slots for this many
+    whole answers are reserved. 1 .. n, with branching 1 .. its keep; default 1.
     """
     @_builtins.property
     def schedule(self) -> Global___Schedule:
@@ -565,9 +567,9 @@ Global___Selection: _TypeAlias = Selection  # noqa: Y015
 
 @_typing.final
 class Branching(_message.Message):
-    """At each decision token the best live candidates go on, and forks of them, in turn from the best
-    one, fill up their number. `alpha` is not used. A round that full slots end makes no forks, and a
-    request makes at most 16384.
+    """At each decision token the best `keep` live candidates continue, and forks of them, taken in turn
+    from the best one, bring the number up to `width`. `alpha` is not used. A round that ends because
+    slots are full makes no forks, and a request makes at most 16384.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -955,13 +957,13 @@ class RoundTrace(_message.Message):
     num_lost: _builtins.int
     """Live candidates that were lost with one of several generators; 0 or more."""
     discarded_tokens: _builtins.int
-    """Of the generated tokens those of candidates that grew on while their prefixes were scored, and
-    were rejected then; 0 or more.
+    """Of generated_tokens, those that rejected candidates generated while their prefixes were scored;
+    0 or more.
     """
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Rewards of the candidates ranked in this round, best first; none if they would bring a request
-        beyond 16384 over all rounds.
+        """Rewards of the candidates ranked in this round, best first; empty if the request's rounds would
+        otherwise list more than 16384 candidates and forks in all.
         """
 
     @_builtins.property
@@ -1084,8 +1086,8 @@ class Usage(_message.Message):
     rejected ones with the mean length of the finished ones, or their own if that is larger.
     """
     discarded_tokens: _builtins.int
-    """Of the generated tokens those that candidates grew beyond a decision token while scores were under
-    way, and that the cut then discarded.
+    """Of generated_tokens, those generated beyond a decision token while scores were computed, and
+    then discarded.
     """
     def __init__(
         self,
@@ -1709,7 +1711,7 @@ class RequestRecord(_message.Message):
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
     HURRIED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """As in the request for the record."""
+    """The request's id."""
     max_tokens: _builtins.int
     """Most tokens of a candidate."""
     outcome: _builtins.str
@@ -1740,7 +1742,7 @@ class RequestRecord(_message.Message):
 
     @_builtins.property
     def queued_offset(self) -> _duration_pb2.Duration:
-        """When it entered the queue; absent: it did not, since its answer needed no generation."""
+        """When it entered the queue; absent: not yet, or it ended before, for instance from the cache."""
 
     @_builtins.property
     def running_offset(self) -> _duration_pb2.Duration:

@@ -207,6 +207,17 @@ def test_a_tokenizer_of_another_kind_is_refused() -> None:
     assert "the model's tokenizer" in description
 
 
+def test_a_trial_process_that_is_killed_decides_nothing() -> None:
+    """Guards against valid outputs that stay refused because memory ran out once."""
+    compiler = Grammars(SPEC, [EOS])
+    compiler.compile(Regex("a+"))
+    process = compiler._trials._process
+    assert process
+    process.kill()
+    process.wait()
+    compiler.compile(Regex("b+"))
+
+
 async def test_an_output_that_was_tried_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards other callers against one whose outputs take too long, again and again."""
     compiler = Grammars(SPEC, [EOS])

@@ -64,6 +64,7 @@ GENERATION = c.Generation(
     generator_fingerprint="g",
     reward_fingerprint="f",
 )
+ONE = replace(GENERATION, candidates=GENERATION.candidates[:1])
 EVENTS: tuple[c.Event, ...] = (
     c.Admitted(8, 9, "r1"),
     c.Progress(4, 8, 41, 4096),

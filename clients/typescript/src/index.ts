@@ -159,7 +159,7 @@ async function* withErrors<T>(messages: AsyncIterable<T>, named: (reason: unknow
   }
 }
 
-/** Reads a cancelled call to its end: until then, its deadline's timer keeps the process. */
+/** Reads a cancelled call to its end: until then, its timer keeps the process from exiting. */
 async function drain(responses: AsyncIterator<unknown>): Promise<void> {
   try {
     while (!(await responses.next()).done);

@@ -153,8 +153,8 @@ class OpenSession(_message.Message):
     adapter: _builtins.str
     """A name of `adapters` in Describe: the candidates are its and the model's; empty: the model's."""
     min_answers: _builtins.int
-    """Candidates whose whole answers, of max_tokens each, fit into the session's share at all times, as
-    long as so many are live; 1 .. the generator's limit; default 1.
+    """The session's share always has room for the whole answers, of max_tokens each, of this many
+    live candidates; 1 .. the generator's limit; default 1.
     """
     @_builtins.property
     def prompt(self) -> _common_pb2.Prompt:

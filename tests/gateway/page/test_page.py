@@ -100,7 +100,7 @@ async def test_lanes_grow_while_a_round_runs(fresh: Window) -> None:
 
 
 async def widths_in_the_first_round(fresh: Window) -> list[str]:
-    """The widths that a growing bar has while the first round of a request runs."""
+    """The widths that a growing bar has while the first, long round of a request runs."""
     await fresh.js(
         """
         window.seen = new Set();
@@ -114,7 +114,7 @@ async def widths_in_the_first_round(fresh: Window) -> list[str]:
         };
         look();"""
     )
-    await fresh.run(**{**SEEDED, "first": 64, "max_tokens": 128})
+    await fresh.run(**{**SEEDED, "first": 512, "max_tokens": 1024})
     await fresh.ended()
     return list(await fresh.js("return [...window.seen]"))
 

@@ -170,7 +170,7 @@ export const StructuredOutputSchema: GenMessage<StructuredOutput> = /*@__PURE__*
  */
 export type JsonSchema = Message$1<"specrej.v1.JsonSchema"> & {
   /**
-   * A JSON Schema, an object in JSON; unsupported keywords are an error; 1 .. 65536 characters.
+   * A JSON Schema, an object in JSON; unsupported keywords are an error; 2 .. 65536 characters.
    *
    * @generated from field: string schema = 1;
    */
@@ -370,9 +370,9 @@ export type Sampling = Message$1<"specrej.v1.Sampling"> & {
   stopTokenIds: number[];
 
   /**
-   * What every complete answer conforms to; absent: anything. It decides where a candidate ends, so it
-   * is refused with stop, stop_token_ids and ignore_eos. Where bad_words or min_tokens leave no token
-   * that it allows, they have no effect.
+   * The format of every complete answer; absent: any text. It decides where a candidate ends, so it
+   * is refused with stop, stop_token_ids and ignore_eos. At a step where bad_words or min_tokens
+   * would exclude every token that the format allows, they have no effect.
    *
    * @generated from field: specrej.v1.StructuredOutput structured_output = 17;
    */

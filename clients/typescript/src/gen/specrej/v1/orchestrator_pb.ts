@@ -327,9 +327,9 @@ export type Selection = Message<"specrej.v1.Selection"> & {
   branching?: Branching | undefined;
 
   /**
-   * Candidates that every cut keeps at least, the best ones, finished or live: so many have an answer
-   * in the end, unless rewards veto them or a backend fails. Slots for so many whole answers are
-   * reserved. 1 .. n, with branching 1 .. its keep; default 1.
+   * Every cut keeps at least this many candidates, the best ones, finished or live, so the request
+   * ends with this many answers unless rewards veto some or a backend fails. Slots for this many
+   * whole answers are reserved. 1 .. n, with branching 1 .. its keep; default 1.
    *
    * @generated from field: optional int32 min_answers = 9;
    */
@@ -344,9 +344,9 @@ export const SelectionSchema: GenMessage<Selection> = /*@__PURE__*/
   messageDesc(file_specrej_v1_orchestrator, 8);
 
 /**
- * At each decision token the best live candidates go on, and forks of them, in turn from the best
- * one, fill up their number. `alpha` is not used. A round that full slots end makes no forks, and a
- * request makes at most 16384.
+ * At each decision token the best `keep` live candidates continue, and forks of them, taken in turn
+ * from the best one, bring the number up to `width`. `alpha` is not used. A round that ends because
+ * slots are full makes no forks, and a request makes at most 16384.
  *
  * @generated from message specrej.v1.Branching
  */
@@ -782,8 +782,8 @@ export type RoundTrace = Message<"specrej.v1.RoundTrace"> & {
   bestScore: number;
 
   /**
-   * Rewards of the candidates ranked in this round, best first; none if they would bring a request
-   * beyond 16384 over all rounds.
+   * Rewards of the candidates ranked in this round, best first; empty if the request's rounds would
+   * otherwise list more than 16384 candidates and forks in all.
    *
    * @generated from field: repeated double scores = 9;
    */
@@ -876,8 +876,8 @@ export type RoundTrace = Message<"specrej.v1.RoundTrace"> & {
   forks: Fork[];
 
   /**
-   * Of the generated tokens those of candidates that grew on while their prefixes were scored, and
-   * were rejected then; 0 or more.
+   * Of generated_tokens, those that rejected candidates generated while their prefixes were scored;
+   * 0 or more.
    *
    * @generated from field: int64 discarded_tokens = 22;
    */
@@ -984,8 +984,8 @@ export type Usage = Message<"specrej.v1.Usage"> & {
   bestOfNTokensEstimate: bigint;
 
   /**
-   * Of the generated tokens those that candidates grew beyond a decision token while scores were under
-   * way, and that the cut then discarded.
+   * Of generated_tokens, those generated beyond a decision token while scores were computed, and
+   * then discarded.
    *
    * @generated from field: int64 discarded_tokens = 7;
    */
@@ -1661,7 +1661,7 @@ export const ListRecordsResponseSchema: GenMessage<ListRecordsResponse> = /*@__P
  */
 export type RequestRecord = Message<"specrej.v1.RequestRecord"> & {
   /**
-   * As in the request for the record.
+   * The request's id.
    *
    * @generated from field: string request_id = 1;
    */
@@ -1703,7 +1703,7 @@ export type RequestRecord = Message<"specrej.v1.RequestRecord"> & {
   elapsedDuration?: Duration | undefined;
 
   /**
-   * When it entered the queue; absent: it did not, since its answer needed no generation.
+   * When it entered the queue; absent: not yet, or it ended before, for instance from the cache.
    *
    * @generated from field: google.protobuf.Duration queued_offset = 7;
    */
@@ -1892,9 +1892,10 @@ export enum CacheControl {
   REFRESH = 3,
 
   /**
-   * Like USE; the answer may also be one stored for the same prompt, sampling (except the seed)
-   * and rewards, from a search at least as large, or better than the one stored for this request.
-   * Not where a reward is normalised by its batch: such scores compare within one request only.
+   * Like USE, but the answer may also come from a request with the same prompt, sampling (except
+   * the seed) and rewards: one that ranks above the answer stored for this request or, if none is
+   * stored, one of at least n candidates. Never if a reward is normalised by its batch: such scores
+   * compare within one request only.
    *
    * @generated from enum value: CACHE_CONTROL_USE_BETTER = 4;
    */
