@@ -427,8 +427,7 @@ async def test_whether_the_orchestrator_serves(address: str) -> None:
 
 def test_events_have_a_plain_form() -> None:
     names = [name for event in EVENTS for name in wire.to_plain(event)]
-    rounds = ["round_completed"] * 2
-    assert names == ["admitted", "progress", *rounds, "text_delta", "finished"]
+    assert names == ["admitted", "progress", *["round_completed"] * 2, "text_delta", "finished"]
 
 
 async def test_one_text_is_one_response(reward_address: str) -> None:
