@@ -17,12 +17,19 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from specrej import threads
+from specrej import channel, threads
 
 # A shell's background jobs ignore SIGINT, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before any test imports torch.
 threads.bound_spinning()
+# gRPC lets channels to one address share a connection and its failures: where a port of an earlier
+# test is used again, the first call would fail by a connection that was refused before.
+_shared_options = channel.options
+channel.options = lambda *given, **options: [
+    *_shared_options(*given, **options),
+    ("grpc.use_local_subchannel_pool", 1),
+]
 # Examples have no deadline: their time depends on the machine's load. Benchmarks measure speed.
 # `make test-long` runs property tests with the profile `long`.
 settings.register_profile("specrej", deadline=None, max_examples=40)
