@@ -180,7 +180,9 @@ def test_comparison_and_readme_quote_the_answers_to_40_prompts() -> None:
         share = of(second, system, n, "seconds").sum() / speed
         share /= of(first, "vllm", 64, "seconds").sum()
         assert shown.format(interval, f"{share:.2f}") in page.replace("95 %: ", "")
-    assert "of 24 candidates it reaches vLLM's reward of 64 in 0.23 of the seconds" in readme
+        if n == 24:
+            text = f"of 24 candidates it reaches vLLM's reward of 64 in {share:.2f} of the seconds"
+            assert text in readme and d.low < 0 < d.high
 
 
 def test_the_readme_quotes_the_answers() -> None:
