@@ -87,6 +87,7 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
                 options[option] = value
     for name in of_preset & _unfit(options):
         del options[name]
+    sources.setdefault("prompt", "messages" if isinstance(request, ChatRequest) else "prompt")
     sources.setdefault("selection.min_answers", "n")
     sources.setdefault("sampling.top_logprobs", "logprobs")
     sources.setdefault("sampling.max_tokens", "max_tokens")
@@ -108,7 +109,8 @@ def _too_large(call: Call) -> Iterator[Violation]:
     per_token = 1 + options.get("top_logprobs", 0) if call.wants_logprobs else 0
     num_tokens = call.num_choices * options.get("max_tokens", Sampling().max_tokens)
     if num_tokens * per_token > MAX_LOGPROBS:
-        most = f"{num_tokens * per_token} log-probabilities of the choices, at most {MAX_LOGPROBS}"
+        # Without their number, which may have too many digits for a text.
+        most = f"the choices may have at most {MAX_LOGPROBS} log-probabilities"
         yield Violation(call.name_of("sampling.top_logprobs"), most)
 
 

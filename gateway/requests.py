@@ -249,6 +249,11 @@ class SchemaFormat(BaseModel):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
 
+    @property
+    def text(self) -> str:
+        """The schema without the white space and the escapes that would lengthen it."""
+        return json.dumps(self.schema_, ensure_ascii=False, separators=(",", ":"))
+
 
 class ResponseFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -265,7 +270,7 @@ class ResponseFormat(BaseModel):
     @property
     def output(self) -> StructuredOutput | None:
         if self.json_schema:
-            return JsonSchema(json.dumps(self.json_schema.schema_))
+            return JsonSchema(self.json_schema.text)
         return JsonObject() if self.type == "json_object" else None
 
 

@@ -92,19 +92,17 @@ def _check_files(settings: GeneratorSettings) -> None:
         raise FileNotFoundError(f"no model in {directory} (SPECREJ_GENERATOR_MODEL)")
 
 
-# Imported here: --help must not load torch, and vLLM has an environment of its own.
-
-
 def _engine_of(settings: GeneratorSettings) -> str:
     if settings.engine != "auto":
-        return settings.engine  # vLLM reads variables that must be set before torch is loaded
-    from generator_service.devices import engine_of
+        return settings.engine
+    from generator_service.devices import engine_of  # loads torch, which --help must not
 
     return engine_of(settings)
 
 
 def _load_model(settings: GeneratorSettings, engine: str) -> LocalGenerator | VLLMGenerator:
     if engine == "vllm":
+        # Not above: it cannot be imported without vLLM, which has an environment of its own.
         from generator_service.vllm_generator import load_vllm
 
         return load_vllm(settings, instruments.count_step)

@@ -84,7 +84,7 @@ class Frontend:
             spec.adapter,
             bad_words,
             spec.min_answers,
-            await self._grammars.compiled(output) if output else None,
+            await self._grammars.compiled(output, spec.cache_salt) if output else None,
         )
 
     async def started(self, command: OpenCommand) -> list[GrowingCandidate]:

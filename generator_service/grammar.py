@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from generator_service.schema_numbers import check_numbers
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
 from specrej.errors import InternalError, InvalidRequest, Violation
 
@@ -112,8 +113,11 @@ class Grammars:
     def __init__(self, spec: TokenizerSpec, end_ids: Collection[int]) -> None:
         """Takes a second."""
         self._trials = Trials(spec, end_ids)
-        self._errors: dict[StructuredOutput, str] = {}  # of outputs that were tried; "": none
-        self._lock = threading.Lock()  # of the trials
+        # Of outputs that were tried, the latest used last; "": none.
+        self._errors: dict[StructuredOutput, str] = {}
+        self._remembering = threading.Lock()
+        self._trying = threading.Lock()
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         # Outputs that were tried do not wait for trials of others.
         self._for_trials = ThreadPoolExecutor(1, thread_name_prefix="grammar-trial")
         self._for_tried = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -124,11 +128,19 @@ class Grammars:
         except ValueError as error:
             self._problem = f"the model's tokenizer: {error}"
 
-    async def compiled(self, output: StructuredOutput) -> CompiledGrammar:
-        """As `compile`, in a thread."""
-        executor = self._for_tried if output in self._errors else self._for_trials
+    async def compiled(self, output: StructuredOutput, owner: str = "") -> CompiledGrammar:
+        """As `compile`, in a thread; the outputs of one owner are tried one after another."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self.compile, output)
+        if output in self._errors:
+            return await loop.run_in_executor(self._for_tried, self.compile, output)
+        async with self._turns.setdefault(owner, asyncio.Lock()):
+            trying = loop.run_in_executor(self._for_trials, self.compile, output)
+            try:
+                return await asyncio.shield(trying)
+            finally:
+                await asyncio.wait(
+                    {trying}
+                )  # after a cancellation, too, the thread is not free yet
 
     def compile(self, output: StructuredOutput) -> CompiledGrammar:
         """Takes milliseconds, or one or two seconds if the trial process must start: at first, and
@@ -150,13 +162,17 @@ class Grammars:
             raise InvalidRequest([violation]) from None
 
     def _error_of(self, output: StructuredOutput, source: str) -> str:
-        error = self._errors.get(output)
-        if error is None:
-            with self._lock:
-                error = self._trials.run(source)
+        with self._remembering:
+            error = self._errors.pop(output, None)
+            if error is not None:
                 self._errors[output] = error
-                if len(self._errors) > _MOST_TRIED:
-                    del self._errors[next(iter(self._errors))]
+                return error
+        with self._trying:
+            error = self._trials.run(source)
+        with self._remembering:
+            self._errors[output] = error
+            if len(self._errors) > _MOST_TRIED:
+                del self._errors[next(iter(self._errors))]
         return error
 
 
@@ -216,8 +232,8 @@ class CompiledGrammar:
     """A grammar in its first state; `source` is what a vLLM worker compiles."""
 
     source: str
-    _first: LLMatcher
-    _vocabulary: Vocabulary
+    first: LLMatcher
+    vocabulary: Vocabulary
 
     @classmethod
     def of(cls, source: str, vocabulary: Vocabulary) -> CompiledGrammar:
@@ -231,17 +247,18 @@ class CompiledGrammar:
 
     def matchers(self) -> Matchers:
         """The states of a session's candidates."""
-        return Matchers(self._first, self._vocabulary)
+        return Matchers(self)
 
 
 class Matchers:
     """The states of a session's candidates; of one thread."""
 
-    def __init__(self, first: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._first = first
-        self._vocabulary = vocabulary
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._vocabulary = grammar.vocabulary
         # By candidate, with the number of tokens that it has read.
         self._states: dict[int, tuple[LLMatcher, int]] = {}
+        self._alone: set[int] = set()  # candidates whose states share nothing
         self._left_s = _FIRST_S
 
     def allowed(
@@ -260,7 +277,10 @@ class Matchers:
         for candidate, text, mask in zip(ids, texts, masks, strict=True):
             if self._left_s > 0:
                 began = time.thread_time()
-                self._set_next(mask, self._read(candidate, text))
+                matcher = self._read(candidate, text)
+                self._set_next(mask, matcher)
+                if matcher.is_error() and candidate not in self._alone:
+                    self._set_next(mask, self._read_alone(candidate, text))
                 self._left_s -= time.thread_time() - began
         if excluded:
             rest = masks & ~self._vocabulary.mask(excluded)
@@ -271,7 +291,7 @@ class Matchers:
 
     def walk(self, num_tokens: int, random: Random) -> None:
         """Follow the grammar with `num_tokens` random tokens. Raises ValueError at a dead end."""
-        matcher, mask = self._first.deep_copy(), self._vocabulary.mask(())
+        matcher, mask = self._grammar.first.deep_copy(), self._vocabulary.mask(())
         for _ in range(num_tokens):
             self._set_next(mask, matcher)
             if not mask.any():
@@ -291,6 +311,7 @@ class Matchers:
                 matcher, num_read = self._states[parent]
                 states[number] = matcher.deep_copy(), num_read
         self._states = states
+        self._alone &= {*ids}
 
     def _set_next(self, mask: Mask, matcher: LLMatcher) -> None:
         """Set bits [words] to the tokens that may come next, none after an error."""
@@ -301,11 +322,22 @@ class Matchers:
 
     def _read(self, candidate: int, text: Sequence[int]) -> LLMatcher:
         """The candidate's state after all of `text`."""
-        matcher, num_read = self._states.get(candidate) or (self._first.deep_copy(), 0)
+        matcher, num_read = self._states.get(candidate) or (self._grammar.first.deep_copy(), 0)
         if num_read < len(text):
             matcher.consume_tokens(list(text[num_read:]))
         self._states[candidate] = matcher, len(text)
         return matcher
+
+    def _read_alone(self, candidate: int, text: Sequence[int]) -> LLMatcher:
+        """The state after all of `text`, of a grammar compiled anew.
+
+        Copies share the lexer's table, whose size is bounded: without this, a candidate's mask
+        would depend on the others.
+        """
+        self._alone.add(candidate)
+        anew = CompiledGrammar.of(self._grammar.source, self._vocabulary)
+        self._states[candidate] = anew.first, 0
+        return self._read(candidate, text)
 
 
 def unpacked(masks: Mask, vocabulary: int) -> NDArray[np.bool_]:
@@ -315,11 +347,16 @@ def unpacked(masks: Mask, vocabulary: int) -> NDArray[np.bool_]:
 
 
 def _source(output: StructuredOutput) -> str:
-    """llguidance's text of an output. Raises ValueError: a schema is no object of JSON."""
+    """llguidance's text of an output.
+
+    Raises:
+        ValueError: a schema is no object of JSON, or llguidance would read it as another one.
+    """
     from llguidance import LLMatcher
 
     match output:
         case JsonSchema(schema):
+            check_numbers(schema)
             return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
         case JsonObject():
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)

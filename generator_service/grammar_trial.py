@@ -16,6 +16,10 @@ from random import Random
 
 from generator_service.grammar import CompiledGrammar, TokenizerSpec, Vocabulary
 
+# Of stack, half of a thread's: the service compiles again, in a thread of its own, where references
+# one behind another that pass here must not overflow.
+_STACK_BYTES = 4 << 20
+_THREAD_BYTES = 2 << 20  # of glibc's threads, where the stack of the main one is unlimited
 # Processor seconds per output; a large schema, such as one with 500 properties, takes half.
 MAX_S = 0.5
 _MAX_BYTES = 4 << 30
@@ -26,6 +30,9 @@ def main() -> None:
     """Until the standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    given, most = resource.getrlimit(resource.RLIMIT_STACK)
+    of_threads = _THREAD_BYTES if given == resource.RLIM_INFINITY else given
+    resource.setrlimit(resource.RLIMIT_STACK, (min(_STACK_BYTES, of_threads // 2), most))
     *spec, end_ids = json.loads(sys.stdin.readline())
     vocabulary = Vocabulary(TokenizerSpec(*spec).load(), end_ids)
     for line in sys.stdin:

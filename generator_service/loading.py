@@ -38,7 +38,7 @@ def load_generator(settings: GeneratorSettings, on_step: OnStep | None = None) -
     model = CausalLM.load(files.directory, device)
     context_tokens = settings.context_of(model.sizes.context_tokens)
     dtype = str(model.shape.dtype).removeprefix("torch.")
-    auto_candidates = settings.auto_candidates_of(dtype)
+    auto_candidates = settings.auto_candidates_of(device)
     capacity = settings.kv_slots or slots_from_memory(model, settings)
     engine = Engine(
         model,

@@ -132,9 +132,9 @@ class GeneratorSettings(ServiceSettings):
         """The rank of this node if vLLM divides the model over several; node 0 has the port."""
         return int(self.vllm_options.get("node_rank", 0))
 
-    def auto_candidates_of(self, dtype: str) -> int:
-        """Most candidates where N is left open; float32 is the precision on CPUs."""
-        of_device = _AUTO_ON_CPU if dtype == "float32" else self.max_candidates
+    def auto_candidates_of(self, device: str) -> int:
+        """Most candidates where N is left open, on a device of type "cpu" or another."""
+        of_device = _AUTO_ON_CPU if device == "cpu" else self.max_candidates
         return min(self.auto_candidates or of_device, self.max_candidates)
 
     def context_of(self, model_tokens: int) -> int:

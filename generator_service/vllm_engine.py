@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 
 VERSION = vllm.__version__
 
+# Bytes of a number of vLLM's `dtype` ("auto" has two) or `kv_cache_dtype`; others have at most one.
+_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "auto": 2}
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
@@ -78,14 +81,15 @@ class Shape:
     dtype: str
 
     @classmethod
-    def read(cls, directory: Path, dtype: str) -> Shape:
+    def read(cls, directory: Path, dtype: str, stored: str) -> Shape:
+        """Keys and values are of the type `stored`, a name of vLLM's."""
         config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
         sizes = ModelSizes.of(partial(getattr, config))
         return cls(
             context_tokens=sizes.context_tokens,
             vocabulary=sizes.vocabulary,
             eos_ids=eos_ids(_generation_config(directory), config),
-            slot_bytes=sizes.slot_bytes(4 if dtype == "float32" else 2),
+            slot_bytes=sizes.slot_bytes(_BYTES.get(stored, 1)),
             dtype=dtype,
         )
 
@@ -357,7 +361,9 @@ def node_command(settings: GeneratorSettings) -> list[str]:
 
 def _shape(settings: GeneratorSettings) -> Shape:
     dtype = "float32" if current_platform.is_cpu() else "bfloat16"
-    shape = Shape.read(settings.model_directory, dtype)
+    dtype = settings.vllm_options.get("dtype", dtype)
+    stored = settings.vllm_options.get("kv_cache_dtype", "auto")
+    shape = Shape.read(settings.model_directory, dtype, dtype if stored == "auto" else stored)
     return replace(shape, context_tokens=settings.context_of(shape.context_tokens))
 
 

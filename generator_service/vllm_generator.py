@@ -302,7 +302,7 @@ def load_vllm(settings: GeneratorSettings, on_step: OnStep | None = None) -> VLL
         slot_bytes=shape.slot_bytes,
         device=f"vllm {engine.device} {shape.dtype}",
         slots=SlotGauge(engine.capacity_slots, 0, 0),
-        auto_candidates=min(settings.auto_candidates_of(shape.dtype), engine.max_rows),
+        auto_candidates=min(settings.auto_candidates_of(engine.device), engine.max_rows),
         adapters=tuple(settings.adapters),
     )
     return VLLMGenerator(

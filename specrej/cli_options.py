@@ -97,7 +97,7 @@ def parse_structured_output(text: str) -> StructuredOutput:
     kind, _, given = text.partition(":")
     if given.startswith("@"):
         try:
-            given = Path(given[1:]).read_text()
+            given = Path(given[1:]).read_text().removesuffix("\n")  # an editor's, not the regex's
         except (OSError, UnicodeError) as error:
             raise argparse.ArgumentTypeError(f"{given[1:]}: {error}") from None
     match kind:

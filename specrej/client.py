@@ -91,7 +91,9 @@ def build_request(
     if isinstance(biases := given.get("logit_bias"), Mapping):
         given["logit_bias"] = [TokenBias(token_id, bias) for token_id, bias in biases.items()]
     if isinstance(schema := given.get("structured_output"), Mapping):
-        given["structured_output"] = JsonSchema(json.dumps(schema))
+        given["structured_output"] = JsonSchema(
+            json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        )
     request = _part(GenerationRequest, given, orchestrator_pb2.GenerateRequest)
     request.sampling.CopyFrom(_part(Sampling, given, common_pb2.Sampling, "sampling."))
     selection = _part(Selection, given, orchestrator_pb2.Selection, "selection.")

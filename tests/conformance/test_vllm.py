@@ -104,10 +104,7 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
             sliding_window=64,
         )
         model_directory = save_language_model(tmp_path, config, make_tokenizer("<pad>"))
-    command = [sys.executable, "-m", "tests.conformance.allocated", str(model_directory), "1024"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    allocated = json.loads(outcome.stdout.splitlines()[-1])
+    allocated = _allocated(model_directory)
     read = reader(read_config(model_directory))
     planned = Capacity(
         ModelSizes.of(read),
@@ -124,6 +121,19 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
     used = planned.weight_bytes + planned.workspace_bytes
     planned = replace(planned, usable_bytes=used + allocated["kv_bytes"])
     assert planned.slots == 1024
+
+
+def test_slots_have_the_bytes_of_the_dtype_in_vllms_options(model_directory: Path) -> None:
+    allocated = _allocated(model_directory, "bfloat16")
+    assert allocated["kv_bytes"] == allocated["blocks"] * 32 * allocated["slot_bytes"]
+
+
+def _allocated(directory: Path, *dtype: str) -> dict[str, int]:
+    command = [sys.executable, "-m", "tests.conformance.allocated", str(directory), "1024", *dtype]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    allocated: dict[str, int] = json.loads(outcome.stdout.splitlines()[-1])
+    return allocated
 
 
 @pytest.mark.skipif("tensor_parallel_size" in VLLM_OPTIONS, reason="it has nine heads")

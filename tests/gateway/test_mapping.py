@@ -232,12 +232,15 @@ def test_completions_name_a_number_of_log_probabilities() -> None:
 
 def test_response_formats() -> None:
     """As the official client sends them, and errors at the caller's own path."""
-    schema = {"type": "object", "title": "a"}
+    schema = {"type": "object", "title": "\u00e9"}  # sent without spaces and escapes: it is bounded
     named = {"name": "a", "schema": schema, "strict": False}
     for given, output in (
         ({"type": "text"}, None),
         ({"type": "json_object"}, c.JsonObject()),
-        ({"type": "json_schema", "json_schema": named}, c.JsonSchema(json.dumps(schema))),
+        (
+            {"type": "json_schema", "json_schema": named},
+            c.JsonSchema('{"type":"object","title":"\u00e9"}'),
+        ),
     ):
         call = call_of(chat(response_format=given), PRESETS)
         assert call.options["structured_output"] == output
@@ -302,6 +305,18 @@ def test_log_probabilities_of_an_answer_are_bounded(field: str, fields: dict[str
     fields["max_tokens"] += 1
     assert f"at most {MAX_LOGPROBS}" in violations(logprobs=True, **fields)[field]
     assert not call_of(chat(**fields | {"top_logprobs": 0}), PRESETS).wants_logprobs
+
+
+def test_a_product_of_too_many_digits_is_refused() -> None:
+    """Guards against an internal error: Python makes no text of such a number."""
+    most = violations(logprobs=True, top_logprobs=int("9" * 4300))
+    assert most.keys() == {"top_logprobs"}
+
+
+def test_errors_of_prompts_have_the_callers_field() -> None:
+    completion = parsed(CompletionRequest, b'{"model": "m", "prompt": "x"}')
+    for request, name in ((chat(), "messages"), (completion, "prompt")):
+        assert call_of(request, PRESETS).name_of("prompt") == name
 
 
 def test_bodies_that_are_no_requests() -> None:

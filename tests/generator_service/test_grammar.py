@@ -6,6 +6,7 @@ tests/conformance has them in every generator.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import threading
@@ -18,8 +19,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance._lib import LLParserLimits
 
-from generator_service.grammar import Grammars, Matchers, TokenizerSpec, unpacked
+from generator_service import grammar
+from generator_service.grammar import Grammars, Matchers, TokenizerSpec, Vocabulary, unpacked
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
 from specrej.errors import InvalidRequest
 from tests.reward_service.tiny import make_tokenizer
@@ -33,6 +36,7 @@ SIZE = JsonSchema(
     '{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 120}},'
     ' "required": ["n"], "additionalProperties": false}'
 )
+_NUMBER = '{"type": "number", %s}'
 WORDS = Regex(r"([a-c]{2,3}-)+[0-9]?")
 SUMS = Grammar('start: term ("+" term)*\nterm: /[0-9]/ | "(" start ")"')
 
@@ -163,6 +167,22 @@ def test_masks_that_take_too_long_give_up(monkeypatch: pytest.MonkeyPatch) -> No
         (JsonSchema('{"type": "integer", "minimum": 3, "maximum": 2}'), "json_schema.schema", "3"),
         (JsonSchema('{"$ref": "#"}'), "json_schema.schema", ""),
         (JsonSchema("{"), "json_schema.schema", ""),
+        # llguidance's numbers are float64.
+        (JsonSchema('{"enum": [1234567890123456789]}'), "json_schema.schema", "15 digits"),
+        (
+            JsonSchema('{"anyOf": [{"const": {"a": [9007199254740993]}}]}'),
+            "json_schema.schema",
+            "15",
+        ),
+        (JsonSchema('{"const": 123456789.12345679}'), "json_schema.schema", "15 digits"),
+        (JsonSchema('{"const": 1' + 5000 * "0" + "}"), "json_schema.schema", "digits"),
+        (JsonSchema(_NUMBER % '"exclusiveMinimum": 4, "maximum": 4.5'), "json_schema.schema", "1"),
+        (JsonSchema(_NUMBER % '"minimum": -0.5, "exclusiveMaximum": 0'), "json_schema.schema", "1"),
+        (
+            JsonSchema(_NUMBER % '"minimum": 1, "exclusiveMaximum": 1e9999999'),
+            "json_schema.schema",
+            "",
+        ),
         (Regex("a(?=b)"), "regex.pattern", "look-ahead"),
         (Regex("("), "regex.pattern", "unclosed group"),
         (Regex("[^\\s\\S]"), "regex.pattern", ""),
@@ -182,6 +202,23 @@ def test_what_is_not_supported_is_refused(
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        '{"enum": [9007199254740992, -0.1, "9007199254740993", true]}',
+        '{"type": "integer", "maximum": 9223372036854775807}',
+        _NUMBER % '"exclusiveMinimum": 0, "exclusiveMaximum": 1',
+        _NUMBER % '"minimum": 0.25, "exclusiveMaximum": 0.5',
+        '{"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2}',
+        '{"type": "object", "properties": {"const": {"type": "integer",'
+        ' "maximum": 9223372036854775807}}, "additionalProperties": false}',
+    ],
+)
+def test_numbers_that_are_exact_are_accepted(schema: str) -> None:
+    """Guards ordinary schemas against the checks of inexact ones."""
+    assert next_of(matchers(JsonSchema(schema)), [])[0]
+
+
+@pytest.mark.parametrize(
     "output",
     [
         JsonSchema('{"type": "array", "maxItems": 1000000000}'),
@@ -197,6 +234,83 @@ def test_work_without_end_is_refused(output: StructuredOutput) -> None:
     refusal(output)
     assert time.monotonic() - began < 60
     assert next_of(matchers(Regex("abc")), [])[0] == {*tokens("a")}
+
+
+async def test_trials_of_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a caller against another one with many outputs that take long, cancelled or not."""
+    compiler, tried, may_end = Grammars(SPEC, [EOS]), list[str](), threading.Event()
+
+    def run(source: str) -> str:
+        tried.append(source)
+        return "" if may_end.wait(60) else "late"
+
+    monkeypatch.setattr(compiler._trials, "run", run)
+    outputs = [Regex(text) for text in ("a", "b", "c", "d")]
+    owners = ("greedy", "greedy", "greedy", "other")
+    compiling = [
+        asyncio.ensure_future(compiler.compiled(output, owner))
+        for output, owner in zip(outputs, owners, strict=True)
+    ]
+    await until(lambda: len(tried) == 1)
+    compiling[0].cancel()
+    may_end.set()
+    await asyncio.wait(compiling, timeout=60)
+    assert compiling[0].cancelled() and all(done.result() for done in compiling[1:])
+    assert [grammar._source(outputs[index]) for index in (0, 3, 1, 2)] == tried
+
+
+def chained(depth: int) -> Grammar:
+    """References one behind another, which are compiled recursively."""
+    names = ["".join(chr(65 + n // 26**k % 26) for k in (2, 1, 0)) for n in range(depth)]
+    rest = "\n".join(f"{one}:{other}" for one, other in itertools.pairwise(names))
+    return Grammar(f'start:{names[0]}\n{rest}\n{names[-1]}:"a"')
+
+
+def test_what_a_trial_accepts_needs_half_of_a_threads_stack() -> None:
+    """Guards the service against an overflow, when it compiles what the trial process could."""
+    assert next_of(matchers(chained(1000)), [])[0] == {*tokens("a")}
+    path, description = refusal(chained(3000))
+    assert path == "sampling.structured_output.grammar.lark"
+    assert "too much time or memory" in description
+
+
+def test_the_latest_outputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a schema in constant use against a flood of others, whose trials it would wait for."""
+    compiler, tried = Grammars(SPEC, [EOS]), list[str]()
+
+    def run(source: str) -> str:
+        tried.append(source)
+        return ""
+
+    monkeypatch.setattr(compiler._trials, "run", run)
+    for number in range(600):
+        for output in (WORDS, Regex(f"a{{{number + 1}}}")):
+            compiler.compile(output)
+    assert len(tried) == 1 + 600
+
+
+def test_a_mask_does_not_depend_on_other_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards survivors, forks and failovers: copies of a grammar share a table of bounded size,
+    which the others may fill."""
+    pattern = '{"type": "string", "pattern": "a.{20,30}$"}'
+    bounds = LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(grammar, "_limits", lambda: bounds)
+    source = grammar._source(JsonSchema(pattern))
+    vocabulary = Vocabulary(SPEC.load(), [EOS, OTHER_END])
+
+    def walked(num_candidates: int) -> list[set[int]]:
+        states = grammar.CompiledGrammar.of(source, vocabulary).matchers()
+        randoms = [Random(number) for number in range(num_candidates)]
+        texts: list[list[int]] = [[] for _ in randoms]
+        seen = []
+        for _ in range(60):
+            rows = next_of(states, *texts)
+            seen.append(rows[0])
+            for text, row, random in zip(texts, rows, randoms, strict=True):
+                text.append(random.choice(sorted(row - {EOS, OTHER_END}) or [5]))
+        return seen
+
+    assert walked(8) == walked(1)
 
 
 def test_a_tokenizer_of_another_kind_is_refused() -> None:

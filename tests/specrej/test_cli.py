@@ -296,6 +296,8 @@ def test_structured_output(tmp_path: Path) -> None:
     file = tmp_path / "grammar.lark"
     file.write_text('start: "a:b"')
     assert parse_structured_output(f"grammar:@{file}") == c.Grammar('start: "a:b"')
+    file.write_text("[0-9]+\n")
+    assert parse_structured_output(f"regex:@{file}") == c.Regex("[0-9]+")
     assert parse_structured_output("regex:a:b") == c.Regex("a:b")
     assert parse_structured_output("json_object") == c.JsonObject()
     for bad in ("", "json", "json_schema", "regex:", "json_object:{}", f"regex:@{tmp_path}/none"):

@@ -42,7 +42,7 @@ REQUEST = c.GenerationRequest(
         bad_words=("in", "fact"),
         stop_token_ids=(3, 4),
         top_logprobs=2,
-        structured_output=c.JsonSchema('{"a": 1}'),
+        structured_output=c.JsonSchema('{"a":1}'),
     ),
     selection=c.Selection(
         n=8,
@@ -78,7 +78,7 @@ def test_rewards_and_prompts_have_several_forms() -> None:
         assert build_request(prompt) == build_request("why?")
     assert build_request(c.Prompt(text="once")).prompt.text == "once"
     schema = build_request("why?", structured_output={"a": 1})
-    assert build_request("why?", structured_output=c.JsonSchema('{"a": 1}')) == schema
+    assert build_request("why?", structured_output=c.JsonSchema('{"a":1}')) == schema
     reward = c.WeightedReward("harmless", 0.5, specrej.Normalization("fixed", 0.2, 1.1), -1.0)
     (sent,) = build_request("why?", rewards=[reward]).selection.rewards
     assert wire.from_message(sent, c.WeightedReward) == reward
