@@ -27,6 +27,7 @@ R = TypeVar("R")
 
 # Packing so many tokens or traced candidates takes about 3 ms.
 _LARGE = 1000
+_CHARACTERS = 64  # of a text, which are packed as fast as one token
 # Reading so many bytes, which are compressed, takes about as long.
 _LARGE_BYTES = 8192
 
@@ -61,16 +62,17 @@ async def in_thread(work: Callable[[T], R], value: T) -> R:
 
 
 def num_values(value: object) -> int:
-    """Tokens and traced candidates of an event, an answer or a record."""
+    """Tokens, traced candidates and parts of texts of an event, an answer or a record."""
     match value:
         case object(generation=Generation(candidates, rounds)):
             return sum(map(num_values, (*rounds, *candidates)))
         case RankedCandidate():
-            return len(value.token_ids) + sum(len(top.tokens) for top in value.top_logprobs)
+            tokens = len(value.token_ids) + sum(len(top.tokens) for top in value.top_logprobs)
+            return tokens + len(value.text) // _CHARACTERS
         case RequestRecord(rounds=recorded):
             return sum(num_values(done.trace) for done in recorded)
-        case RoundCompleted(trace):
-            return num_values(trace)
+        case RoundCompleted(trace, texts=texts):
+            return num_values(trace) + sum(len(item.text) for item in texts) // _CHARACTERS
         case RoundTrace():
             return len(value.candidates)
         case _:
@@ -107,12 +109,20 @@ class BackgroundTasks:
         """Tasks that have not ended."""
         return len(self._tasks)
 
-    def start(self, key: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work`; do nothing if a task of `key` runs, the limit is reached, or after close."""
+    def start(
+        self,
+        key: str,
+        work: Callable[[], Awaitable[None]],
+        context: contextvars.Context | None = None,
+    ) -> None:
+        """Run `work`; do nothing if a task of `key` runs, the limit is reached, or after close.
+
+        `context`: by default empty, so that the task inherits neither the span nor the deadline of
+        a request.
+        """
         if self._closed or key in self._tasks or len(self._tasks) >= self._limit:
             return
-        # An empty context: the task inherits neither the span nor the deadline of the request.
-        task = asyncio.create_task(self._run(work), context=contextvars.Context())
+        task = asyncio.create_task(self._run(work), context=context or contextvars.Context())
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key))
 

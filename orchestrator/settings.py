@@ -49,8 +49,12 @@ class RedisSettings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _url_is_of_redis(cls, url: str) -> str:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if it is none
+        try:
+            parts = urlsplit(url)
+            _ = parts.port  # raises ValueError if it is none
+        except ValueError:  # whose text may quote a part of the password
+            problem = "has no valid host and port; a password has / ? # @ as %2F %3F %23 %40"
+            raise ValueError(problem) from None
         if url and parts.scheme not in _REDIS_SCHEMES:
             raise ValueError(f"must be empty, or start with {':// or '.join(_REDIS_SCHEMES)}://")
         return url

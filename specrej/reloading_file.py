@@ -6,12 +6,14 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_all: WeakSet[ReloadingFile[Any]] = WeakSet()
 _State = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -19,26 +21,36 @@ class ReloadingFile(Generic[T]):
     """The value that `read` returns for the files at `paths`, read again when one has changed.
 
     If a changed file cannot be read, the last good value stays in use and one warning is logged
-    (errors of `read` must not quote the files). There is no background watch: `get` compares file
-    states, which takes microseconds. Thread-safe.
+    (errors of `read` must not quote the files). An invalid file is read again when it changes, one
+    that cannot be opened at each `get`: its permissions may be repaired. There is no background
+    watch: `get` compares file states, which takes microseconds. Thread-safe.
 
     Raises:
         OSError, ValueError: the first read failed.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
-        self.is_rejected = False  # whether the files have changed and cannot be used
         self._paths = tuple(paths)
         self._read = read
         self._lock = threading.Lock()
-        self._seen = _state(self._paths)
+        self._used = _state(self._paths)
+        self._rejected: _State | None = None
+        self._is_final = True  # whether what is rejected stays so until it changes
         self._value = read()
+        _all.add(self)
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the files have changed and cannot be used."""
+        return self._rejected is not None
 
     def get(self) -> T:
         """The value; the same object until a file changes."""
         with self._lock:
             state = _state(self._paths)
-            if state != self._seen:
+            if state == self._used:
+                self._rejected = None
+            elif state != self._rejected or not self._is_final:
                 self._read_again(state)
             return self._value
 
@@ -50,14 +62,22 @@ class ReloadingFile(Generic[T]):
             problem = error
         if _state(self._paths) != state:
             return  # replaced while being read: the next call reads again
-        self._seen = state
-        self.is_rejected = problem is not None
         names = ", ".join(str(path) for path in self._paths)
         if problem is None:
-            self._value = value
+            self._value, self._used, self._rejected = value, state, None
             log.info("%s changed and is in use", names)
-        else:
+            return
+        if state != self._rejected:
             log.warning("%s changed and cannot be used, keeping the last: %s", names, problem)
+        self._rejected, self._is_final = state, not isinstance(problem, OSError)
+
+
+def num_rejected() -> int:
+    """Read this process's files that have changed; returns the number of those rejected."""
+    files = tuple(_all)
+    for file in files:
+        file.get()
+    return sum(file.is_rejected for file in files)
 
 
 def _state(paths: Sequence[Path]) -> _State:

@@ -12,6 +12,7 @@ A line may have `"expires": "2030-12-31T23:59:59Z"` (RFC 3339), the end of its t
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -21,7 +22,8 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -122,11 +124,6 @@ class Access:
             (tokens_file,), partial(read_tokens, tokens_file)
         )
 
-    @property
-    def is_rejected(self) -> bool:
-        """Whether the tokens file has changed and cannot be used."""
-        return bool(self._tokens and self._tokens.is_rejected)
-
     def check_peer(self, method: str, identity: Mapping[str, Iterable[bytes]]) -> None:
         """Check the certificate of a call's peer, grpc's `auth_context`; health accepts any.
 
@@ -213,12 +210,13 @@ def read_tokens(path: Path) -> Tokens:
     for number, line in lines:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        digest, entry = _entry(line, f"{path}, line {number}")
+        where = f"{path}, line {number}"
+        digest, entry = _entry(line, where)
         if entries.setdefault(digest, entry) is not entry:
-            raise ValueError(f"{path}: the same token twice")
+            raise ValueError(f"{where}: the same token twice")
         tenant, share = entry.caller.tenant, entry.caller.share
         if share != Share() and shares.setdefault(tenant, share) != share:
-            raise ValueError(f"{path}: two weights or limits of one tenant")
+            raise ValueError(f"{where}: two weights or limits of one tenant")
     for digest, entry in entries.items():
         share = shares.get(entry.caller.tenant, Share())
         entries[digest] = replace(entry, caller=replace(entry.caller, share=share))
@@ -295,11 +293,12 @@ def append_line(path: Path, line: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    old = path.read_bytes() if path.exists() else b""
-    gap = "\n" if old and not old.endswith(b"\n") else ""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "a", encoding="utf-8") as file:
-        file.write(f"{gap}{line}\n")
+    with _sole_writer(path) as path:
+        old = path.read_bytes() if path.exists() else b""
+        gap = "\n" if old and not old.endswith(b"\n") else ""
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+            file.write(f"{gap}{line}\n")
 
 
 def revoke(path: Path, tenant: str) -> int:
@@ -310,15 +309,20 @@ def revoke(path: Path, tenant: str) -> int:
         OSError: it cannot be read or written.
         ValueError: a line is invalid; nothing is removed.
     """
-    read_tokens(path)
-    path = path.resolve()  # replace a symbolic link's target, not the link
+    with _sole_writer(path) as path:
+        read_tokens(path)
+        lines = path.read_text("utf-8", "surrogateescape").split("\n")
+        kept = [line for line in lines if not _is_of(line, tenant)]
+        _replace(path, "\n".join(kept).encode("utf-8", "surrogateescape"))
+    return len(lines) - len(kept)
+
+
+def _replace(path: Path, content: bytes) -> None:
     status = path.stat()
-    lines = path.read_text("utf-8", "surrogateescape").split("\n")
-    kept = [line for line in lines if not _is_of(line, tenant)]
     with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
         made = Path(file.name)
         try:
-            file.write("\n".join(kept).encode("utf-8", "surrogateescape"))
+            file.write(content)
             os.chown(made, status.st_uid, status.st_gid)
             made.chmod(stat.S_IMODE(status.st_mode))
             file.flush()
@@ -326,7 +330,21 @@ def revoke(path: Path, tenant: str) -> int:
         except BaseException:
             made.unlink()
             raise
-    return len(lines) - len(kept)
+
+
+@contextmanager
+def _sole_writer(path: Path) -> Iterator[Path]:
+    """Lock the folder of a tokens file, whose own inode `revoke` replaces, against other writers.
+
+    Yields the path behind symbolic links: a link must stay one.
+    """
+    path = path.resolve()
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield path
+    finally:
+        os.close(folder)
 
 
 def _is_of(line: str, tenant: str) -> bool:

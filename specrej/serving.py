@@ -29,7 +29,7 @@ from specrej.credentials import PEM
 from specrej.health import Health
 from specrej.interceptor import StatusInterceptor
 from specrej.interceptor import time_left_s as time_left_s
-from specrej.reloading_file import ReloadingFile
+from specrej.reloading_file import ReloadingFile, num_rejected
 from specrej.security import Access
 from specrej.settings import ServiceSettings
 
@@ -403,8 +403,7 @@ class ServerGauges:
         yield max((lag_s for _, lag_s in tuple(self._lags)), default=0.0), {}
 
     def _files_rejected(self) -> Iterator[telemetry.metrics.Observed]:
-        watched = (self._access, self._certificates)
-        yield sum(files.is_rejected for files in watched if files), {}
+        yield num_rejected(), {}
 
     def _certificate_life(self) -> Iterator[telemetry.metrics.Observed]:
         if self._certificates:

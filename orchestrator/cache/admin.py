@@ -7,8 +7,9 @@ Redis cannot be reached, 1 any other error. It uses SCAN, as KEYS blocks the ser
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
+import os
+import pwd
 import socket
 import sys
 import time
@@ -195,14 +196,21 @@ def _purge(store: _Store, arguments: argparse.Namespace) -> None:
     if not arguments.yes:
         _confirm(f"Purge {what}: {len(keys)} keys?")
     # Before the purge: without an entry nothing is deleted.
-    user = f"{getpass.getuser()}@{socket.gethostname()}"
-    entry: Any = {"by": user, "purge": what, "keys": len(keys)}
+    entry: Any = {"by": f"{_user()}@{socket.gethostname()}", "purge": what, "keys": len(keys)}
     store.redis.xadd(_AUDIT, entry, maxlen=_AUDIT_SIZE)
     batches = [keys[start : start + _BATCH] for start in range(0, len(keys), _BATCH)]
     purged = sum(int(store.redis.unlink(*batch)) for batch in batches)
     _print_fields({"purged": purged}, as_json=arguments.json)
     if arguments.key is not None and not purged:
         raise AdminError(f"no such key: {arguments.key}", _BAD_USAGE)
+
+
+def _user() -> str:
+    """The name of this process's user, or its number: in a container it may have no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def _audit(store: _Store, arguments: argparse.Namespace) -> None:

@@ -6,7 +6,9 @@ Values are sealed as answers are. If Redis fails, a record is not found.
 
 from __future__ import annotations
 
+import contextvars
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -68,7 +70,9 @@ class SharedRecords:
     def keep(self, record: RequestRecord, tenant: str) -> None:
         """Store the record of an ended request in the background."""
         if self._redis.is_on:
-            self._writes.start(record.request_id, partial(self._store, record, tenant))
+            # Within the request's trace, and in its tenant's turn.
+            store = partial(self._store, record, tenant)
+            self._writes.start(record.request_id, store, contextvars.copy_context())
 
     async def find(self, request_id: str, tenant: str) -> RequestRecord | None:
         """One of the tenant's records."""
@@ -85,7 +89,9 @@ class SharedRecords:
         key = record_key("", hashed_tenant(tenant, self._secret))
         reply = await self._redis.call("record", "LRANGE", key, 0, MAX_LISTED - 1)
         listed = reply.value if reply and isinstance(reply.value, list) else []
-        return await unpacked(lambda entries: [*self._summaries(key, entries)], listed)
+        summaries = await unpacked(lambda entries: [*self._summaries(key, entries)], listed)
+        oldest_s = time.time() - _LIFE_MS / 1e3  # each record of its own; the list lives longer
+        return [each for each in summaries if _ended_s(each) > oldest_s]
 
     async def _store(self, record: RequestRecord, tenant: str) -> None:
         owner = hashed_tenant(tenant, self._secret)
@@ -111,3 +117,8 @@ class SharedRecords:
         with suppress(ValueError):  # missing, or not stored by this cache
             return _SEALED.validate_json(unseal(key, stored, self._secret, MAX_BYTES)).record
         return None
+
+
+def _ended_s(record: RequestRecord) -> float:
+    """When the request ended, as seconds since the epoch."""
+    return record.started_unix_s + record.elapsed_ms / 1e3

@@ -91,8 +91,13 @@ class RedisClient:
         """The reply to one command; None if it failed. `purpose` names it in spans and logs."""
         return (await self.pipeline(purpose, command))[0]
 
-    async def pipeline(self, purpose: str, *commands: Command) -> Sequence[Reply | None]:
-        """The replies to commands that are sent together; None for each that failed."""
+    async def pipeline(
+        self, purpose: str, *commands: Command, traced: bool = True
+    ) -> Sequence[Reply | None]:
+        """The replies to commands that are sent together; None for each that failed.
+
+        `traced`: in a span of the current one.
+        """
         no_replies = [None] * len(commands)
         redis = self._redis
         if redis is None or self._cools_down():
@@ -100,8 +105,11 @@ class RedisClient:
         # The commands' names, without their arguments.
         operation = " ".join(str(command[0]) for command in commands)
         attributes = {names.DB_SYSTEM: "redis", names.DB_OPERATION: operation}
-        with telemetry.span(
-            names.cache_span(purpose), attributes, telemetry.SpanKind.CLIENT
+        name = names.cache_span(purpose)
+        with (
+            telemetry.span(name, attributes, telemetry.SpanKind.CLIENT)
+            if traced
+            else telemetry.NO_SPAN
         ) as span:
             replies = await self._exchange(redis, commands, span)
             if replies is None:
@@ -161,6 +169,7 @@ class RedisClient:
             return
         # Only the error's kind: its text can quote the command.
         kind = type(error).__name__
+        telemetry.metrics.add(names.CACHE_FAILURES, step=step)
         span.add_event(names.CACHE_FAILURE, {names.FAILED_STEP: step, names.FAILURE: kind})
         if step not in self._failing:
             self._failing.add(step)
@@ -234,7 +243,7 @@ def connection_options(access: RedisAccess, in_url: Any, timeout_s: float | None
     Raises:
         ValueError: `access` is contradictory.
     """
-    check_access(access)
+    _check_parts(access)
     username = access.username or in_url.get("username", "")
     credentials: dict[str, Any] = {"username": username, "password": in_url.get("password")}
     if access.password_file:
@@ -257,7 +266,28 @@ def connection_options(access: RedisAccess, in_url: Any, timeout_s: float | None
 
 
 def check_access(access: RedisAccess) -> None:
-    """Raises ValueError if parts of `access` contradict each other."""
+    """Check without a connection.
+
+    Raises:
+        ValueError: parts of `access` contradict each other, or its URL has a wrong option.
+    """
+    if access.url:
+        _check_options(access.url)
+    _check_parts(access)
+
+
+def _check_options(url: str) -> None:
+    try:
+        in_url: Any = parse_url(url)
+        pool: Any = ConnectionPool(**in_url)
+        pool.make_connection()
+    except (TypeError, ValueError):  # whose text may have a part of a password
+        raise ValueError("redis_url has an option that redis-py lacks, or a wrong value") from None
+    if not {"ssl_cert_reqs", "ssl_check_hostname"}.isdisjoint(in_url):
+        raise ValueError("redis_url must not switch off checks of the server's certificate")
+
+
+def _check_parts(access: RedisAccess) -> None:
     if (access.ca or access.certificate or access.key) and not access.url.startswith("rediss://"):
         raise ValueError("redis_ca, redis_cert and redis_key need a redis_url of rediss://")
     if access.key and not access.certificate:

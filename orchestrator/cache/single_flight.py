@@ -366,6 +366,7 @@ class Lease:
                 ("GETRANGE", self._key, 0, _TOKEN_CHARACTERS),
                 # If another process holds it by now, its lease lasts a little longer: harmless.
                 ("PEXPIRE", self._key, self._lease_ms),
+                traced=False,  # there are hundreds, and the current span has ended
             )
             if holder is not None and holder.value != self._token.encode():
                 return

@@ -4,11 +4,12 @@ from specrej.telemetry import metrics, names
 from specrej.telemetry.calls import Call, served, served_http
 from specrej.telemetry.logs import log_formatter, note
 from specrej.telemetry.setup import configured
-from specrej.telemetry.traces import UNTRACED, ClientSpan, Span, SpanKind, annotate, span
+from specrej.telemetry.traces import NO_SPAN, UNTRACED, ClientSpan, Span, SpanKind, annotate, span
 
 __all__ = [
     "UNTRACED",
     "Call",
+    "NO_SPAN",
     "ClientSpan",
     "Span",
     "SpanKind",

@@ -35,6 +35,8 @@ def configure(service: str, level: str, *, as_json: bool, error_text: bool) -> N
     logging.basicConfig(level=libraries, handlers=[handler])
     for name in _OURS:
         logging.getLogger(name).setLevel(level)
+    # It warns of what callers send as tracestate.
+    logging.getLogger(trace.span.__name__).setLevel(logging.ERROR)
 
 
 def log_formatter(
@@ -123,7 +125,9 @@ class _Json(_Formatter):
         }
         if record.exc_info and record.exc_info[0]:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        text = json.dumps(line, ensure_ascii=False)
+        # Other signs might end the line, or control a terminal.
+        return text if text.isprintable() else json.dumps(line)
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Fact]:
@@ -143,12 +147,10 @@ def _span_ids() -> dict[str, Fact]:
 
 def _plain(value: Fact) -> str:
     """The value as one word, else as JSON."""
-    if isinstance(value, bool) or (
-        isinstance(value, str) and (not value or not value.isprintable())
-    ):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, str) and " " in value:
-        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str) and (not value or " " in value or not value.isprintable()):
+        return json.dumps(value, ensure_ascii=not value.isprintable())
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -155,6 +155,9 @@ SESSIONS_MOVED = _counter(
 CACHE_RESULTS = _counter(
     "specrej.cache.results", "{lookup}", "lookups of answers, by result", "result"
 )  # hit, stale, miss, invalid, error; off: there is no Redis
+CACHE_FAILURES = _counter(
+    "specrej.cache.failures", "{exchange}", "failed exchanges with Redis, by what failed", "step"
+)  # connection, pool, loop; or the purpose of a command to which Redis replied with an error
 FLIGHT_WAITS = _counter(
     "specrej.flights.waited", "{request}", "requests that waited for an equal one", "where"
 )  # here, elsewhere

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.trace import Span as Span
 from opentelemetry.trace import SpanKind as SpanKind
 from opentelemetry.trace import Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specrej.telemetry import names
 
@@ -21,7 +22,10 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 _tracer = trace.get_tracer(names.NAMESPACE)
 
-_UNRECORDED = nullcontext(trace.INVALID_SPAN)
+# Without baggage, whose parser logs callers' text, line by line.
+_CONTEXT = TraceContextTextMapPropagator()
+
+NO_SPAN = nullcontext(trace.INVALID_SPAN)
 
 # The first span opened in this context, normally that of the served call.
 _first: ContextVar[Span | None] = ContextVar("first", default=None)
@@ -50,7 +54,7 @@ def span(
     collector the current span, which the caller may have sent, stays current.
     """
     if isinstance(_tracer, trace.ProxyTracer):  # no provider is set
-        return _UNRECORDED
+        return NO_SPAN
     return _recorded(name, attributes, kind)
 
 
@@ -80,7 +84,7 @@ def server_span(
     with (
         _tracer.start_as_current_span(
             name,
-            propagate.extract(carrier),
+            _CONTEXT.extract(carrier),
             SpanKind.SERVER,
             attributes,
             record_exception=False,
@@ -121,7 +125,7 @@ class ClientSpan:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Trace context that makes the server's span a child of this one."""
         carrier: dict[str, str] = {}
-        propagate.inject(carrier, trace.set_span_in_context(self._span))
+        _CONTEXT.inject(carrier, trace.set_span_in_context(self._span))
         return tuple(carrier.items())
 
     def end(self, code: str) -> None:

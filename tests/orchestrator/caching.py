@@ -61,6 +61,7 @@ class CacheEvents:
 
     def __init__(self, spans: InMemorySpanExporter) -> None:
         self.results: Counter[str] = Counter()
+        self.counted: Counter[str] = Counter()  # failures by step, as the metric counts them
         self._spans = spans
 
     @property

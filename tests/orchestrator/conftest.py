@@ -81,6 +81,8 @@ def cache_events(monkeypatch: pytest.MonkeyPatch, spans: InMemorySpanExporter) -
     def counted(metric: names.Metric, count: float = 1, **labels: Any) -> None:
         if metric is names.CACHE_RESULTS:
             events.results[labels["result"]] += 1
+        if metric is names.CACHE_FAILURES:
+            events.counted[labels["step"]] += 1
         add(metric, count, **labels)
 
     monkeypatch.setattr(telemetry.metrics, "add", counted)

@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.background import BackgroundTasks, in_thread, packed, unpacked
 from specrej.contracts import (
+    CandidateText,
     CandidateTrace,
     Fate,
     Finished,
@@ -129,6 +130,7 @@ _SMALL, _LARGE = (
     for count in (10, 5000)
 )
 _TOKENS = replace(_SMALL, candidates=(replace(_SMALL.best, token_ids=(7,) * 5000),))
+_TEXT = replace(_SMALL, candidates=(replace(_SMALL.best, text="x" * 100_000),))
 _RECORD = RequestRecord("id", 0.0, Selection(), 1, rounds=(RecordedRound(0.0, _LARGE.rounds[0]),))
 
 
@@ -138,6 +140,8 @@ _RECORD = RequestRecord("id", 0.0, Selection(), 1, rounds=(RecordedRound(0.0, _L
         (Finished(_SMALL), False),
         (Finished(_LARGE), True),
         (Finished(_TOKENS), True),
+        (Finished(_TEXT), True),
+        (RoundCompleted(_SMALL.rounds[0], (), "", (CandidateText(1, "x" * 100_000),)), True),
         (RoundCompleted(_LARGE.rounds[0], (), ""), True),
         (_RECORD, True),
     ],

@@ -120,6 +120,7 @@ async def test_a_server_that_cannot_store_is_still_read(
             assert not await cache.put(Keys("other"), generation())
             assert await cache.get("k")
         assert (cache_events.num_failures, cache_events.results) == (3, {"hit": 3})
+        assert cache_events.counted == cache_events.failures == {"write": 3}
         assert logged() == ["write fails"]
         joining = SharedSingleFlight(cache).join("other", new_flight())
         async with asyncio.timeout(BOUND_S), joining as lease:

@@ -76,7 +76,7 @@ async def test_the_documented_rights_are_just_enough(
             await use_everything(cache)
             shared = SharedRecords(cache)
             for number in range(MAX_RECORDS + 1):
-                record = RequestRecord(f"{number:032x}", 0.0, Selection(), 1)
+                record = RequestRecord(f"{number:032x}", time.time(), Selection(), 1)
                 await shared._store(record, "t")
             assert len(await shared.latest("t")) == MAX_RECORDS
             assert cache_events.num_failures == 0

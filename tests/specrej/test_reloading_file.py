@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specrej.reloading_file import ReloadingFile
+from specrej.reloading_file import ReloadingFile, num_rejected
 from tests.certificates import place
 
 
@@ -60,6 +60,37 @@ def test_a_broken_change_keeps_the_last_and_is_logged_once(
     place(path, "3")
     assert watched.get() == 3
     assert not watched.is_rejected
+
+
+def test_a_file_whose_permissions_are_repaired_is_read(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards revoked tokens: neither time, size nor inode change with the permissions."""
+    is_closed = False
+
+    def read() -> int:
+        if is_closed:
+            raise PermissionError(13, "Permission denied")
+        return number(path)
+
+    watched = ReloadingFile((path,), read)
+    is_closed = True
+    place(path, "2")
+    assert [watched.get(), watched.get()] == [1, 1]
+    assert num_rejected() == len(caplog.records) == 1
+    is_closed = False
+    assert watched.get() == 2
+    assert not watched.is_rejected
+
+
+def test_a_file_that_is_put_back_is_not_rejected(path: Path) -> None:
+    """Guards an alert that would stay for ever: the file in use is there again."""
+    watched = ReloadingFile((path,), partial(number, path))
+    kept = path.rename(path.with_name("kept"))
+    place(path, "words")
+    assert watched.get() == 1 and watched.is_rejected
+    kept.replace(path)
+    assert watched.get() == 1 and not watched.is_rejected
 
 
 def test_a_file_replaced_while_it_is_read_is_read_again(path: Path) -> None:

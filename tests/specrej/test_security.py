@@ -168,8 +168,8 @@ def line(**changes: object) -> str:
         *((line(weight=weight), "weight must be from 0.01 to 100") for weight in BAD_WEIGHTS),
         *((line(tenant_tokens=n), "tenant_tokens must be 0 or more") for n in (-1, 1.5, "s3cret")),
         *((line(expires=time), "line 1: expires must be a time") for time in BAD_TIMES),
-        (f"{line()}\n{line()}", "twice"),
-        (f"{line(weight=2)}\n{line(sha256='cd' * 32, weight=3)}", "two weights or limits"),
+        (f"{line()}\n{line()}", "line 2: the same token twice"),
+        (f"{line(weight=2)}\n{line(sha256='cd' * 32, weight=3)}", "line 2: two weights or limits"),
     ],
 )
 def test_errors_of_bad_lines_do_not_quote_them(tmp_path: Path, text: str, message: str) -> None:
@@ -319,7 +319,8 @@ async def test_a_token_that_ends_ends_its_running_calls(
         for call in ending:
             failure = await failure_of(call)
             assert failure.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert failure.details() == "the token has expired" if is_expiring else "unknown token"
+            reason = "the token has expired" if is_expiring else "unknown token"
+            assert failure.details() == reason
         orchestrator.released.set()
         assert await staying
 

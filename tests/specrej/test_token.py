@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specrej.security import Access, read_tokens
+from specrej.security import Access, append_line, new_token, read_tokens, revoke
 from tests.specrej.conftest import Command
 
 
@@ -55,3 +60,33 @@ async def test_revoke_removes_the_tokens_of_one_tenant(command: Command, tmp_pat
     assert path.is_symlink() and file.stat().st_mode & 0o077 == 0
     with pytest.raises(SystemExit, match="1"):
         await command("token", "acme.eu", "--revoke", str(path))
+
+
+async def test_writers_of_a_tokens_file_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a revoked token that comes back, and a new one that is lost, where two
+    commands run at the same time."""
+    path = tmp_path / "tokens"
+    for tenant in ("acme", "evil"):
+        append_line(path, new_token(tenant)[1])
+    others: list[Callable[[], object]] = [
+        partial(revoke, path, "evil"),
+        partial(append_line, path, new_token("newcomer")[1]),
+    ]
+    threads = [threading.Thread(target=other) for other in others]
+    chown = os.chown
+
+    def started(*arguments: Any) -> None:
+        while threads and threading.current_thread() is threading.main_thread():
+            running.append(threads.pop())
+            running[-1].start()
+        chown(*arguments)
+
+    running: list[threading.Thread] = []
+    monkeypatch.setattr("specrej.security.os.chown", started)
+    revoke(path, "acme")
+    for thread in running:
+        thread.join(30)
+    tenants = {entry.caller.tenant for entry in read_tokens(path).entries.values()}
+    assert len(running) == 2 and tenants == {"newcomer"}

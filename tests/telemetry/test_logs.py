@@ -90,6 +90,37 @@ def test_facts_are_fields_of_their_own(log: logging.Logger) -> None:
     assert r'request n=8 score=0.123457 cached=false text="a \"b\"\n="' in text.getvalue()
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_text_ends_a_line_or_controls_a_terminal(log: logging.Logger, as_json: bool) -> None:
+    """Guards against lines that a prompt forges."""
+    lines = lines_of(log, as_json=as_json)
+    logs.log_facts(log, "request", {"text": "hi\u2028forged\x85\x9b2J"})
+    (line,) = lines.getvalue().splitlines()
+    assert line.isprintable() and r"\u2028forged\u0085" in line
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("baggage", "a," * 180)],
+        [("baggage", "\u00e9," * 2700)],
+        [("traceparent", f"00-{'1' * 32}-{'2' * 16}-01"), ("tracestate", "a,=,\x1b")],
+    ],
+)
+def test_headers_of_callers_are_not_logged(headers: list[tuple[str, str]]) -> None:
+    """Guards against thousands of lines, and a blocked event loop, by one call without a token."""
+    program = f"""
+from specrej.telemetry import logs, traces
+logs.configure("service", "INFO", as_json=False, error_text=False)
+with traces.server_span("method", {headers!r}, {{}}):
+    pass
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == ""
+
+
 def test_an_exception_stays_one_json_line_without_its_text(log: logging.Logger) -> None:
     """Guards against a stack that breaks the line format, and against a prompt in it."""
     lines, open_ones = lines_of(log, as_json=True), lines_of(log, as_json=True, error_text=True)

@@ -36,6 +36,7 @@ async def test_tokens_of_shadows_and_answers_add_up() -> None:
         assert values[-1].sum("specrej_shadow_given_up_total", reason="busy", **labels) >= 1
         for token in ("4", "8"):
             name = "specrej_shadow_correlation"
+            assert values[-1].matching(name, decision_token=token, **labels)
             assert abs(values[-1].sum(name, decision_token=token, **labels)) <= 1
         made = (await service.scrape("generator")).sum(
             "specrej_engine_tokens_total", kind="generated"
