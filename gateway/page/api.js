@@ -18,7 +18,7 @@ async function call(path, options = {}) {
   if (token()) headers.authorization = `Bearer ${token()}`;
   let response;
   try {
-    response = await fetch(path, { ...options, headers, cache: 'no-store', credentials: 'omit' });
+    response = await fetch(path, { ...options, headers, cache: 'no-store' });
   } catch (error) {
     throw error.name === 'AbortError' ? error : new Refused(0, 'The gateway cannot be reached.');
   }

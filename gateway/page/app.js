@@ -2,7 +2,7 @@
 
 import { get, setToken, stream, token } from './api.js';
 import { arrange, bodyOf, byBestOfN, codeOf, drawSeed, offer } from './ask.js';
-import { count, h, isStill, seconds, setText } from './dom.js';
+import { count, h, isStill, seconds, set, setText } from './dom.js';
 import { Operate } from './operate.js';
 import { cost, initial, reduce } from './reduce.js';
 import { eventsOf, Player } from './replay.js';
@@ -32,6 +32,7 @@ class Run {
     this.ended = null;
     this.began = performance.now();
     this.race.find('actions').replaceChildren();
+    this.abort?.abort();
     this.abort = new AbortController();
   }
 
@@ -77,7 +78,7 @@ class Run {
 
   take(name, data) {
     const event = { at: performance.now() - this.began, name, data };
-    if (['finished', 'error', 'stopped'].includes(name)) this.ended ??= performance.now();
+    if (/^(finished|error|stopped|ended)$/.test(name)) this.ended ??= performance.now();
     this.events.push(event);
     this.state = reduce(this.state, event);
     this.race.show(this.state, this.clock);
@@ -147,7 +148,8 @@ function compare() {
       row = $(`compare-${name}`);
     row.querySelectorAll('.amount').forEach((cell, index) => setText(cell, format(values[index])));
     row.querySelectorAll('meter').forEach((meter, index) => {
-      meter.max = Math.max(...values) || 1;
+      meter.min = Math.min(0, ...values); // rewards may be negative
+      meter.max = Math.max(0, ...values) || Number(meter.min === 0);
       meter.value = values[index];
     });
     const ratio = `${(values[1] / Math.max(1e-9, values[0])).toFixed(1)} times`;
@@ -279,8 +281,7 @@ async function route() {
   for (const each of ['watch', 'back', 'operate']) {
     $(`view-${each}`).hidden = each !== view;
     const link = document.querySelector(`nav a[href="#${each}"]`);
-    if (each === view) link.setAttribute('aria-current', 'page');
-    else link.removeAttribute('aria-current');
+    set(link, { 'aria-current': each === view ? 'page' : null });
   }
   if (view === 'operate') operate.start();
   else operate.stop();

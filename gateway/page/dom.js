@@ -15,13 +15,14 @@ export const h = (tag, properties = {}, ...children) =>
 export const s = (tag, properties = {}, ...children) =>
   filled(document.createElementNS('http://www.w3.org/2000/svg', tag), properties, children);
 
-// Set only what has changed: unchanged texts and attributes cost no layout.
+// Set only what has changed: unchanged texts and attributes cost no layout. null: no attribute.
 export const setText = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 };
 export function set(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+    if (value === null) element.removeAttribute(name);
+    else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
   }
 }
 

@@ -106,8 +106,8 @@ export class Lanes extends HTMLElement {
       y = this.y(lane.row),
       mark = markOf(lane),
       isLabelled = this.row >= LABELLED;
-    if (lane.fate) set(view.group, { 'data-fate': lane.fate });
-    set(view.group, { 'aria-label': `Candidate ${lane.id}, ${described(lane)}` });
+    const named = `Candidate ${lane.id}, ${described(lane)}`;
+    set(view.group, { 'aria-label': named, 'data-fate': lane.fate || null });
     set(view.hit, { y: y - this.row / 2, height: this.row, width: this.width });
     view.from = lane.from;
     const bars = lane.scores.map(({ token, score }) => {
@@ -122,7 +122,7 @@ export class Lanes extends HTMLElement {
       const x = this.x(lane.from),
         start = this.y(parentRow);
       set(view.fork, { d: `M${x - 5},${start} C${x + 6},${start} ${x - 8},${y} ${x + 3},${y}` });
-    }
+    } else view.fork.removeAttribute('d');
     set(view.mark, { href: `#mark-${mark}`, class: `mark ${mark}` });
     set(view.number, { y });
     set(view.score, { y });

@@ -17,6 +17,7 @@ const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` 
 
 export class Operate {
   #timer = 0;
+  #isPolling = false;
   #processes = new Map(); // the latest counters and the rate of each orchestrator: calls alternate
   #samples = []; // {at, rate, owned}
 
@@ -35,7 +36,8 @@ export class Operate {
   }
 
   async #poll() {
-    if (document.hidden) return;
+    if (document.hidden || this.#isPolling) return;
+    this.#isPolling = true;
     const problem = this.find('problem');
     try {
       this.#show(await get('v1/specrej/describe'), performance.now());
@@ -44,6 +46,7 @@ export class Operate {
       problem.hidden = false;
       setText(problem, error.message);
     }
+    this.#isPolling = false;
   }
 
   #show(now, at) {

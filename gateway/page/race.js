@@ -175,11 +175,14 @@ export class Race extends HTMLElement {
   #tabulate(state) {
     const twin = this.find('twin');
     if (!twin.open) return;
-    const rows = state.lanes.map((lane) => {
+    const { rows } = twin.querySelector('tbody');
+    const texts = state.lanes.map((lane) => {
       const numbers = [count(tokensOf(state, lane)), fixed(scoreOf(lane)), lane.parent ?? '–'];
-      return row([lane.id, fateOf(lane), ...numbers]);
+      return [lane.id, fateOf(lane), ...numbers];
     });
-    twin.querySelector('tbody').replaceChildren(...rows);
+    // Rows stay where a reader is; only cells change.
+    if (rows.length !== texts.length) twin.querySelector('tbody').replaceChildren(...texts.map(row));
+    else texts.forEach((own, at) => own.forEach((text, n) => setText(rows[at].cells[n], `${text}`)));
   }
 }
 

@@ -156,11 +156,8 @@ function finished(state, at, data) {
       : old,
   );
   return {
-    ...reached,
-    phase: 'finished',
+    ...halted({ ...reached, lanes }, 'finished', ''), // a hurried answer leaves lanes that grow
     id: data.request_id || state.id,
-    lanes,
-    numLive: 0,
     winner: best.candidate_id,
     best: best.score,
     isCertain: true,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,18 +12,10 @@ from deploy.local.stack import Stack
 from specrej.client import Client
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.gateway.page.window import Window
+from tests.serving import need as need
 
 ROOT = Path(__file__).parents[3]
 AXE = ROOT / ".tools" / "node" / "node_modules" / "axe-core" / "axe.min.js"  # make node-client
-
-
-def need(path: str | Path | None, name: str) -> Path:
-    """The path of a program or file of another project; CI fails without it."""
-    if path and Path(path).exists():
-        return Path(path)
-    if os.environ.get("CI"):
-        pytest.fail(f"{name} is not installed")
-    pytest.skip(f"{name} is not installed")
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")

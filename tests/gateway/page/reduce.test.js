@@ -183,6 +183,17 @@ test('what ends early has no lane that grows', () => {
   }
 });
 
+test('an answer that the deadline hurried has no lane that grows', () => {
+  const { events } = recorded('rejection');
+  const part = events.slice(0, events.findIndex(({ name }) => name === 'round_completed') + 1);
+  const kept = fold(part).lanes.filter(isLive);
+  assert.ok(kept.length > 1);
+  const state = fold([...part, events.at(-1)]);
+  assert.deepEqual([state.phase, state.error, state.lanes.filter(isLive).length, state.numLive], ['finished', '', 0, 0]);
+  const cut = state.lanes.filter(({ id }) => id !== state.winner && kept.some((lane) => lane.id === id));
+  for (const lane of cut) assert.match(described(lane), /^stopped at token/);
+});
+
 test('forks take the rows that cuts have freed, and only then new ones', () => {
   let state = initial();
   for (const event of recorded('branching').events) {

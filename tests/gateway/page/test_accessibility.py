@@ -206,6 +206,21 @@ async def test_the_table_twin_has_the_candidates(fresh: Window, client: Client) 
     assert len(reached) > len(record.rounds)
 
 
+async def test_growth_leaves_the_rows_of_the_table(fresh: Window) -> None:
+    """Guards readers of the table, whose rows would be replaced at every event of a round."""
+    await fresh.js("document.querySelectorAll('.twin').forEach((each) => { each.open = true; })")
+    await fresh.run(**SEEDED)
+    await fresh.ended()
+    await fresh.js(
+        """
+        const race = document.getElementById('live');
+        window.row = race.querySelector('.twin tbody tr');
+        race.show({ ...race.state, grown: 1 }, () => 0);"""
+    )
+    await fresh.frames(2)
+    assert await fresh.js("return window.row.isConnected")
+
+
 async def test_one_sentence_per_round_is_said(fresh: Window, client: Client) -> None:
     """Guards against a status that screen readers read at every event, or never."""
     assert await fresh.js("return document.querySelector('#live .said').role") == "status"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.page import Page
-from tests.gateway.gateways import Connection, gateway_at
+from tests.gateway.gateways import gateway_at, get
 from tests.gateway.page.conftest import need
 
 FOLDER = Path(__file__).parents[3] / "gateway" / "page"
@@ -27,20 +27,11 @@ OWN = [name for name in OWN if name not in VENDORED]
 DEAD = "127.0.0.1:1"  # no orchestrator: the page's files need none
 
 
-async def fetched(port: int, path: str, *headers: str) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of a GET."""
-    lines = [f"GET {path} HTTP/1.1", "host: x", "connection: close", *headers, "", ""]
-    connection = await Connection.open(port, "\r\n".join(lines).encode())
-    head, _, body = (await connection.read_all()).partition(b"\r\n\r\n")
-    status, *fields = head.decode().split("\r\n")
-    return int(status.split()[1]), dict(f.lower().split(": ", 1) for f in fields), body
-
-
 async def test_only_this_origin_may_be_loaded_and_called() -> None:
     """Guards against a policy that allows inline code, other origins or frames."""
     async with gateway_at(DEAD, allow_anonymous=False) as server:
         for path in ("/", "/page/app.js"):
-            status, headers, body = await fetched(server.port, path)
+            status, headers, body = await get(server.port, path)
             assert status == 200 and body
             policy = dict(part.strip().split(" ", 1) for part in
                           headers["content-security-policy"].split(";"))  # fmt: skip
@@ -55,12 +46,12 @@ async def test_only_this_origin_may_be_loaded_and_called() -> None:
 async def test_a_repeated_load_transfers_nothing() -> None:
     """Guards against 150 KB at every load, and against an old page of a new version."""
     async with gateway_at(DEAD) as server:
-        _, headers, _ = await fetched(server.port, "/page/uplot.js")
+        _, headers, _ = await get(server.port, "/page/uplot.js")
         assert headers["cache-control"] == "no-cache"
         known = f"if-none-match: {headers['etag']}"
-        status, again, body = await fetched(server.port, "/page/uplot.js", known)
+        status, again, body = await get(server.port, "/page/uplot.js", known)
         assert (status, again["etag"], body) == (304, headers["etag"], b"")
-        status, _, body = await fetched(server.port, "/page/uplot.js", 'if-none-match: "other"')
+        status, _, body = await get(server.port, "/page/uplot.js", 'if-none-match: "other"')
         assert status == 200 and body
 
 
@@ -68,7 +59,7 @@ async def test_a_repeated_load_transfers_nothing() -> None:
 async def test_other_files_are_not_served(path: str) -> None:
     """Guards against sources and files outside of the folder."""
     async with gateway_at(DEAD) as server:
-        status, _, _ = await fetched(server.port, path)
+        status, _, _ = await get(server.port, path)
         assert status == 404
 
 
@@ -107,6 +98,11 @@ def test_texts_cannot_become_markup() -> None:
         )
         addresses = set(re.findall(r"https?://[\w./]+", source))
         assert addresses <= {"http://www.w3.org/2000/svg"}, name
+
+
+def test_calls_have_the_certificate_of_the_browser() -> None:
+    """Guards mutual TLS: calls without credentials are without the client's certificate."""
+    assert "credentials:" not in (FOLDER / "api.js").read_text()
 
 
 async def test_the_reducer_under_node() -> None:

@@ -240,6 +240,10 @@ async def test_fields_that_are_not_shown_do_not_refuse_the_form(form: Window) ->
     await form.fill(temperature=2.5)
     await form.press("Run")
     await form.until("document.activeElement.name === 'temperature'")
+    await form.js("document.activeElement.blur()")
+    await form.fill(temperature="")  # would be 0, greedy
+    await form.press("Run")
+    await form.until("document.activeElement.name === 'temperature'")
     assert len(await sent(form)) == 1
 
 
@@ -272,10 +276,55 @@ async def test_the_dialog_for_a_token_can_be_left(form: Window) -> None:
     assert await form.js("return sessionStorage.length") == 0
 
 
+async def test_a_second_submission_ends_the_first(form: Window, stack: Stack) -> None:
+    """Guards a request that Stop cannot end: both wait for the names of the models."""
+    await form.send_endless()
+    await form.js(
+        """
+        window.signals = [];
+        const send = window.fetch;
+        window.fetch = async (path, options) => {
+          if (options.body) window.signals.push(options.signal);
+          else await new Promise((resolve) => { setTimeout(resolve, 200); });
+          return send(path, options);
+        };
+        const form = document.querySelector('[name=prompt]').form;
+        form.elements.model.replaceChildren();
+        form.requestSubmit();
+        form.requestSubmit();"""
+    )
+    await form.until("window.signals.length === 2")
+    await form.until("document.getElementById('live').state.phase === 'running'")
+    await form.press("Stop")
+    assert await form.ended() == "stopped"
+    assert await form.js("return window.signals.map((each) => each.aborted)") == [True, True]
+    await until_slots_are_free(stack.generator_address, bound_s=10)
+
+
+async def test_a_stream_without_an_end_stops_the_clock(form: Window) -> None:
+    """Guards against seconds that go on after a proxy has closed the stream."""
+    await form.js(
+        """
+        const admitted = 'event: admitted\\ndata: {"n": 2, "prompt_tokens": 3}\\n\\n';
+        window.fetch = async () => new Response(admitted);"""
+    )
+    await form.press("Run")
+    assert await form.ended() == "failed"
+    took = await form.text("#live .took")
+    await form.page.evaluate("return new Promise((resolve) => { setTimeout(resolve, 100); })")
+    await form.js(
+        """
+        const lane = document.querySelector('#live [data-candidate="1"]');
+        lane.dispatchEvent(new Event('pointerover', { bubbles: true }));"""
+    )
+    await form.until("document.querySelector('#live .card-head').textContent === 'Candidate 1'")
+    assert await form.text("#live .took") == took
+
+
 async def test_stop_ends_both_sides_of_a_comparison(form: Window, stack: Stack) -> None:
     """Guards against a second side that waits for ever, and lanes that seem to grow."""
     await form.send_endless()
-    await form.fill(n=32, max_tokens=2000, first=1000, compare=True)
+    await form.fill(n=32, max_tokens=4000, first=2000, compare=True)
     await form.js("document.querySelector('#other .actions').append('of an earlier request')")
     await form.press("Run")
     await form.until("document.getElementById('live').state.position > 3")

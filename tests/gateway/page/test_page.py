@@ -122,7 +122,7 @@ async def widths_in_the_first_round(fresh: Window) -> list[str]:
 async def test_stop_frees_the_slots(fresh: Window, stack: Stack) -> None:
     """Guards against a button that only hides what runs on."""
     await fresh.send_endless()
-    await fresh.run(n=48, max_tokens=2000, algorithm="best-of-n")
+    await fresh.run(n=24, max_tokens=4000, algorithm="best-of-n")
     await fresh.until("document.getElementById('live').state.position > 3")
     assert (await describe_generator(stack.generator_address)).slots.owned > 0
     await fresh.press("Stop")
@@ -225,6 +225,15 @@ async def test_a_record_replays_step_by_step_and_at_any_speed(
     await fresh.press("Play")
     assert await fresh.ended("past") == "finished"
     assert await fresh.fates("past") == fates_of(record)
+    await fresh.js(
+        """
+        const seek = document.getElementById('seek');
+        seek.value = 0;
+        seek.dispatchEvent(new Event('input'));"""
+    )
+    await fresh.press("Step forward")
+    await fresh.frames(2)
+    assert {*(await fresh.fates("past")).values()} == {None}  # of the start, not of the end
 
 
 async def test_recent_requests_are_listed_and_lead_to_their_replay(
@@ -292,6 +301,24 @@ async def test_operators_see_backends_load_and_totals(fresh: Window, client: Cli
     await fresh.until(f"document.querySelector('#operate .answers').textContent === '{expected}'")
 
 
+async def test_polls_do_not_pile_up(fresh: Window) -> None:
+    """Guards against calls of a gateway that hangs, which a request would wait behind."""
+    await fresh.js(
+        """
+        const repeat = window.setInterval;
+        window.numTicks = 0;
+        window.numCalls = 0;
+        window.setInterval = (work) => repeat(() => { window.numTicks += 1; work(); }, 5);
+        window.fetch = () => {
+          window.numCalls += 1;
+          return new Promise(() => {});
+        };"""
+    )
+    await fresh.press("Operate")
+    await fresh.until("window.numTicks > 9")
+    assert await fresh.js("return window.numCalls") == 1
+
+
 async def test_totals_are_those_of_all_orchestrators(fresh: Window) -> None:
     """Guards against figures of the orchestrator that has answered last: calls alternate."""
     await fresh.js(
@@ -335,28 +362,10 @@ async def test_totals_are_those_of_all_orchestrators(fresh: Window) -> None:
 
 
 async def test_a_thousand_candidates_are_few_elements(fresh: Window, client: Client) -> None:
-    """Guards against an element per candidate, whose layout takes longer than a frame.
-
-    The time is that of the page's own scripts per frame: that of a frame depends on what else the
-    machine does, and `make pictures` prints it.
-    """
-    await fresh.js(
-        """
-        window.spent = { ms: 0, frames: 0 };
-        const timed = (schedule, isFrame) => (work, ...rest) => schedule((...given) => {
-          const began = performance.now();
-          work(...given);
-          window.spent.ms += performance.now() - began;
-          window.spent.frames += isFrame;
-        }, ...rest);
-        window.requestAnimationFrame = timed(window.requestAnimationFrame, 1);
-        window.setTimeout = timed(window.setTimeout, 0);"""
-    )
+    """Guards against an element per candidate, whose layout takes longer than a frame."""
     await fresh.run(n=1024, max_tokens=40, alpha=0.5, seed=16)
     assert await fresh.ended() == "finished"
     await fresh.frames(5)
-    spent = await fresh.js("return window.spent")
-    assert spent["frames"] > 20 and spent["ms"] / spent["frames"] < 500
     assert await fresh.js("return document.querySelectorAll('#live *').length") < 250
     assert await fresh.js(
         "return document.querySelector('#live specrej-density').checkVisibility()"
