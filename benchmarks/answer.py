@@ -77,18 +77,32 @@ class Peer:
         self, rewards: RewardClient, reward: str, item: Item, n: int, max_tokens: int
     ) -> tuple[str, int]:
         """See `System`; `reward` chooses."""
-        exchange = partial((await self._ready()).exchange, timeout_s=self._limit_s)
+        worker = await self._ready()
+        until = time.monotonic() + self._limit_s
         turns = [asdict(turn) for turn in item.prompt.turns]
         request = {"turns": turns, "n": n, "max_tokens": max_tokens, "seed": item.number}
         try:
-            reply = await asyncio.to_thread(exchange, request)
+            reply = await asyncio.to_thread(worker.exchange, request, until)
             while texts := reply.get("score"):
                 scores = await rewards.score(item.prompt, texts, reward=reward)
-                reply = await asyncio.to_thread(exchange, {"scores": [*scores.values]})
-        except WorkerError:
+                reply = await asyncio.to_thread(
+                    worker.exchange, {"scores": [*scores.values]}, until
+                )
+        except (WorkerError, SpecrejError) as error:
             self.stop()
-            raise
+            raise WorkerError(f"{error}") from error
         return reply["text"], reply["tokens"]
+
+    async def prepare(self, rewards: RewardClient, reward: str, item: Item) -> None:
+        """Start and warm up what does not run, so that it is not part of the next answer's seconds.
+
+        Raises:
+            WorkerError: it cannot be started, or fails.
+        """
+        if self._server:
+            await self._server.prepare(rewards, reward, item)
+        if self._worker is None:
+            await self.answer(rewards, reward, item, 1, max_tokens=8)
 
     def stop(self) -> None:
         """Kill the process, if there is one."""
@@ -97,8 +111,6 @@ class Peer:
             self._worker = None
 
     async def _ready(self) -> WorkerProcess:
-        if self._server:
-            await self._server._ready()
         if self._missing:
             raise WorkerError(self._missing)
         if self._worker is None:
@@ -121,6 +133,7 @@ class Bench:
     ns: Mapping[str, Sequence[int]]  # of each system
     judge: Judge
     every: Mapping[str, int] = field(default_factory=dict)  # answers one prompt in so many
+    prepare: Mapping[str, Callable[[Item], Awaitable[None]]] = field(default_factory=dict)
     settle_s: float = SETTLE_S
     answers: list[Answer] = field(default_factory=list)
     unavailable: dict[Case, str] = field(default_factory=dict)
@@ -131,16 +144,18 @@ class Bench:
             for n in self.ns[name]:
                 if (name, n) in self.unavailable or item.number % self.every.get(name, 1):
                     continue
-                await asyncio.sleep(self.settle_s)
-                started = time.perf_counter()
                 try:
+                    if name in self.prepare:
+                        await self.prepare[name](item)
+                    await asyncio.sleep(self.settle_s)
+                    started = time.perf_counter()
                     text, tokens = await system(item, n, max_tokens)
-                except WorkerError as error:
+                    seconds = time.perf_counter() - started
+                    judges = await self.judge(item.prompt, text)
+                except (WorkerError, SpecrejError) as error:
                     self.unavailable[name, n] = str(error)
                     log(f"{item.id}: {name} n={n} is not available: {error}")
                     continue
-                seconds = time.perf_counter() - started
-                judges = await self.judge(item.prompt, text)
                 log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {judges[0]:.3f}")
                 self.answers.append(Answer(name, n, item.id, seconds, tokens, *judges, text))
 
@@ -169,10 +184,11 @@ def main() -> None:
         sys.exit(f"bench-answer: {error}")
     measured = points(bench.answers, bench.unavailable)
     title = f"{len(items)} prompts, {arguments.max_tokens} new tokens, reward {arguments.reward}"
-    write_picture(arguments.out.with_suffix(".svg"), measured, title)
-    remarks = {spec.name: spec.settings for spec in answering_engines(MODEL, 0, _CONTEXT_TOKENS)}
-    rows = table_rows(measured, remarks, bench.unavailable)
+    write_picture(_file(arguments, "svg"), measured, title)
+    specs = answering_engines(MODEL, 0, _CONTEXT_TOKENS, most=0)
+    rows = table_rows(measured, {spec.name: spec.settings for spec in specs}, bench.unavailable)
     report(f"{title}: means per answer", HEADINGS, rows, _result(arguments, len(items), bench))
+    sys.exit(int(any(name in OURS for name, _ in bench.unavailable)))
 
 
 def read_items(files: Sequence[Path], most: int) -> list[Item]:
@@ -193,15 +209,17 @@ def parse_systems(systems: str, n: str) -> dict[str, list[int]]:
     """Ascending N of each system: its own, or those of --n.
 
     Raises:
-        ValueError: a part is no number in range.
+        ValueError: a part is no number in range, or a system occurs twice.
     """
-    chosen = {}
+    chosen: dict[str, list[int]] = {}
     for system in systems.split(","):
         name, _, own = system.partition("=")
         parts = own.split("+") if own else n.split(",")
         if not all(part.isdecimal() and 1 <= int(part) <= MAX_BATCH for part in parts):
             text = f"--systems {system}" if own else f"--n {n}"
             raise ValueError(f"{text}: each number of candidates must be 1 .. {MAX_BATCH}")
+        if name in chosen:
+            raise ValueError(f"--systems: {name} occurs twice; join its numbers by +")
         chosen[name] = sorted({int(part) for part in parts})
     return chosen
 
@@ -209,7 +227,11 @@ def parse_systems(systems: str, n: str) -> dict[str, list[int]]:
 async def _ours(
     client: Client, own: Callable[[int], Options], reward: str, item: Item, n: int, max_tokens: int
 ) -> tuple[str, int]:
-    """An answer of this project's services, see `System`. Peers choose by the reward alone."""
+    """An answer of this project's services, see `System`. Peers choose by the reward alone.
+
+    Raises:
+        SpecrejError: there is none.
+    """
     request: Options = {
         **own(n),
         "rewards": {reward: 1.0},
@@ -219,17 +241,15 @@ async def _ours(
         "seed": item.number,
         "cache": CacheControl.BYPASS,
     }
-    try:
-        generation = await client.generate(item.prompt, **request)
-    except SpecrejError as error:
-        raise WorkerError(f"{type(error).__name__}: {error}") from error
+    generation = await client.generate(item.prompt, **request)
     return generation.best.text, generation.usage.generated_tokens
 
 
 async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
     """Start the services, let all systems answer all prompts, store answers after each prompt."""
     ns = parse_systems(arguments.systems, arguments.n)
-    slots = max(map(max, ns.values())) * arguments.max_tokens + 8 * _CONTEXT_TOKENS
+    most = max(map(max, ns.values()))
+    slots = most * arguments.max_tokens + 8 * _CONTEXT_TOKENS
     environment = {"SPECREJ_GENERATOR_KV_SLOTS": str(slots)}
     async with (
         Stack(environment=environment) as stack,
@@ -237,7 +257,7 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
         RewardClient(stack.reward_address, timeout_s=_TIMEOUT_S) as rewards,
         AsyncExitStack() as exits,
     ):
-        peers = _peers(arguments.limit)
+        peers = _peers(arguments.limit, most)
         for peer in peers.values():
             exits.callback(peer.stop)
         judges = [reward.name for reward in await rewards.describe()]
@@ -246,25 +266,33 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
         for given, known in (([*ns], [*systems]), ([arguments.reward], judges)):
             if unknown := [name for name in given if name not in known]:
                 raise ValueError(f"{unknown[0]}: must be one of {', '.join(known)}")
+        if len(judges) < 2:
+            raise ValueError("the services must serve two rewards: the second one judges")
+        model = (await client.describe()).generator.model
+        if model != MODEL.name and not ns.keys().isdisjoint(PEERS):
+            raise ValueError(f"the services answer with {model}, the peers with {MODEL.name}")
 
         async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
             both = [await rewards.score(prompt, [text], reward=name) for name in judges[:2]]
             return both[0].values[0], both[1].values[0]
 
         chosen = {name: systems[name] for name in ns}
-        warm_up = Bench(chosen, {name: few[:1] for name, few in ns.items()}, judge)
+        prepare = {
+            name: partial(peer.prepare, rewards, arguments.reward) for name, peer in peers.items()
+        }
+        warm_up = Bench(chosen, {name: few[:1] for name, few in ns.items()}, judge, prepare=prepare)
         await warm_up.answer(items[0], max_tokens=8)
         every = dict.fromkeys(SLOW, arguments.sparse)
-        bench = Bench(chosen, ns, judge, every, unavailable=warm_up.unavailable)
+        bench = Bench(chosen, ns, judge, every, prepare, unavailable=warm_up.unavailable)
         for number, item in enumerate(items, start=1):
             await bench.answer(item, arguments.max_tokens)
             _store(arguments, number, bench, peers)
     return bench
 
 
-def _peers(limit_s: float) -> dict[str, Peer]:
-    """All peers by name; none is started yet."""
-    server, *others = answering_engines(MODEL, Ports.free().orchestrator, _CONTEXT_TOKENS)
+def _peers(limit_s: float, most: int) -> dict[str, Peer]:
+    """All peers by name, for at most so many candidates; none is started yet."""
+    server, *others = answering_engines(MODEL, Ports.free().orchestrator, _CONTEXT_TOKENS, most)
     peers = {server.name: Peer(server, None, limit_s)}
     for spec in others:
         called = peers[server.name] if "url" in spec.options else None
@@ -285,7 +313,18 @@ def _result(arguments: argparse.Namespace, num_prompts: int, bench: Bench) -> di
     """The content of the JSON line."""
     measured = points(bench.answers, bench.unavailable)
     size = {"prompts": num_prompts, "max_tokens": arguments.max_tokens}
-    return {**size, "points": [asdict(point) for point in measured]}
+    unavailable = {f"{name} n={n}": why for (name, n), why in bench.unavailable.items()}
+    return {
+        **size,
+        "points": [asdict(point) for point in measured],
+        "unavailable": unavailable,
+    }
+
+
+def _file(arguments: argparse.Namespace, kind: str) -> Path:
+    """Not `with_suffix`, which would replace what follows a point in the name."""
+    out: Path = arguments.out
+    return out.with_name(f"{out.name}.{kind}")
 
 
 def _store(
@@ -296,11 +335,10 @@ def _store(
         **_result(arguments, num_prompts, bench),
         **describe_machine(),
         "reward": arguments.reward,
-        "unavailable": {f"{name} n={n}": why for (name, n), why in bench.unavailable.items()},
         "versions": {name: peer.versions for name, peer in peers.items()},
         "answers": [asdict(answer) for answer in bench.answers],
     }
-    path = arguments.out.with_suffix(".json")
+    path = _file(arguments, "json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 

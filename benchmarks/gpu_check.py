@@ -98,6 +98,8 @@ def main() -> None:
         out=(Path("build/gpu-check"), "folder of the results"),
         skip_conformance=(False, "leave out the suite, which takes minutes"),
     )
+    if arguments.new < 4:
+        sys.exit("gpu-check: --new must be 4 or more")
     for name in (_AGREEMENT, arguments.shape):
         (arguments.out / name).mkdir(parents=True, exist_ok=True)
     save_model(arguments.out / _AGREEMENT)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import signal
 import statistics
 import sys
 import time
@@ -42,19 +44,35 @@ def parse_arguments(description: str | None, **options: tuple[Any, str]) -> argp
     """Parse the command line.
 
     Each option has a default, which also decides its type, and a help text. A list takes several
-    values, False is a flag.
+    values, False is a flag; numbers must be above 0. From then on SIGTERM ends this process as
+    Ctrl-C does, so that it stops what it started.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=description)
     for name, (default, text) in options.items():
         flag = "--" + name.replace("_", "-")
         if default is False:
             parser.add_argument(flag, action="store_true", help=text)
         elif isinstance(default, list):
-            kind = type(default[0])
+            kind = _kind(default[0])
             parser.add_argument(flag, type=kind, nargs="+", default=default, help=text)
         else:
-            parser.add_argument(flag, type=type(default), default=default, help=text)
+            parser.add_argument(flag, type=_kind(default), default=default, help=text)
     return parser.parse_args()
+
+
+def _kind(default: object) -> Callable[[str], object]:
+    """The parser of an option's values."""
+    kind = type(default)
+    if kind not in (int, float):
+        return kind
+
+    def number(text: str) -> object:
+        if not 0 < (value := kind(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} must be above 0")
+        return value
+
+    return number
 
 
 def timed(run: Callable[[], object]) -> float:

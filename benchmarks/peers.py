@@ -2,8 +2,8 @@
 
 All engines get the same weights, prompts, N, lengths, sampling and threads. Each runs in a process
 of its own; they take turns, so that one works at a time. An engine that is missing or fails is
-reported, and the others go on. Between the engines of a round, the bound is measured: how fast the
-matrix products of one step alone run on our weights.
+reported, and the others go on. After each round the bound is measured: how fast the matrix products
+of one step alone run on our weights.
 """
 
 from __future__ import annotations
@@ -184,9 +184,12 @@ def main() -> None:
         cases = parse_cases(arguments.cases)
     except ValueError as error:
         sys.exit(f"bench-peers: {error}")
+    if unknown := sorted({*arguments.engines} - {*ENGINES}):
+        sys.exit(f"bench-peers: {unknown[0]}: must be one of {', '.join(ENGINES)}")
     slots = max(case.n * case.new_tokens + case.prompt_tokens for case in cases)
     context_tokens = max(case.prompt_tokens + case.new_tokens for case in cases)
-    engines = all_engines(arguments.model, slots, context_tokens)
+    most = max(case.n for case in cases)
+    engines = all_engines(arguments.model, slots, context_tokens, most)
     specs = [spec for spec in engines if spec.name in arguments.engines]
     bench = Bench(specs, arguments.threads, arguments.rounds)
     interrupted = False
@@ -209,7 +212,7 @@ def main() -> None:
         },
         notes=notes(bench.measurements, specs),
     )
-    sys.exit(130 if interrupted else 0)
+    sys.exit(130 if interrupted else int(not bench.measurements.speeds))
 
 
 def parse_cases(text: str) -> list[Case]:

@@ -99,7 +99,9 @@ async def rolling(load: Load, environment: dict[str, str]) -> list[Phase]:
         await _settled(phases[-1], load)
         for task in clients:
             task.cancel()
-        await asyncio.wait(clients)
+        for end in await asyncio.gather(*clients, return_exceptions=True):
+            if isinstance(end, Exception):
+                phases[-1].failures.append(f"a client ended: {end!r}")
     return phases
 
 

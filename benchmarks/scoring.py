@@ -188,6 +188,7 @@ def _compare_texts(ours: CausalReward, directory: Path, rounds: int) -> dict[str
         log(f"vLLM: {worker.ready()}")
         # The worker compares the scores and fails if they differ by a thousandth.
         request = {"token_ids": token_ids, "scores": by_ours()[0]}
+        worker.measure(request)
         runs["vLLM pooling"] = partial(worker.measure, request)
     except WorkerError as error:
         log(f"vLLM is missing: {error}")

@@ -106,12 +106,13 @@ def _workers(arguments: argparse.Namespace) -> Iterator[tuple[str, WorkerProcess
     most = max(arguments.n)
     # vLLM rounds a candidate's slots and its part of the prompt up to whole blocks.
     slots = most * (arguments.new + 64) + 4 * arguments.words + 64
-    engines = {engine.name: engine for engine in all_engines(arguments.model, slots, 1024)}
-    more = {"vllm_options": json.loads(arguments.vllm_options)}
+    engines = {engine.name: engine for engine in all_engines(arguments.model, slots, 1024, most)}
+    more = json.loads(arguments.vllm_options)
     bare = engines["vllm"]
     verbs = bare.behind_verbs(arguments.model, slots, most)
     for name, spec in (("bare", bare), ("verbs", verbs)):
-        with_more = replace(spec, options={**spec.options, **more})
+        options = {**spec.options.get("vllm_options", {}), **more}
+        with_more = replace(spec, options={**spec.options, "vllm_options": options})
         yield name, with_more.start(arguments.threads)
     if not arguments.without_own:
         own = engines["specrej"].behind_verbs(arguments.model, slots, most)

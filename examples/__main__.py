@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
         *("examples/batch/batch.py", "examples/batch/questions.jsonl"),
         str(OUTPUT / "answers.jsonl"),
     ),
-    "coding": ("examples/coding/coding.py",),
+    "coding": ("-m", "examples.coding.coding"),
     "fastapi_app": ("-m", "uvicorn", "examples.fastapi_app.app:app", "--port", "8080"),
     "preferences": (
         *("examples/preferences/preferences.py", "examples/preferences/prompts.jsonl"),

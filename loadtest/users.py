@@ -106,8 +106,8 @@ class ApiUser(User):
                 request, due = greenlet.args
                 seconds = time.perf_counter() - due
                 self.fire(Kind.FAILED, request, seconds, 0, CallFailed("UNFINISHED"))
+            self._pool.kill(block=False)  # first: a call that close() cancels would report itself
             self.caller.close()
-            self._pool.kill(block=False)
 
     def wait_time(self) -> float:
         """Seconds until the next request."""

@@ -18,6 +18,8 @@ from generator_service import embedded
 VLLM, PEERS = Path(".vllm"), Path(".peers")
 LLAMACPP = PEERS / "llamacpp"
 _BUILD = Path("build/peers").absolute()
+# Rows of a step in vLLM at least; with more candidates all are in one step, as in ours.
+_VLLM_ROWS = 256
 # A machine with CUDA has vLLM in this environment.
 _VLLM_IS_HERE = importlib.util.find_spec("vllm") is not None
 _VLLM_ENVIRONMENT = {
@@ -87,8 +89,9 @@ class EngineSpec:
         )
 
 
-def all_engines(model: Path, slots: int, context_tokens: int) -> list[EngineSpec]:
-    """Ours first. `slots` and `context_tokens` are those of the largest request."""
+def all_engines(model: Path, slots: int, context_tokens: int, most: int) -> list[EngineSpec]:
+    """Ours first. `slots` and `context_tokens` are those of the largest request, which has `most`
+    candidates."""
     return [
         EngineSpec(
             "specrej",
@@ -100,7 +103,11 @@ def all_engines(model: Path, slots: int, context_tokens: int) -> list[EngineSpec
         EngineSpec(
             "vllm",
             "float32, compiled, prefix caching in blocks of 32 tokens",
-            {"model": str(model), "context_tokens": context_tokens},
+            {
+                "model": str(model),
+                "context_tokens": context_tokens,
+                "vllm_options": {"max_num_seqs": max(_VLLM_ROWS, most)},
+            },
             None if _VLLM_IS_HERE else VLLM,
             _VLLM_ENVIRONMENT if _VLLM_IS_HERE else _VLLM_CPU_ENVIRONMENT,
         ),
@@ -127,9 +134,17 @@ def vllm_pooling(model: Path, context_tokens: int) -> EngineSpec:
     )
 
 
-def answering_engines(model: Path, port: int, context_tokens: int) -> list[EngineSpec]:
-    """Those that answer prompts. The first is vLLM's server at `port`, which two others call."""
-    served = {"model": str(model), "port": port, "context_tokens": context_tokens}
+def answering_engines(model: Path, port: int, context_tokens: int, most: int) -> list[EngineSpec]:
+    """Those that answer prompts with at most `most` candidates.
+
+    The first is vLLM's server at `port`, which two others call.
+    """
+    served = {
+        "model": str(model),
+        "port": port,
+        "context_tokens": context_tokens,
+        "max_num_seqs": max(_VLLM_ROWS, most),
+    }
     client = {"url": f"http://127.0.0.1:{port}/v1"}
     direct = {"NO_PROXY": "127.0.0.1"}
     environment = {**_VLLM_CPU_ENVIRONMENT, **direct}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -81,18 +82,16 @@ class WorkerProcess:
         seconds: float = self.exchange(request)["seconds"]
         return seconds
 
-    def exchange(
-        self, message: Mapping[str, Any], timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        """The reply to a message, as in serve.py.
+    def exchange(self, message: Mapping[str, Any], until: float | None = None) -> dict[str, Any]:
+        """The reply to a message, as in serve.py; `until` is a time of `time.monotonic`.
 
         Raises:
-            WorkerError: the request failed or took longer than `timeout_s`, or the process ended.
+            WorkerError: the request failed, there is no reply in time, or the process ended.
         """
         with suppress(BrokenPipeError):  # _reply raises with the reason
             self._connection.send(dict(message))
-        if not self._connection.poll(timeout_s):
-            raise WorkerError(f"no answer within {timeout_s:.0f} s")
+        if not self._connection.poll(None if until is None else until - time.monotonic()):
+            raise WorkerError("no answer in time")
         return self._reply()
 
     def has_ended(self) -> bool:

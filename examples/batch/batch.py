@@ -100,8 +100,11 @@ def main() -> int:
         default=120.0,
         help="seconds of each request, all attempts together",
     )
+    options = parser.parse_args()
+    if options.concurrency < 1:
+        parser.error("--concurrency must be 1 or more")
     try:
-        num_failed = asyncio.run(run(parser.parse_args()))
+        num_failed = asyncio.run(run(options))
     except KeyboardInterrupt:
         print("interrupted: the same command continues", file=sys.stderr)
         return 130

@@ -11,11 +11,12 @@ import os
 import sys
 from pathlib import Path
 
+from examples.coding.unit_tests import code_of
 from specrej import Client, RankedCandidate, SpecrejError, WeightedReward
 
 HERE = Path(__file__).parent
-# Below the score of untested text: only code that passes no test is vetoed.
-VETO_BELOW = 0.05
+# Only code that passes no test is vetoed; text without code has a score.
+VETO_BELOW = 1e-6
 
 
 async def write_code(client: Client, task: str, n: int) -> RankedCandidate:
@@ -39,6 +40,9 @@ async def run(options: argparse.Namespace) -> int:
     async with Client(options.address, timeout_s=300) as client:
         best = await write_code(client, task, options.n)
     print(best.text)
+    if code_of(best.text) is None:
+        print("\nno complete block of code: nothing was tested", file=sys.stderr)
+        return 1
     print(f"\n{best.score:.0%} of the unit tests pass", file=sys.stderr)
     return 0 if best.score == 1 else 1
 

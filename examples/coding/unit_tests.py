@@ -54,11 +54,15 @@ def share_passed(prompt: Prompt, responses: list[str]) -> list[float]:
 
 
 def score(response: str, tests: tuple[str, ...]) -> float:
+    code = code_of(response)
+    return UNTESTED if code is None else num_passed(code, tests) / max(1, len(tests))
+
+
+def code_of(response: str) -> str | None:
+    """The first complete block of Python, or None."""
     blocks = re.findall(r"^```([^\n`]*)\n(.*?)^```", response, re.DOTALL | re.MULTILINE)
-    codes = [
-        code for name, code in blocks if name.strip().lower() in ("", "py", "python", "python3")
-    ]
-    return num_passed(codes[0], tests) / max(1, len(tests)) if codes else UNTESTED
+    names = ("", "py", "python", "python3")
+    return next((code for name, code in blocks if name.strip().lower() in names), None)
 
 
 def asserts_of(prompt: Prompt) -> tuple[str, ...]:

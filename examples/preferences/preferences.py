@@ -64,7 +64,8 @@ async def run(options: argparse.Namespace) -> None:
     with options.prompts.open(encoding="utf-8") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
     work, num_pairs = iter(prompts), 0
-    with options.pairs.open("w", encoding="utf-8") as file:
+    part = options.pairs.with_name(f"{options.pairs.name}.part")  # a failure keeps earlier pairs
+    with part.open("w", encoding="utf-8") as file:
 
         async def worker(client: Client, work: Iterator[str]) -> None:
             nonlocal num_pairs
@@ -77,6 +78,7 @@ async def run(options: argparse.Namespace) -> None:
         async with Client(options.address, timeout_s=300) as client, asyncio.TaskGroup() as group:
             for _ in range(options.concurrency):
                 group.create_task(worker(client, work))
+    part.replace(options.pairs)
     print(f"{num_pairs} pairs of {len(prompts)} prompts in {options.pairs}", file=sys.stderr)
 
 
@@ -90,8 +92,11 @@ def main() -> None:
     )
     parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--address", default=os.environ.get("SPECREJ_ADDRESS", "127.0.0.1:50050"))
+    options = parser.parse_args()
+    if options.concurrency < 1 or options.n < 2:
+        parser.error("--concurrency must be 1 or more, --n 2 or more")
     try:
-        asyncio.run(run(parser.parse_args()))
+        asyncio.run(run(options))
     except* SpecrejError as failed:
         sys.exit(f"preferences: {failed.exceptions[0]}")
 

@@ -51,12 +51,14 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     """Settings: a flag, else the value of --quick if it is set, else the default.
 
     Raises:
-        OSError, ValueError: the prompts cannot be read.
+        OSError, ValueError: the prompts cannot be read, or a number is out of range.
     """
     names = {field.name for field in fields(Settings)} - {"prompts"}
     given = {name: getattr(arguments, name) for name in names}
     values: dict[str, Any] = _QUICK if arguments.quick else {}
     values = values | {name: value for name, value in given.items() if value is not None}
     if "ns" in values:
-        values["ns"] = tuple(sorted(values["ns"]))
+        values["ns"] = tuple(sorted(set(values["ns"])))
+        if values["ns"][0] < 1:
+            raise ValueError(f"--ns {values['ns'][0]}: must be 1 or more")
     return Settings(read_prompts(arguments.prompts), **values)

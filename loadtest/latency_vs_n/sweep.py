@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parse()
     try:
         settings = settings_of(arguments)
-        results, interrupted = _measure(settings, arguments.address)
+        results, ended = _measure(settings, arguments.address)
     except (MeasurementError, SpecrejError, OSError, ValueError) as error:
         sys.exit(f"latency-vs-n: {error}")
     files = {kind: arguments.out / f"latency_vs_n.{kind}" for kind in ("json", "csv", "html")}
@@ -54,24 +54,31 @@ def main() -> None:
         **describe_machine(),
     }
     print(json.dumps(summary))
-    sys.exit(130 if interrupted else 0)
+    if isinstance(ended, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(f"latency-vs-n: {ended}" if ended else 0)
 
 
-def _measure(settings: Settings, address: str) -> tuple[Results, bool]:
-    """The results, and whether Ctrl-C ended the measurement early."""
+def _measure(settings: Settings, address: str) -> tuple[Results, BaseException | None]:
+    """The results, and what ended the measurement early: an error or Ctrl-C."""
     measured: list[Measured] = []
-    started, interrupted = time.perf_counter(), False
+    started = time.perf_counter()
+    ended: BaseException | None = None
     with closing(Caller(address, _TIMEOUT_S, **credentials_from(os.environ))) as caller:
         facts = _facts(caller.describe(), settings, address)
         try:
             for block in Driver(caller, settings).measure():
                 measured.append(block)
                 _log(block, time.perf_counter() - started)
-        except KeyboardInterrupt:
-            interrupted = True
+        except (MeasurementError, SpecrejError) as error:
+            if not measured:
+                raise
+            ended = error
+        except KeyboardInterrupt as error:
+            ended = error
     if not measured:
         raise MeasurementError("interrupted before anything was measured")
-    return collate(settings, facts, measured), interrupted
+    return collate(settings, facts, measured), ended
 
 
 def _facts(service: ServiceDescription, settings: Settings, address: str) -> dict[str, str]:

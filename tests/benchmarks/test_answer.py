@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,9 +21,10 @@ from benchmarks.answer_points import (
     write_picture,
 )
 from benchmarks.workers.engines import EngineSpec, answering_engines
-from benchmarks.workers.process import WorkerError
+from benchmarks.workers.process import WorkerError, WorkerProcess
 from experiments.prompts import Item
-from specrej import Prompt
+from specrej import Prompt, Unavailable
+from specrej.contracts import Scores
 
 ITEM = Item("one", 0, Prompt.from_user("One?"))
 ANSWER = Answer("vllm", 4, "one", 2.0, 100, 0.5, -1.0, "three short words")
@@ -72,8 +74,10 @@ def test_picture_is_drawn_from_recorded_points(tmp_path: Path) -> None:
     without_interval = replace(recorded, n=8, reward_low=None, reward_high=None)
     path = tmp_path / "new" / "answer.svg"
     write_picture(path, [recorded, without_interval, replace(recorded, system="specrej")], "title")
-    assert path.read_text().count('<g id="line2d_') > 0
+    intervals = '<g id="LineCollection_'
+    assert path.read_text().count(intervals) == 2 * 2  # systems, costs
     write_picture(path, [], "nothing is available")
+    assert intervals not in path.read_text()
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "4,,8", "1e9", "99999"])
@@ -84,6 +88,8 @@ def test_invalid_numbers_of_candidates_are_refused(text: str) -> None:
         answer.parse_systems(f"specrej,vllm={text.replace(',', '+') or '+'}", "4")
     own = answer.parse_systems("specrej,vllm=64", "64,16,64")
     assert own == {"specrej": [16, 64], "vllm": [64]}
+    with pytest.raises(ValueError, match="vllm occurs twice"):
+        answer.parse_systems("vllm=16,vllm=64", "4")
 
 
 @pytest.mark.parametrize(("systems", "most"), [("specrej", 4), ("specrej=4+16,vllm", 16)])
@@ -150,13 +156,103 @@ async def test_peer_without_its_server_has_the_servers_reason(tmp_path: Path) ->
     client = answer.Peer(EngineSpec("its_hub", "", {}), server, 1.0)
     for _ in range(2):
         with pytest.raises(WorkerError, match=r"^vllm does not start: .*bin/python does not exist"):
-            await client.answer(None, "", ITEM, 1, 1)  # type: ignore[arg-type]
+            await client.prepare(None, "", ITEM)  # type: ignore[arg-type]
+
+
+@dataclass
+class Worker:
+    """A double of a worker process: takes 100 s to start, and fails with 64 candidates."""
+
+    clock: list[float]
+    requests: list[int] = field(default_factory=list)
+
+    def ready(self) -> dict[str, str]:
+        self.clock[0] += 100
+        return {}
+
+    def exchange(self, message: dict[str, Any], until: float) -> dict[str, Any]:
+        if "scores" in message:
+            return {"text": "text", "tokens": 1}
+        self.requests.append(message["n"])
+        self.clock[0] += 1
+        if message["n"] == 64:
+            raise WorkerError("no answer in time")
+        return {"score": ["text"]}
+
+    def stop(self) -> None:
+        pass
+
+
+class Spec(EngineSpec):
+    """A double of a peer's engine."""
+
+    def start(self, threads: int) -> WorkerProcess:
+        worker: Any = Worker(self.options["clock"])
+        return cast("WorkerProcess", worker)
+
+
+class Rewards:
+    """A double of the reward service: every score is 0.5, or the service is away."""
+
+    def __init__(self, is_away: bool = False) -> None:
+        self.is_away = is_away
+
+    async def score(self, prompt: Prompt, texts: list[str], reward: str) -> Scores:
+        if self.is_away:
+            raise Unavailable("the reward service is away")
+        return Scores((0.5,) * len(texts), 1)
+
+
+async def test_starts_are_outside_of_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards peers against the seconds of a restart, their own and that of the server they call."""
+    clock = [0.0]
+    monkeypatch.setattr("benchmarks.answer.time.perf_counter", lambda: clock[0])
+    server = answer.Peer(Spec("vllm", "", {"clock": clock}), None, 60.0)
+    client = answer.Peer(Spec("its_hub", "", {"clock": clock}), server, 60.0)
+    rewards: Any = Rewards()
+    peers = {"vllm": server, "its_hub": client}
+    bench = answer.Bench(
+        {name: partial(peer.answer, rewards, "r") for name, peer in peers.items()},
+        {"vllm": [4, 64], "its_hub": [4]},
+        judge_of(rewards),
+        prepare={name: partial(peer.prepare, rewards, "r") for name, peer in peers.items()},
+        settle_s=0.0,
+    )
+    for number in range(2):
+        await bench.answer(replace(ITEM, id=str(number)), max_tokens=8)
+    assert bench.unavailable == {("vllm", 64): "no answer in time"}
+    assert [(given.system, given.seconds) for given in bench.answers] == [
+        ("vllm", 1),
+        ("its_hub", 1),
+    ] * 2
+
+
+@pytest.mark.parametrize("away", ["peer", "judge"])
+async def test_a_failed_score_ends_one_case_only(away: str) -> None:
+    """Guards hours of answers against one error of the reward service."""
+    peer = answer.Peer(Spec("vllm", "", {"clock": [0.0]}), None, 60.0)
+    rewards: Any = Rewards(is_away=away == "peer")
+    judges: Any = Rewards(is_away=away == "judge")
+    bench = answer.Bench(
+        {"vllm": partial(peer.answer, rewards, "r")}, {"vllm": [4]}, judge_of(judges), settle_s=0.0
+    )
+    await bench.answer(ITEM, max_tokens=8)
+    assert bench.unavailable == {("vllm", 4): "the reward service is away"}
+
+
+def judge_of(rewards: Any) -> answer.Judge:
+    async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
+        scores = await rewards.score(prompt, [text], reward="r")
+        return scores.values[0], scores.values[0]
+
+    return judge
 
 
 def test_all_peers_have_an_engine() -> None:
-    specs = answering_engines(Path("model"), 1, 1)
+    specs = answering_engines(Path("model"), 1, 1, most=512)
     assert tuple(spec.name for spec in specs) == answer.PEERS
     assert [spec.name for spec in specs if "url" in spec.options] == ["its_hub", "optillm"]
+    assert specs[0].options["max_num_seqs"] == 512
 
 
 @pytest.mark.e2e
@@ -169,13 +265,16 @@ def test_run_on_toys_ends_with_the_json_line(
     monkeypatch.setenv("SPECREJ_REWARD_REWARDS", json.dumps(toys))
     monkeypatch.setattr("benchmarks.workers.engines.PEERS", tmp_path)
     monkeypatch.setattr("benchmarks.workers.engines.VLLM", tmp_path)
+    monkeypatch.setattr(answer, "MODEL", Path("toy"))
     systems = ",".join((*answer.OURS, "its_hub"))
-    out = tmp_path / "answer"
+    out = tmp_path / "answer_0.5"  # what follows the point stays
     given = (
         f"bench --prompts 1 --n 2,4 --max-tokens 32 --reward toy --systems {systems} --out {out}"
     )
     monkeypatch.setattr("sys.argv", given.split())
-    answer.main()
+    with pytest.raises(SystemExit) as ended:
+        answer.main()
+    assert ended.value.code == 0
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
     assert (result["prompts"], result["max_tokens"]) == (1, 32)
@@ -185,6 +284,14 @@ def test_run_on_toys_ends_with_the_json_line(
     assert 0 < fewer["tokens"] <= full["tokens"]
     assert fewer["reward"] == fewer["second_judge"] > 0  # two judges of one kind
     assert "not available: vllm does not" in " ".join(printed.replace("│", " ").split())
-    stored = json.loads(out.with_suffix(".json").read_text())
+    assert list(result["unavailable"]) == ["its_hub n=2", "its_hub n=4"]
+    stored = json.loads((tmp_path / "answer_0.5.json").read_text())
     assert len(stored["answers"]) == 6
-    assert out.with_suffix(".svg").exists()
+    assert (tmp_path / "answer_0.5.svg").exists()
+    monkeypatch.setattr("sys.argv", [*given.split(), "--systems", "specrej=2+5000"])
+    with pytest.raises(SystemExit) as ended:
+        answer.main()
+    assert ended.value.code == 1
+    assert list(json.loads(capsys.readouterr().out.splitlines()[-1])["unavailable"]) == [
+        "specrej n=5000"
+    ]

@@ -32,6 +32,17 @@ def test_defaults_decide_the_types_of_options(monkeypatch: pytest.MonkeyPatch) -
     }
 
 
+@pytest.mark.parametrize("given", ["--n 0", "--n 4 -1", "--alpha nan", "--alpha 0"])
+def test_numbers_of_options_are_above_zero(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards minutes of measurements that end in a division by zero."""
+    monkeypatch.setattr("sys.argv", ["bench", *given.split()])
+    with pytest.raises(SystemExit):
+        parse_arguments(None, n=([16], ""), alpha=(0.5, ""))
+    assert "must be above 0" in capsys.readouterr().err
+
+
 def test_runs_take_turns_and_the_first_round_is_dropped() -> None:
     order: list[str] = []
     numbers = count()

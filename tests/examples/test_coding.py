@@ -11,7 +11,14 @@ import pytest
 from deploy.local.stack import Stack
 from examples.coding import unit_tests
 from examples.coding.coding import HERE, write_code
-from examples.coding.unit_tests import UNTESTED, asserts_of, num_passed, score, share_passed
+from examples.coding.unit_tests import (
+    UNTESTED,
+    asserts_of,
+    code_of,
+    num_passed,
+    score,
+    share_passed,
+)
 from specrej import Client, Prompt
 from specrej.client import RewardClient
 from tests.serving import until
@@ -33,6 +40,7 @@ async def test_the_score_is_the_share_of_passed_tests(stack: Stack) -> None:
             TASK, [RIGHT, HALF, WRONG, unfinished, "No."], reward="unit-tests"
         )
     assert scores.values == pytest.approx((1, 0.25, 0, UNTESTED, UNTESTED))
+    assert code_of(RIGHT) and code_of(unfinished) is None
 
 
 @pytest.mark.parametrize(

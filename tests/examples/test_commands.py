@@ -27,7 +27,7 @@ ARGUMENTS = {
 }
 OUTPUT = {
     "batch": "12/12",
-    "coding": "of the unit tests pass",
+    "coding": "no complete block of code",
     "fastapi_app": "Uvicorn running",
     "preferences": "of 8 prompts in build/examples/pairs.jsonl",
     "rag": "passages:",

@@ -25,7 +25,7 @@ from tests.loadtest.conftest import TOYS
 
 SETTINGS = Settings(prompts=("Why?", "<b>How?</b>"), ns=(64, 128))
 in_session = pytest.mark.asyncio(loop_scope="session")
-SMALL = ("--quick", "--ns", "1", "4", "--rate", "20")
+SMALL = ("--quick", "--ns", "1", "4", "4", "--rate", "20")  # a repeated N is measured once
 
 
 def measured(
@@ -169,7 +169,7 @@ async def test_command_starts_services_of_its_own(
 ) -> None:
     for name, value in TOYS.items():
         monkeypatch.setenv(name, value)
-    ended = await latency_vs_n("--out", str(tmp_path), *SMALL[:2], "1")
+    ended = await latency_vs_n("--out", str(tmp_path), *SMALL[:3])
     assert ended.code == 0, ended.err
     assert len(cells_of(tmp_path)) == 3 * 2
 
@@ -180,10 +180,11 @@ async def test_slow_requests_at_a_fixed_rate_are_cancelled(toys: Stack, tmp_path
     # No toy answers within a millisecond: its first step takes two.
     ended = await latency_vs_n(*where(toys, tmp_path), *SMALL, "--ns", "4", "--patience-s", "0.001")
     assert ended.code == 0, ended.err
-    for cell in cells_of(tmp_path):
-        if cell["condition"] == "steady":
-            assert cell["errors"] == {"GAVE_UP": cell["num_requests"]}
-            assert cell["p50"] is None
+    steady = [cell for cell in cells_of(tmp_path) if cell["condition"] == "steady"]
+    assert len(steady) == 2  # algorithms
+    for cell in steady:
+        assert cell["errors"] == {"GAVE_UP": cell["num_requests"]}
+        assert cell["p50"] is None
 
 
 @in_session
@@ -203,10 +204,28 @@ async def test_interrupted_run_reports_what_was_measured(toys: Stack, tmp_path: 
 
 
 @in_session
+@pytest.mark.long
+async def test_services_that_end_leave_what_was_measured(tmp_path: Path) -> None:
+    """Guards half an hour of measurements against an error in its last minute."""
+    async with Stack(environment=TOYS) as stack:
+        process = await start_latency_vs_n(*where(stack, tmp_path), *SMALL, "--minutes", "10")
+        assert process.stderr
+        async with asyncio.timeout(60):
+            while b"requests, slowest" not in await process.stderr.readline():
+                pass
+    ended = await completed(process)
+    assert ended.code == 1, ended.err
+    assert "latency-vs-n:" in ended.err.splitlines()[-1]
+    assert json.loads(ended.out.splitlines()[-1])["requests"] > 0
+    assert (tmp_path / "latency_vs_n.html").exists()
+
+
+@in_session
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (("--ns", "1", "1000000"), "candidates at most"),
+        (("--ns", "0", "4"), "--ns 0: must be 1 or more"),
         (("--address", "127.0.0.1:1"), "latency-vs-n:"),
     ],
 )
