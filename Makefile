@@ -139,7 +139,8 @@ images: $(READY) ## build the CPU images with buildah or docker; print the sizes
 	@$(BIN)/python -m deploy.images.build --base "$(BASE)" $(ARGS)
 
 # Without a builder of images, those are left out, and the output has the reason.
-release: $(READY) manifests ## build wheels, sdist, images, SBOMs, manifests and changes into dist, and check them
+release: $(READY) ## build wheels, sdist, images, SBOMs, manifests and changes into dist, and check them
+	@$(MAKE) --no-print-directory manifests ARGS=
 	@$(BIN)/python -m deploy.release --base "$(BASE)" $(ARGS)
 
 images-run: $(READY) ## run the images as Kubernetes does until one request is answered (root)

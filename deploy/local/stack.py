@@ -122,7 +122,8 @@ class Stack:
         self._orchestrators = _replicas(ports, "orchestrator", orchestrators)
         self._gateways = _replicas(ports, "gateway", int(gateway))
         self.orchestrator_address = self._orchestrators[0].address
-        self.gateway_url = f"http://{HOST}:{ports.gateway}"
+        has_tls = {**os.environ, **(environment or {})}.get("SPECREJ_GATEWAY_TLS_CERT")
+        self.gateway_url = f"{'https' if has_tls else 'http'}://{HOST}:{ports.gateway}"
         self.generator_address = self._generators[0].address
         self.reward_address = self._rewards[0].address
         # Of all replicas, comma-separated.

@@ -154,10 +154,12 @@ def test_without_policies_all_edges_are_allowed(manifests: Manifests) -> None:
     assert ("unlabelled", "generator", port) in edges((), _peers(manifests), [port])
 
 
-def test_collector_is_in_the_allowed_namespace(manifests: Manifests) -> None:
+@pytest.mark.parametrize("overlay", ["gpu", "gpu-nodes", "production"])
+def test_collector_is_in_the_allowed_namespace(overlay: str) -> None:
+    """Guards against services without telemetry, and against a collector behind a policy."""
     for name in SERVICES:
-        if endpoint := manifests.settings(name).get("OTLP_ENDPOINT"):
-            assert endpoint.endswith(".monitoring.svc:4317")
+        endpoint = rendered(overlay).settings(name)["OTLP_ENDPOINT"]
+        assert endpoint.endswith(".monitoring.svc:4317")
 
 
 # Autoscaling
