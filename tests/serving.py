@@ -1,14 +1,17 @@
-"""Real gRPC servers on free loopback ports for the tests of all services."""
+"""Real gRPC servers on free loopback ports for the tests of all services; programs they need."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Unpack
 
 import grpc.aio
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -154,6 +157,15 @@ async def turns(count: int = 20) -> None:
     """Let every task that can continue do so."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+def need(path: str | Path | None, name: str) -> Path:
+    """The path of a program or file of another project; CI fails without it."""
+    if path and Path(path).exists():
+        return Path(path)
+    if os.environ.get("CI"):
+        pytest.fail(f"{name} is not installed")
+    pytest.skip(f"{name} is not installed")
 
 
 def _details(error: grpc.aio.AioRpcError) -> list[Any]:

@@ -80,6 +80,7 @@ def test_vllm_quotes_the_check() -> None:
 def test_vllm_quotes_the_check_of_a_gpu() -> None:
     page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
     result = json.loads((ROOT / "benchmarks/results/gpu_check_h200.json").read_text())
+    assert len(result["speed"]) == 4
     for one in result["speed"]:
         speed, share = f"{one['tokens_per_s']:,.0f}", f"{one['of_bound']:.0%}"
         row = f"| {one['n']:,} | {speed} | {share} | {one['prune_ms']:.1f} |"

@@ -24,6 +24,7 @@ from deploy.site import hooks, repository, schema
 from specrej.client import Options
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.documents.blocks import ROOT
+from tests.serving import need
 
 
 def build(directory: Path, config: Path = ROOT / "mkdocs.yml") -> str:
@@ -108,9 +109,10 @@ def test_source_pages_are_complete(site: Path) -> None:
     assert last in shown
 
 
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
 async def test_pages_fit_the_window_and_load_from_their_origin(site: Path, tmp_path: Path) -> None:
     """Guards against wide pages on phones, missing files, and requests to other hosts."""
+    need(CHROMIUM, "chromium")
+    need(DRIVER, "chromedriver")
     pages = ("", "concepts/", "comparison/", "configuration/", "reference/python/")
     requested = "return performance.getEntriesByType('resource').map(entry => entry.name)"
     with served(site) as origin:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from specrej.telemetry import names
 from tests.collector import SERVER
-from tests.serving import until
+from tests.serving import need, until
 from tests.telemetry.observed import GENERATE, Observed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
@@ -54,8 +54,8 @@ async def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
 async def test_printed_examples_run(service: Observed, language: str, code: str) -> None:
-    if language == "js" and not (NODE_CLIENT / "node_modules").exists():
-        pytest.skip("no client for Node: make node-client installs it")
+    if language == "js":
+        need(NODE_CLIENT / "node_modules", "the client for Node")
     process = await asyncio.create_subprocess_exec(
         *(*PROGRAMS[language], small(code).replace(URL, service.stack.gateway_url)),
         cwd=NODE_CLIENT if language == "js" else None,

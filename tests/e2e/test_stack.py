@@ -120,17 +120,6 @@ async def test_the_printed_structured_output(stack: Stack) -> None:
     assert json.loads(out)["sky"] in ("clear", "cloudy")
 
 
-async def test_grpcurl_by_reflection(stack: Stack) -> None:
-    """The README's example: no schema files, default values, one answer."""
-    request = {"prompt": {"text": "Once"}, "sampling": {"max_tokens": 8}, "selection": {"n": 2}}
-    code, out, err = await _run(
-        str(BIN / "grpcurl"), "-plaintext", "-d", json.dumps(request),
-        stack.orchestrator_address, "specrej.v1.OrchestratorService/Generate",
-    )  # fmt: skip
-    assert code == 0, err
-    assert json.loads(out)["usage"]["answer_tokens"]
-
-
 @pytest.mark.long
 async def test_the_notebook(stack: Stack) -> None:
     """Every cell of docs/notebook.ipynb runs in a kernel; the file has no outputs of its own."""

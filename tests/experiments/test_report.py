@@ -23,6 +23,7 @@ from experiments.studies.tables import shown
 from experiments.trajectories import PrefixScores, Trajectories
 from tests.browser import CHROMIUM, DRIVER, Page, browser
 from tests.experiments.synthetic import COMPUTE, WALK, collection, noise
+from tests.serving import need
 
 PROMPTS = collection(9, 64, stop_share=0.4)
 NAME = "64 <tokens>"
@@ -256,9 +257,10 @@ def test_axis_numbers_are_short(value: float, text: str) -> None:
     assert plotting.short(value) == text
 
 
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
 async def test_page_has_no_errors_requests_or_overflow(out: Path, tmp_path: Path) -> None:
     """At three widths; all figures are drawn."""
+    need(CHROMIUM, "chromium")
+    need(DRIVER, "chromedriver")
     async with browser(tmp_path / "profile") as page:
         for width in WIDTHS:
             await page.open(out / "report.html", width)
@@ -273,9 +275,10 @@ async def test_page_has_no_errors_requests_or_overflow(out: Path, tmp_path: Path
         assert NAME in await page.evaluate("return document.querySelector('.claim').textContent")
 
 
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
 async def test_contrast_in_light_and_dark(out: Path, tmp_path: Path) -> None:
     """The minimum contrast of text by WCAG 2.2 is 4.5, in pictures too."""
+    need(CHROMIUM, "chromium")
+    need(DRIVER, "chromedriver")
     async with browser(tmp_path / "profile") as page:
         for scheme in ("light", "dark"):
             await page.prefer(scheme)

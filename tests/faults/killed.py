@@ -134,7 +134,9 @@ _STOPPED: dict[str, tuple[Play, str]] = {
     "orchestrator": (stop_orchestrator, "UNAVAILABLE"),
 }
 _RUN = "orchestrator/test_run.py::test_invalid_scores_are_refused"
-_OVER_GRPC = "reward_service/test_remote_grpc.py::test_answer_to_another_request_is_refused"
+_OVER_GRPC = (
+    "orchestrator/backends/test_remote.py::test_the_answer_to_another_command_is_an_internal_error"
+)
 _OVER_HTTP = "reward_service/test_remote_http.py::test_bad_answer_is_the_error_that_it_stands_for"
 _THREAD = (
     "generator_service/test_engine_thread.py::test_a_bug_between_steps_does_not_end_the_thread"

@@ -15,7 +15,7 @@ from specrej.channel import open_channel
 from specrej.v1 import common_pb2
 from tests.faults.case import Case, here
 from tests.faults.world import Call, World, until
-from tests.reward_service.endpoint import Endpoint, served
+from tests.reward_service.endpoint import Endpoint, Reply, served
 from tests.serving import health_of
 
 _STUCK_S = 1.0
@@ -55,7 +55,7 @@ async def _scored(world: World, **options: Any) -> AsyncIterator[tuple[Endpoint,
     async with _reward_service(world) as (endpoint, rewards):
         orchestrator = world.another("orchestrator", REWARD_ADDRESS=rewards)
         async with orchestrator as address:
-            endpoint.is_slow = lambda _: True
+            endpoint.reply = lambda *_: Reply(is_held=True)
             num_before = len(endpoint.requests)
             call = Call(address, **options)
             await until(lambda: len(endpoint.requests) > num_before)

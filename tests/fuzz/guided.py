@@ -26,7 +26,12 @@ def main(name: str, seconds: str, corpus: str) -> None:
         (directory / f"seed-{number}").write_bytes(seed)
     limits = [f"-max_total_time={seconds}", f"-max_len={_LONGEST}", "-timeout=10"]
     quiet = ["-verbosity=0", "-print_final_stats=1", f"-artifact_prefix={directory}/found-"]
-    atheris.Setup([sys.argv[0], *limits, *quiet, str(directory)], TARGETS[name])
+
+    def run(data: bytes) -> None:
+        """Run the target without its result, which libFuzzer would read as a code."""
+        TARGETS[name](data)
+
+    atheris.Setup([sys.argv[0], *limits, *quiet, str(directory)], run)
     atheris.Fuzz()
 
 

@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -16,6 +17,7 @@ from specrej.client import build_request
 from specrej.errors import InvalidRequest, Overloaded, SpecrejError, Violation
 from specrej.security import Role, new_token
 from specrej.status import to_status
+from tests.fuzz.targets import UNPACKED
 
 _GENERATION = c.Generation(
     candidates=(c.RankedCandidate(1, "text", 0.5, c.FinishReason.STOP, 1, -1.0),),
@@ -76,14 +78,15 @@ def seeds() -> Mapping[str, Sequence[bytes]]:
         for schedule in schedules
     ]
     described = [asdict(schedule) for schedule in schedules]
-    generation = wire.generation_to_message(_GENERATION).SerializeToString()
-    event = wire.event_to_message(c.Finished(_GENERATION)).SerializeToString()
     packed = TypeAdapter(CacheEntry).dump_json(_ENTRY)
     line = new_token("team", [Role.GENERATE, Role.GATEWAY])[1]
     return {
         "request": [message.SerializeToString() for message in requests],
         "gateway_request": [json.dumps(body).encode() for body in _BODIES],
-        "messages": [bytes([5]) + generation, bytes([6]) + event],
+        "messages": [
+            _message(wire.generation_to_message(_GENERATION)),
+            _message(wire.event_to_message(c.Finished(_GENERATION))),
+        ],
         "stored_value": [packed, zlib.compress(packed)],
         "cache_index": [_SUMMARY.dump_json(Summary.of(_ENTRY))],
         "composites": [json.dumps([_COMPOSITE]).encode()],
@@ -99,6 +102,11 @@ def seeds() -> Mapping[str, Sequence[bytes]]:
             b"\x07\xff\xff",
         ],
     }
+
+
+def _message(message: Any) -> bytes:
+    """The message after its number among those of the target."""
+    return bytes([list(UNPACKED).index(type(message))]) + bytes(message.SerializeToString())
 
 
 def _details(code: int, error: SpecrejError) -> bytes:

@@ -1,7 +1,7 @@
 """Parsers of untrusted input, each as a function of bytes that must not fail.
 
-The errors that a parser documents are caught here; any other is a finding. Accepted input must
-survive a round trip where one exists.
+A target returns whether the input was accepted. The errors that a parser documents are caught here;
+any other is a finding. Accepted input must survive a round trip where one exists.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from specrej.status import DETAILS_TRAILER, from_backend_error, to_status
 from specrej.v1 import common_pb2, orchestrator_pb2
 from specrej.validation import check_request, check_schedule
 
-Target = Callable[[bytes], None]
+Target = Callable[[bytes], bool]
 
 _SECRET = Secret()
 _MAX_BYTES = 1 << 16
 _CONTEXT, _CANDIDATES, _VOCABULARY = 4096, 1024, 50_000
 
 
-def request(data: bytes) -> None:
+def request(data: bytes) -> bool:
     """A public request: unpack and validate it; a valid one is packed, compared and keyed."""
     with suppress(InvalidRequest):
         limits.check(data, orchestrator_pb2.GenerateRequest.DESCRIPTOR)
     message = _parsed(orchestrator_pb2.GenerateRequest, data)
     if message is None:
-        return
+        return False
     violations: list[Violation] = []
     unpacked = wire.request_from_message(message, c.GeometricSchedule(), violations)
     violations += check_request(unpacked, _CONTEXT, _CANDIDATES, _VOCABULARY)
@@ -73,17 +73,21 @@ def request(data: bytes) -> None:
             reward_fingerprint="r",
             secret=_SECRET,
         )
+    return not violations
 
 
-def gateway_request(data: bytes) -> None:
+def gateway_request(data: bytes) -> bool:
     """A body of OpenAI's API, as a conversation and as raw text: to the orchestrator's message."""
+    is_accepted = False
     for kind in (ChatRequest, CompletionRequest):
         with suppress(InvalidRequest):
             call = call_of(parsed(kind, data), {})
             build_request(call.prompt, **call.options)
+            is_accepted = True
+    return is_accepted
 
 
-_UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
+UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
     orchestrator_pb2.GenerateResponse: wire.generation_from_message,
     orchestrator_pb2.GenerateStreamResponse: wire.event_from_message,
     **{
@@ -102,18 +106,21 @@ _UNPACKED: Mapping[Any, Callable[[Any], Any]] = {
 }
 
 
-def messages(data: bytes) -> None:
+def messages(data: bytes) -> bool:
     """Every other message that is unpacked; the first byte selects it."""
-    kinds = list(_UNPACKED)
+    kinds = list(UNPACKED)
     kind = kinds[data[0] % len(kinds)] if data else kinds[0]
     message = _parsed(kind, data[1:])
     if message is not None:
         with suppress(ValueError):  # unknown enum numbers and events
-            _UNPACKED[kind](message)
+            UNPACKED[kind](message)
+            return True
+    return False
 
 
-def stored_value(data: bytes) -> None:
+def stored_value(data: bytes) -> bool:
     """A stored value of the cache; a stream, and a text, with a valid MAC."""
+    is_accepted = False
     for stream in (data, zlib.compress(data, level=0)):
         with suppress(ValueError):
             unpack("k", stream, _SECRET, _MAX_BYTES)
@@ -122,59 +129,75 @@ def stored_value(data: bytes) -> None:
             stored = pack(entry, "k", _SECRET, 2 * _MAX_BYTES)
             assert unpack("k", stored, _SECRET, 2 * _MAX_BYTES) == entry
             Summary.of(entry)
+            is_accepted = True
+    return is_accepted
 
 
-def cache_index(data: bytes) -> None:
+def cache_index(data: bytes) -> bool:
     """An entry of the index of comparable requests."""
     with suppress(ValueError):
         summary = _SUMMARY.validate_json(data)
         assert _SUMMARY.validate_json(_SUMMARY.dump_json(summary)) == summary
+        return True
+    return False
 
 
-def composites(data: bytes) -> None:
+def composites(data: bytes) -> bool:
     """SPECREJ_ORCHESTRATOR_COMPOSITES."""
-    if settings := _settings(OrchestratorSettings, "SPECREJ_ORCHESTRATOR_COMPOSITES", data):
+    settings = _settings(OrchestratorSettings, "SPECREJ_ORCHESTRATOR_COMPOSITES", data)
+    if settings:
         assert not list(check_composites(settings.composites))
+    return settings is not None
 
 
-def schedule(data: bytes) -> None:
+def schedule(data: bytes) -> bool:
     """SPECREJ_ORCHESTRATOR_DEFAULT_SCHEDULE."""
-    if settings := _settings(OrchestratorSettings, "SPECREJ_ORCHESTRATOR_DEFAULT_SCHEDULE", data):
+    settings = _settings(OrchestratorSettings, "SPECREJ_ORCHESTRATOR_DEFAULT_SCHEDULE", data)
+    if settings:
         assert not list(check_schedule(settings.default_schedule, ""))
         wire.to_message(settings.default_schedule, orchestrator_pb2.Schedule)
+    return settings is not None
 
 
-def rewards(data: bytes) -> None:
+def rewards(data: bytes) -> bool:
     """SPECREJ_REWARD_REWARDS."""
-    _settings(RewardSettings, "SPECREJ_REWARD_REWARDS", data)
+    return _settings(RewardSettings, "SPECREJ_REWARD_REWARDS", data) is not None
 
 
-def prompts(data: bytes) -> None:
+def prompts(data: bytes) -> bool:
     """A file of prompts."""
     with _file(data) as path, suppress(ValueError):
         assert all(read_prompts(path))
+        return True
+    return False
 
 
-def tokens(data: bytes) -> None:
+def tokens(data: bytes) -> bool:
     """A tokens file; every tenant in it has a cache digest."""
     with _file(data) as path, suppress(ValueError):
         for entry in read_tokens(path).entries.values():
             tenant_digest(entry.caller.tenant)
+        return True
+    return False
 
 
-def token(data: bytes) -> None:
+def token(data: bytes) -> bool:
     """A file with a client's token; the token must be valid gRPC metadata."""
     with _file(data) as path, suppress(ValueError):
         watched = watch_token(Credentials(token_file=path))
         assert watched
         assert watched.get().isascii()
         assert watched.get().isprintable()
+        return True
+    return False
 
 
-def http_scores(data: bytes) -> None:
+def http_scores(data: bytes) -> bool:
     """The answer of a reward behind HTTP."""
     with suppress(RewardInvalid):
         _far()._scores(200, data)
+        return True
+    return False
 
 
 @cache
@@ -190,13 +213,14 @@ class _Failure(grpc.aio.AioRpcError):
         super().__init__(code, grpc.aio.Metadata(), trailers, "details")
 
 
-def status_details(data: bytes) -> None:
+def status_details(data: bytes) -> bool:
     """A backend's rich error must become one that can be sent; the first byte is its code."""
     codes = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
     code = codes[data[0] % len(codes)] if data else codes[0]
     error = from_backend_error(_Failure(code, data[1:]), "a backend")
     assert isinstance(error, SpecrejError)
     to_status(error)
+    return True
 
 
 TARGETS: Mapping[str, Target] = {

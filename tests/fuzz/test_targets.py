@@ -20,8 +20,9 @@ def test_every_target_has_seeds() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_examples(name: str) -> None:
-    for data in SEEDS[name]:
-        TARGETS[name](data)
+    """Guards against examples that are rejected at once, whose mutations reach no parser."""
+    accepted = [TARGETS[name](data) for data in SEEDS[name]]
+    assert any(accepted)
 
 
 @pytest.mark.parametrize("name", TARGETS)

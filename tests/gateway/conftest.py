@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
 from deploy.local.stack import Stack
-from tests.serving import listening
-from tests.specrej.fakes import FakeOrchestrator
+from tests.specrej.conftest import address, orchestrator
+
+__all__ = ["address", "orchestrator"]  # fixtures
 
 TOYS = {
     "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
@@ -19,18 +19,6 @@ TOYS = {
     "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": "2",
     "SPECREJ_GATEWAY_KEEP_ALIVE_S": "0.2",
 }
-
-
-@pytest.fixture
-def orchestrator() -> FakeOrchestrator:
-    return FakeOrchestrator()
-
-
-@pytest.fixture
-async def address(orchestrator: FakeOrchestrator) -> AsyncIterator[str]:
-    """Where `orchestrator` listens."""
-    async with listening(orchestrator.service()) as bound:
-        yield bound
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")

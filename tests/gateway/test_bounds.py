@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -273,14 +274,21 @@ async def test_an_unread_reply_has_a_time(
 ) -> None:
     """Guards against a client that holds a connection and its reply by not reading."""
     holding(orchestrator)
-    if "stream" not in body:
-        body = {**body, "stream": True, "specrej": {"events": "rounds"}}
     async with gateway_at(address, unread_s=0.3) as server:
         connection = await Connection.open(server.port, request(CHAT, body))
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await until(lambda: connections(server) == 1)
         await until(lambda: connections(server) == 0)
         connection.leave()
+
+
+def tls_of(folder: Path, is_tls: bool) -> tuple[dict[str, str], ssl.SSLContext | None]:
+    """Settings of a gateway with TLS, and the context of its clients; both empty without TLS."""
+    if not is_tls:
+        return {}, None
+    authority = Authority(folder)
+    pair = authority.issue()
+    return {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}, context(authority)
 
 
 def holding(orchestrator: FakeOrchestrator) -> None:
@@ -296,10 +304,7 @@ async def test_a_slow_reader_gets_its_reply(
 ) -> None:
     """Guards against a large answer that is cut, and repeated, though its client reads on."""
     holding(orchestrator)
-    authority = Authority(tmp_path)
-    pair = authority.issue()
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if is_tls else {}
-    tls = context(authority) if is_tls else None
+    settings, tls = tls_of(tmp_path, is_tls)
     async with gateway_at(address, unread_s=600, **settings) as server:
         client = Connection(*await asyncio.open_connection("localhost", server.port, ssl=tls))
         client.writer.write(request(CHAT, BODY))
@@ -365,10 +370,7 @@ async def test_a_second_request_does_not_excuse_an_unread_reply(
 ) -> None:
     """Guards against replies that are held without a bound: the second one waits for the first."""
     holding(orchestrator)
-    authority = Authority(tmp_path)
-    pair = authority.issue()
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if is_tls else {}
-    tls = context(authority) if is_tls else None
+    settings, tls = tls_of(tmp_path, is_tls)
     async with gateway_at(address, unread_s=0.3, **settings) as server:
         client = Connection(*await asyncio.open_connection("localhost", server.port, ssl=tls))
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]

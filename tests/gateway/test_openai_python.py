@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import defaultdict
@@ -10,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 from pydantic import SecretStr
 
 from deploy.local.stack import Stack
@@ -140,14 +139,6 @@ async def test_raw_text_is_continued(client: AsyncOpenAI) -> None:
         pairs = zip(made.tokens, made.token_logprobs, made.top_logprobs, strict=True)
         assert all(top[token] == logprob for token, logprob, top in pairs)
         assert [f" {choice.text}"[at] for at in made.text_offset] == [" "] * len(made.tokens)
-    stream = await client.completions.create(
-        model=MODEL, prompt="Once", max_tokens=8, stream=True, seed=1, extra_body=extra()
-    )
-    texts = [choice.text async for chunk in stream for choice in chunk.choices]
-    whole = await client.completions.create(
-        model=MODEL, prompt="Once", max_tokens=8, seed=1, extra_body=extra()
-    )
-    assert "".join(texts) == whole.choices[0].text
 
 
 async def test_log_probabilities_of_drawn_tokens(client: AsyncOpenAI) -> None:
@@ -323,19 +314,6 @@ async def test_a_late_answer_is_not_repeated(stack: Stack) -> None:
     assert late.value.status_code == 504
     assert late.value.response.headers["x-should-retry"] == "false"
     assert late.value.response.request.headers["x-stainless-retry-count"] == "0"
-
-
-async def test_the_synchronous_client(stack: Stack) -> None:
-    def ask() -> tuple[str, str]:
-        with OpenAI(base_url=f"{stack.gateway_url}/v1", api_key="none", max_retries=0) as client:
-            fields: Any = {"model": MODEL, "messages": ASK, "seed": 2, "max_tokens": 12}
-            whole = client.chat.completions.create(**fields)
-            stream = client.chat.completions.create(**fields, stream=True)
-            parts = [chunk.choices[0].delta.content or "" for chunk in stream]
-            return whole.choices[0].message.content or "", "".join(parts)
-
-    whole, streamed = await asyncio.to_thread(ask)
-    assert whole == streamed != ""
 
 
 async def test_langchain(stack: Stack) -> None:

@@ -37,7 +37,6 @@ def config_of(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
 
 
 LLAMA_3_8B = config_of("llama", 32, 32, 8, 4096, 14336, 128_256, 8192)
-QWEN_3_8B = config_of("qwen3", 36, 32, 8, 4096, 12288, 151_936, 40_960, head_dim=128)
 # As published, the text part leaves out what its defaults are.
 GEMMA_3_12B = {
     "model_type": "gemma3",
@@ -73,22 +72,12 @@ class Case:
 # A layer of Llama-3-8B: 4096 * (2 * 4096 + 2 * 1024) for attention, 3 * 4096 * 14336 for the gated
 # network, 2 * 4096 for the norms.
 _LLAMA_LAYER = 41_943_040 + 176_160_768 + 8_192
-_QWEN_8B_LAYER = 41_943_040 + 3 * 4096 * 12288 + 8_192 + 2 * 128
 _QWEN_32B_LAYER = 5120 * 128 * (64 + 8 + 8 + 64) + 3 * 5120 * 25600 + 2 * 5120 + 2 * 128
-_GEMMA_LAYER = 3840 * 256 * (16 + 8 + 8 + 16) + 3 * 3840 * 15360 + 4 * 3840 + 2 * 256
 _GEMMA_4B_LAYER = 2560 * 256 * (8 + 4 + 4 + 8) + 3 * 2560 * 10240 + 4 * 2560 + 2 * 256
 # On each of four devices: 16 heads, 2 key heads, 7168 of 28672.
 _LLAMA_70B_LAYER = 8192 * 128 * (16 + 2 + 2 + 16) + 3 * 8192 * 7168 + 2 * 8192
 
 CASES = {
-    "llama-3-8b": Case(
-        LLAMA_3_8B,
-        slot=2 * 32 * 8 * 128 * 2,
-        weights=32 * _LLAMA_LAYER + 4096 + 2 * 128_256 * 4096,
-        vocabulary=128_256,
-        drawn=523,
-        slots=444_864,
-    ),
     "llama-3.1-8b": Case(
         LLAMA_3_8B | {"max_position_embeddings": 131_072},
         slot=2 * 32 * 8 * 128 * 2,
@@ -106,14 +95,6 @@ CASES = {
         slots=477_185,
         devices=4,
     ),
-    "qwen3-8b": Case(
-        QWEN_3_8B,
-        slot=2 * 36 * 8 * 128 * 2,
-        weights=36 * _QWEN_8B_LAYER + 4096 + 2 * 151_936 * 4096,
-        vocabulary=151_936,
-        drawn=441,
-        slots=392_291,
-    ),
     "qwen3-32b": Case(
         config_of("qwen3", 64, 64, 8, 5120, 25600, 151_936, 40_960, head_dim=128),
         slot=2 * 64 * 8 * 128 * 2,
@@ -121,14 +102,6 @@ CASES = {
         vocabulary=151_936,
         drawn=441,
         slots=33_199,
-    ),
-    "gemma-3-12b": Case(
-        GEMMA_3_12B,
-        slot=2 * 48 * 8 * 256 * 2,
-        weights=48 * _GEMMA_LAYER + 3840 + 262_208 * 3840,
-        vocabulary=262_208,
-        drawn=255,
-        slots=127_215,
     ),
     "gemma-3-4b": Case(
         # As published, the text part leaves out its heads, too.
@@ -191,6 +164,13 @@ def test_public_models_by_hand(name: str) -> None:
     assert capacity.max_candidates_within(1024, 16, 512) == (case.slots - 1024) // 15
     assert capacity.max_candidates_within(1024, 512, 512) == (case.slots - 1024) // 511
     assert capacity.max_candidates_within(1024, 16, capacity.context_tokens) == 0
+
+
+def test_scores_are_computed_in_parts() -> None:
+    """Guards against 47 GB reserved for the scores of a context of 131,072 tokens: in blocks of 8
+    rows, 32 heads * 131,072 tokens are an eighth of the scores at once."""
+    sizes = ModelSizes.of(reader(CASES["llama-3.1-8b"].config))
+    assert sizes.torch_score_bytes(1024, 131_072) == 12 * 8 * 32 * 131_072 == 402_653_184
 
 
 @pytest.mark.parametrize("name", CASES)

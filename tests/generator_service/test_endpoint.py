@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,14 +22,19 @@ from orchestrator.loop.run import run
 from specrej import contracts as c
 from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from specrej.remote import RemoteGenerator
-from tests.generator_service.endpoint_double import Body, Endpoint, Reply, answered, listening
 from tests.orchestrator.runs import LetterScorer
-from tests.serving import serving, until
+from tests.reward_service.endpoint import Endpoint, Replies, Reply, served
+from tests.serving import serving, turns, until
 
 SPEC = c.SessionSpec(c.Prompt.from_user("why?"), 4, c.Sampling(max_tokens=9, seed=5), 16)
+REFUSED: dict[str, Any] = {
+    "logprobs": True,
+    "top_logprobs": 2,
+    "structured_output": c.JsonObject(),
+}
 # Sent in another form, or refused.
-CONVERTED = {"stop", "logit_bias", "seed", "logprobs", "top_logprobs", "structured_output"}
-Replies = Callable[[Body, int], Reply]
+CONVERTED = {"stop", "logit_bias", "seed", *REFUSED}
+Body = Mapping[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +46,7 @@ def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 async def generator(
     reply: Replies, steps: list[Step] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[EndpointGenerator, Endpoint]]:
-    async with listening(reply) as endpoint:
+    async with served(reply) as endpoint:
         options = {"model": "m", "remote_url": f"{endpoint.url}/", **settings}
         made = EndpointGenerator(
             GeneratorSettings(engine="remote", **options),
@@ -52,6 +57,18 @@ async def generator(
         finally:
             await made.close()
             assert made.load().slots.owned == made.load().sessions == 0
+
+
+def answered(text: str, tokens: int = 3, *, finish: str = "stop", prompt: int = 7) -> Reply:
+    """A complete answer to a conversation, of `tokens` tokens of log-probability -0.5."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": finish,
+        "logprobs": {"content": [{"token": "t", "logprob": -0.5}] * tokens},
+    }
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    return Reply({"choices": [choice], "usage": usage})
 
 
 def by_seed(body: Body, _: int) -> Reply:
@@ -77,13 +94,14 @@ async def test_candidates_are_whole_answers() -> None:
         assert (await session.extend(9)).candidates == ()
     assert sum(step.generated for step in steps) == 4 * 3
     assert sum(step.prefilled for step in steps) == 4 * 7
-    path, headers, body = endpoint.requests[0]
-    assert (path, body["messages"]) == (
+    request = endpoint.requests[0]
+    assert (request.path, request.body["messages"]) == (
         "/v1/chat/completions",
         [{"role": "user", "content": "why?"}],
     )
-    assert (body["model"], body["max_tokens"], body["logprobs"]) == ("m", 9, True)
-    assert "authorization" not in headers and "top_k" not in body
+    sent = [request.body[name] for name in ("model", "max_tokens", "logprobs")]
+    assert sent == ["m", 9, True]
+    assert "authorization" not in request.headers and "top_k" not in request.body
 
 
 async def test_raw_text_and_every_sampling_field_reach_the_endpoint(tmp_path: Path) -> None:
@@ -107,8 +125,8 @@ async def test_raw_text_and_every_sampling_field_reach_the_endpoint(tmp_path: Pa
     ):
         (candidate,) = (await session.extend(9)).candidates
     assert (candidate.text, candidate.num_tokens, candidate.logprob) == ("t", 2, -2.0)
-    path, headers, body = endpoint.requests[0]
-    assert (path, body["prompt"], headers["authorization"]) == (
+    request, body = endpoint.requests[0], endpoint.requests[0].body
+    assert (request.path, body["prompt"], request.headers["authorization"]) == (
         "/v1/completions", "once", "Bearer secret",
     )  # fmt: skip
     for name in {field.name for field in fields(c.Sampling)} - CONVERTED:
@@ -193,8 +211,7 @@ def test_delays_of_an_endpoint(text: str, delay_s: float) -> None:
 
 
 async def test_an_endpoint_that_is_down_is_unavailable() -> None:
-    async with generator(by_seed) as (made, endpoint):
-        endpoint.url = ""
+    async with generator(by_seed) as (made, _):
         made._url = "http://127.0.0.1:9/v1"
         async with made.open(replace(SPEC, n=1)) as session:
             with pytest.raises(Unavailable, match="does not answer: ConnectError"):
@@ -204,7 +221,7 @@ async def test_an_endpoint_that_is_down_is_unavailable() -> None:
 async def test_cancelling_closes_every_request() -> None:
     """Guards against an endpoint that makes, and charges, answers without a reader."""
     async with (
-        generator(lambda *_: Reply(hangs=True)) as (made, endpoint),
+        generator(lambda *_: Reply(is_held=True)) as (made, endpoint),
         made.open(SPEC) as session,
     ):
         extending = asyncio.create_task(session.extend(9))
@@ -212,28 +229,36 @@ async def test_cancelling_closes_every_request() -> None:
         extending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await extending
-        await until(lambda: endpoint.lost == 4)
+        await until(lambda: endpoint.num_gone == 4)
 
 
 async def test_a_failure_stops_the_other_candidates() -> None:
     """Guards against answers that are made for a request that has failed."""
 
     def reply(_: Body, number: int) -> Reply:
-        return Reply({}, 401) if number == 3 else Reply(hangs=True)
+        return Reply({}, 401) if number == 3 else Reply(is_held=True)
 
     async with generator(reply) as (made, endpoint), made.open(SPEC) as session:
         with pytest.raises(InternalError):
             await session.extend(9)
-        await until(lambda: endpoint.lost == 3)
+        await until(lambda: endpoint.num_gone == 3)
 
 
 async def test_requests_at_once_are_bounded() -> None:
     """Guards against hundreds of connections for one large N."""
+
+    def held_by_seed(body: Body, number: int) -> Reply:
+        return replace(by_seed(body, number), is_held=True)
+
     async with (
-        generator(by_seed, remote_requests=2) as (made, endpoint),
+        generator(held_by_seed, remote_requests=2) as (made, endpoint),
         made.open(replace(SPEC, n=9)) as session,
     ):
-        assert len((await session.extend(9)).candidates) == 9
+        extending = asyncio.create_task(session.extend(9))
+        await until(lambda: endpoint.running >= 2)
+        await turns(100)  # more requests would be received meanwhile
+        endpoint.release.set()
+        assert len((await extending).candidates) == 9
     assert endpoint.most_running == 2
 
 
@@ -272,6 +297,10 @@ async def test_sessions_are_bounded() -> None:
             replace(SPEC, prompt=c.Prompt(text="t", allow_special_tokens=True)),
             "prompt.allow_special_tokens",
         ),
+        *(
+            (replace(SPEC, sampling=replace(SPEC.sampling, **{name: value})), f"sampling.{name}")
+            for name, value in REFUSED.items()
+        ),
     ],
 )
 async def test_other_parts_of_a_session_are_refused(spec: c.SessionSpec, field: str) -> None:
@@ -280,34 +309,6 @@ async def test_other_parts_of_a_session_are_refused(spec: c.SessionSpec, field: 
             async with made.open(spec):
                 pass
     assert not endpoint.requests
-
-
-# Another value than the default for each field.
-CHANGED = c.Sampling(
-    max_tokens=9, temperature=0.5, top_k=3, top_p=0.5, stop=("END",), seed=5, ignore_eos=True,
-    min_tokens=2, logprobs=True, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
-    frequency_penalty=0.3, logit_bias=(c.TokenBias(7, -1.0),), bad_words=("x",),
-    stop_token_ids=(4,), top_logprobs=2, structured_output=c.JsonObject(),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(c.Sampling)])
-async def test_each_sampling_field_is_sent_or_refused(name: str) -> None:
-    """Guards against a field, a new one too, that is accepted and dropped."""
-    value = getattr(CHANGED, name)
-    assert value != getattr(c.Sampling(), name), "CHANGED lacks the field"
-    changed = replace(SPEC, n=1, sampling=replace(c.Sampling(), **{name: value}))
-    async with generator(by_seed) as (made, endpoint):
-        async with made.open(replace(SPEC, n=1, sampling=c.Sampling())) as session:
-            await session.extend(9)
-        try:
-            async with made.open(changed) as session:
-                await session.extend(9)
-        except InvalidRequest as error:
-            assert [violation.field for violation in error.violations] == [f"sampling.{name}"]
-        else:
-            bodies = [body for _, _, body in endpoint.requests]
-            assert bodies[0] != bodies[1]
 
 
 async def test_the_best_whole_answer_wins() -> None:
@@ -346,7 +347,7 @@ async def test_the_service_of_an_endpoint() -> None:
     which are known once the first answer is there."""
     request = c.GenerationRequest(SPEC.prompt, SPEC.sampling, c.Selection(n=2))
     servicer = GeneratorServicer(lease_s=5)
-    async with listening(by_seed) as endpoint, AsyncExitStack() as resources:
+    async with served(by_seed) as endpoint, AsyncExitStack() as resources:
         settings = GeneratorSettings(engine="remote", model="toy:m", remote_url=endpoint.url)
         made, heartbeat = await _load(settings, resources)
         assert isinstance(made, EndpointGenerator) and heartbeat() == 0

@@ -13,13 +13,11 @@ import torch
 
 from generator_service.commands import OpenCommand, Prefix
 from generator_service.engine import Engine
-from generator_service.model import CausalLM
 from generator_service.steps import Step
 from specrej.contracts import FinishReason, RoundEnd, Sampling
 from specrej.errors import InternalError, OutOfOrder, SessionExpired
 from specrej.inference.attention import DecodeSegment, Segment
 from specrej.inference.kv import SuffixKV
-from tests.generator_service import tiny
 from tests.generator_service.stepping import (
     ENDLESS,
     MODEL,
@@ -35,14 +33,6 @@ from tests.generator_service.stepping import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def test_unsupported_layers_are_refused() -> None:
-    """Guards against wrong logits from layers that store other states than keys and values."""
-    model = tiny.build()
-    model.config.layer_types = ["linear_attention"] * 3
-    with pytest.raises(ValueError, match="linear_attention"):
-        CausalLM(model)
 
 
 def test_no_bit_depends_on_the_number_of_candidates() -> None:

@@ -26,22 +26,6 @@ SYSTEM = [3 + 11 * i % 89 for i in range(70)]
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_logits_equal_plain_transformers(name: str) -> None:
-    """Prefill in chunks, three rounds and two cuts. 1e-3 is promised.
-
-    Guards the split attention, positions, windows, soft caps and the compaction of survivors.
-    """
-    reference, model = tiny.build(name), Recorder(CausalLM(tiny.build(name)))
-    engine = Engine(model, 2000, prefill_chunk=7)
-    session_id = admitted(engine, n=6)
-    for until, keep in ((8, {0, 2, 5}), (16, {2, 5})):
-        grown(engine, session_id, until)
-        engine.prune(session_id, keep)
-    for row, prefix in enumerate(grown(engine, session_id).prefixes):
-        tiny.check_candidate(reference, PROMPT, prefix, model.passes[-1].logits[row], 1e-4)
-
-
-@pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_a_stored_prompt_gives_the_logits_of_a_new_one(name: str) -> None:
     """Guards against an answer that depends on whether the prompt was cached.
 

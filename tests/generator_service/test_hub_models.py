@@ -156,6 +156,7 @@ def test_processes_that_begin_together_convert_once(
         thread.start()
     for thread in threads:
         thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
     assert len(converted) == 1
     assert {path.name for path in target.parent.iterdir()} == {"model", ".model.lock"}
 

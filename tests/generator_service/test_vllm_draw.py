@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from generator_service.sampling import Adjustment, sample
-from specrej.contracts import Sampling, TokenBias
+from generator_service.sampling import sample
+from specrej.contracts import Sampling
 
 pytest.importorskip("vllm", reason="vLLM is not in this environment: make vllm")
 
@@ -59,44 +59,6 @@ def test_rows_move_with_their_requests() -> None:
     swap = (0, 1, MoveDirectionality.SWAP)
     processor.update_state(BatchUpdate(2, removed=[], added=[], moved=[swap]))
     assert drawn(processor, logits[:2]) == [by_candidate[1], by_candidate[2]]
-
-
-def test_rows_of_a_session_draw_from_their_own_tokens() -> None:
-    """Also from those of earlier requests, which vLLM appends to the prompt; forks have their
-    parent's. Guards against penalties that begin anew in each round."""
-    processor = KeyedDraws(None, torch.device("cpu"), False)
-    logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
-    sampling = Sampling(
-        seed=3,
-        temperature=2.0,
-        repetition_penalty=3.0,
-        presence_penalty=2.0,
-        frequency_penalty=1.0,
-        logit_bias=(TokenBias(4, 2.0),),
-        bad_words=("x",),
-    )
-    prompt, words = [1, 2, 3], [[8, 9], [10]]
-    before = [[20, 21, 22], [20, 21, 23]]
-    made: list[list[int]] = [[], []]
-
-    def row(index: int, session: str, sampling: Sampling) -> Any:
-        bad_words = words if sampling.bad_words else ()
-        common = vllm_draw.common_arguments(session, 3, sampling, [2], bad_words)
-        arguments = vllm_draw.arguments(common, index % 2, 3)
-        params = SamplingParams(temperature=0.0, max_tokens=9, extra_args=arguments)
-        return (index, params, [*prompt, *before[index % 2]], made[index % 2])
-
-    other = Sampling(seed=3)  # of a session without adjustments
-    rows = [*(row(i, "1", sampling) for i in (0, 1)), *(row(i, "2", other) for i in (2, 3))]
-    processor.update_state(BatchUpdate(4, removed=[], added=rows, moved=[]))
-    for step in (3, 4, 5):
-        texts = [[*before[i], *made[i]] for i in (0, 1)]
-        adjustment = Adjustment(sampling, prompt, words)
-        tokens, _ = sample(logits[:2], sampling, [0, 1], step, (), adjustment, texts)
-        plain, _ = sample(logits[2:], other, [0, 1], step)
-        assert drawn(processor, logits) == [*tokens.tolist(), *plain.tolist()]
-        for index in (0, 1):
-            made[index].append(8 if step == 4 else 30 + index)
 
 
 def test_keyed_draws_are_not_argmax_invariant() -> None:

@@ -37,9 +37,11 @@ def _form(weight: Tensor) -> int:
     return compact(panel)[0]
 
 
-def _same_for_few_rows(weight: Tensor, gates: bool = False) -> None:
+def _same_for_few_rows(weight: Tensor, form: int, gates: bool = False) -> None:
     """Many rows are multiplied with the weights as they are, few with their compact form."""
     packed = PackedLinear(weight, torch.randn(len(weight)), gates)
+    assert packed.job(1)["form"] == packed.job(MAX_COMPACT_ROWS)["form"] == form
+    assert packed.job(MAX_COMPACT_ROWS + 1)["form"] == FLOAT32
     data = torch.randn(MAX_COMPACT_ROWS + 1, weight.shape[1])
     expected = packed(data)
     for rows in range(1, MAX_COMPACT_ROWS + 1):
@@ -51,7 +53,7 @@ def test_weights_of_block_formats(kind: Kind) -> None:
     """Guards against steps that are guessed wrong, and products that end in other bits."""
     weight = _weight(kind)
     assert _form(weight) == KINDS[kind]
-    _same_for_few_rows(weight)
+    _same_for_few_rows(weight, KINDS[kind])
 
 
 @pytest.mark.parametrize("inputs", [1, GROUP, INPUTS + 1])
@@ -59,18 +61,18 @@ def test_weights_of_bfloat16(inputs: int) -> None:
     """Groups need not be full."""
     weight = torch.randn(OUTPUTS, inputs).bfloat16().float()
     assert _form(weight) == BFLOAT16
-    _same_for_few_rows(weight)
+    _same_for_few_rows(weight, BFLOAT16)
 
 
 def test_joint_weights_may_be_of_several_formats() -> None:
     """Files of mixed formats: a layer's values are often stored in more bits than its queries."""
     weight = torch.cat([_weight(kind, outputs=7) for kind in KINDS])
     assert _form(weight) == INT8
-    _same_for_few_rows(weight)
+    _same_for_few_rows(weight, INT8)
 
 
 def test_gates_are_compact_too() -> None:
-    _same_for_few_rows(_weight(Kind.Q4_1, outputs=2 * PANEL + 6), gates=True)
+    _same_for_few_rows(_weight(Kind.Q4_1, outputs=2 * PANEL + 6), INT4, gates=True)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.1, 3.7])
@@ -79,7 +81,7 @@ def test_groups_without_a_step(value: float) -> None:
     weight = _weight(Kind.Q4_1)
     weight[3, GROUP : 2 * GROUP] = value
     assert _form(weight) == INT4
-    _same_for_few_rows(weight)
+    _same_for_few_rows(weight, INT4)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-30, 0.123456789])

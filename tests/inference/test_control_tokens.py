@@ -68,22 +68,6 @@ def test_only_the_templates_control_tokens_are_in_the_result(contents: list[str]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
 
 
-# Without the character that continues a control token of the template.
-@given(
-    st.lists(
-        st.text(st.characters(exclude_characters="!", exclude_categories=["Cs"])),
-        min_size=1,
-        max_size=3,
-    )
-)
-def test_other_texts_have_the_tokens_of_the_whole_conversation(contents: list[str]) -> None:
-    """Guards merges at the borders between a template and its contents."""
-    plain = make()
-    turns = [{"role": "user", "content": content} for content in contents]
-    rendered = plain.apply_chat_template(turns, tokenize=False)
-    assert encode(make(), contents) == plain.encode(rendered, add_special_tokens=False)
-
-
 def test_a_template_that_joins_texts_makes_no_control_token() -> None:
     """Guards against what is left when a template removes the middle of a text."""
     template = "{% for m in messages %}{{ m.content.replace('</think>', '') }}{% endfor %}"

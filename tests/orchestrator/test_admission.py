@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.edge.admission import Admission, Limits
 from specrej.errors import Overloaded, TooLate
 from specrej.security import Share
 from tests.orchestrator.held_requests import Requests
@@ -81,15 +80,6 @@ async def test_a_permit_is_not_given_to_a_request_that_is_being_cancelled() -> N
     assert requests.entered == [0, 2]
     await requests.finish_all()
     assert requests.counts == (0, 0)
-
-
-async def test_a_failed_request_returns_its_permit() -> None:
-    admission = Admission(Limits(1, 0))
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            async with admission.enter():
-                raise ZeroDivisionError
-    assert admission.running == 0
 
 
 @pytest.mark.parametrize(
@@ -223,13 +213,13 @@ async def test_a_request_with_less_time_than_the_wait_is_refused_at_once() -> No
     assert await requests.finish_all() == [None, None]
 
 
-_ACTIONS = st.sampled_from(["start", "finish", "cancel", "turn"])
+_ACTIONS = st.sampled_from(["start", "start", "turn", "finish", "cancel"])
 
 
 @given(
     limit=st.integers(1, 3),
     queue=st.integers(0, 3),
-    script=st.lists(st.tuples(_ACTIONS, st.integers(0, 9)), max_size=60),
+    script=st.lists(st.tuples(_ACTIONS, st.integers(0, 9)), min_size=20, max_size=60),
 )
 async def test_permits_are_conserved(limit: int, queue: int, script: list[tuple[str, int]]) -> None:
     """Under any order of arrivals, cancels and ends: never more requests run than there are

@@ -37,19 +37,6 @@ from tests.orchestrator.tcp import hang, scripted
 from tests.serving import turns, until
 
 
-async def test_a_stored_answer_is_read_and_marked_as_cached(
-    redis_url: str, admin: redis.Redis, cache_events: CacheEvents
-) -> None:
-    """Guards the whole path, and the counts of lookups."""
-    async with open_cache(redis_url) as cache:
-        assert await cache.redis.available()
-        assert await cache.get("k") is None
-        assert await cache.put(Keys("k"), generation())
-        hit = await cache.get("k")
-        assert hit and hit.generation == replace(generation(), cached=True)
-    assert cache_events.results == {"miss": 1, "hit": 1} and not cache_events.num_failures
-
-
 async def test_entries_expire_at_different_times(redis_url: str, admin: redis.Redis) -> None:
     """Guards against keys without expiry, and against all of them expiring at once.
 

@@ -163,8 +163,9 @@ async def test_a_wrong_index_costs_hits_only(
         admin.hset(INDEX, field, forged)
     for value in (b"\xff{", b"", b"{}", b"null", b'{"n":1}', forged.replace(b"99.0", b"NaN")):
         admin.hset(INDEX, f"garbage {value!r}", value)
-    while admin.hlen(INDEX) > 6:  # until every forged field has been tried
-        assert await cache.get_better(new_keys(8)) is None
+    async with asyncio.timeout(BOUND_S):
+        while admin.hlen(INDEX) > 6:  # until every forged field has been tried
+            assert await cache.get_better(new_keys(8)) is None
     assert cache_events.num_failures == 0
 
 
@@ -198,10 +199,8 @@ async def test_an_index_outlives_its_answers_and_then_expires(
 ) -> None:
     """Guards against indexes that stay for ever, or end before their answers."""
     async with open_cache(redis_url, ttl_s=1000) as cache:
-        for _ in range(20):
-            own = new_keys(8)
-            await cache.put(own, search_answer(8))
-            assert 0 < admin.pttl(own.answer) <= admin.pttl(INDEX) + 5 <= 1_100_005
+        await cache.put(new_keys(8), search_answer(8))
+    assert 1_099_000 < admin.pttl(INDEX) <= 1_100_000
 
 
 async def test_a_replaced_answer_has_a_new_summary(cache: Cache) -> None:

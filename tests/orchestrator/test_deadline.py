@@ -129,24 +129,25 @@ def test_there_are_as_many_forks_as_fit_and_few_numbers_are_tried(
 
 
 @given(
-    time_left_s=st.floats(0.1, 200),
+    part=st.floats(0.5, 0.55) | st.floats(0.5, 1.1),
     requested=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
-    num_ranked=st.integers(1, 300),
-    position=st.integers(1, MAX_TOKENS),
-    step_s=st.floats(1e-4, 2),
-    score_s=st.floats(0, 1),
+    num_ranked=st.integers(2, 300),
+    position=st.integers(1, MAX_TOKENS // 2),
+    step_s=st.floats(0.01, 2),
+    score_s=st.floats(0, 0.1),
 )
 def test_alpha_is_never_below_the_requested_one_and_keeps_a_candidate(
-    time_left_s: float,
+    part: float,
     requested: float,
     num_ranked: int,
     position: int,
     step_s: float,
     score_s: float,
 ) -> None:
-    deadline = controller(time_left_s, measured=False)
+    """`part` of the time of all steps is left, `score_s` of a step's time is that of its scores."""
+    deadline = controller(part * step_s * (MAX_TOKENS - position) + 0.1, measured=False)
     deadline.note_stride(num_ranked, 16, 0, 16 * step_s)
-    deadline.note_scoring(num_ranked, score_s)
+    deadline.note_scoring(num_ranked, score_s * step_s)
     alpha = deadline.alpha(position, num_ranked, num_ranked, requested)
     assert requested <= alpha < 1
     assert num_kept(num_ranked, alpha) >= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from decimal import Decimal
 
 import pytest
 from hypothesis import given
@@ -17,6 +16,7 @@ SCORES = st.dictionaries(
     st.integers(0, 500), st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=60
 )
 ALPHAS = st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.75, 0.9, 0.99])
+RELEASES = st.just(0) | st.integers(1, 70)  # 0: the slots are not full
 
 
 def live_of(scores: dict[int, float]) -> set[int]:
@@ -39,15 +39,6 @@ def live_of(scores: dict[int, float]) -> set[int]:
 )
 def test_the_kept_share_is_rounded_to_even(ranked: int, alpha: float, kept: int) -> None:
     assert num_kept(ranked, alpha) == kept
-
-
-@given(st.integers(1, 5000), st.integers(0, 999))
-def test_rounding_is_exact_for_every_decimal_alpha(ranked: int, thousandths: int) -> None:
-    """Guards against binary fractions, by integer arithmetic."""
-    doubled, unit = 2 * (1000 - thousandths) * ranked, 2000
-    floor, rest = divmod(doubled, unit)
-    expected = floor + (rest > 1000 or (rest == 1000 and floor % 2 == 1))
-    assert num_kept(ranked, float(Decimal(thousandths) / 1000)) == max(1, expected)
 
 
 @given(SCORES)
@@ -84,7 +75,7 @@ def test_full_slots_release_room_for_a_token_of_each_survivor(live: int, tokens:
     assert released == 1 or (released - 1) * stored < live - (released - 1)
 
 
-@given(SCORES, ALPHAS, st.integers(0, 70))
+@given(SCORES, ALPHAS, RELEASES)
 def test_a_cut_never_empties_and_progresses_when_slots_are_full(
     scores: dict[int, float], alpha: float, release: int
 ) -> None:
@@ -139,7 +130,7 @@ def test_vetoed_candidates_are_rejected_unless_no_other_is_left(
         assert last in candidates
 
 
-@given(SCORES, ALPHAS, st.integers(1, 70), st.integers(0, 70))
+@given(SCORES, ALPHAS, st.integers(1, 9), RELEASES)
 def test_a_cut_keeps_the_best_of_a_least_number(
     scores: dict[int, float], alpha: float, least: int, release: int
 ) -> None:

@@ -29,7 +29,7 @@ from specrej.contracts import (
 from specrej.errors import Unavailable
 from tests.orchestrator.runs import (
     PROMPT,
-    REQUESTS,
+    REWARDS,
     SlowScorer,
     answer,
     check_counts,
@@ -37,10 +37,21 @@ from tests.orchestrator.runs import (
     request,
 )
 
+# Of several rounds; with branching, nothing grows while scores are under way.
+OF_ROUNDS = st.builds(
+    request,
+    n=st.integers(2, 40),
+    max_tokens=st.integers(20, 60),
+    alpha=st.sampled_from([0.1, 0.5, 0.75]),
+    schedule=st.builds(GeometricSchedule, st.integers(2, 8), st.floats(1.3, 3)),
+    rewards=st.lists(REWARDS, max_size=3, unique_by=lambda reward: reward.name).map(tuple),
+    prefer_complete=st.booleans(),
+)
+
 
 @pytest.mark.usefixtures("at_once")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(REQUESTS, st.integers(2, 80), st.integers(0, 40))
+@given(OF_ROUNDS, st.integers(2, 80), st.integers(0, 40))
 async def test_an_answer_is_the_same_if_scores_overlap(
     any_request: GenerationRequest, end_every: int, turns: int
 ) -> None:

@@ -7,7 +7,6 @@ import statistics
 import pytest
 
 from generator_service.toy import ToyGenerator
-from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     Algorithm,
     Candidate,
@@ -16,24 +15,10 @@ from specrej.contracts import (
     MemorySchedule,
     Normalization,
     RoundEnd,
-    Scorer,
     TokensSchedule,
     WeightedReward,
 )
 from tests.orchestrator.runs import FixedScorer, LetterScorer, answer, request
-
-
-async def test_a_score_is_the_weighted_sum_of_raw_scores() -> None:
-    plain = await answer(request(alpha=0.0), ToyGenerator(), LikelihoodScorer())
-    rewards = (WeightedReward("likelihood", 2.0), WeightedReward("length", -0.5))
-    scorers: list[Scorer] = [LikelihoodScorer(), FixedScorer()]
-    weighted = await answer(request(alpha=0.0, rewards=rewards), ToyGenerator(), scorers)
-    likelihoods = {c.id: c.score for c in plain.candidates}
-    assert {c.id for c in weighted.candidates} == set(likelihoods)
-    for candidate in weighted.candidates:
-        assert candidate.rewards == (likelihoods[candidate.id], len(candidate.text))
-        expected = 2 * likelihoods[candidate.id] - 0.5 * len(candidate.text)
-        assert candidate.score == pytest.approx(expected)
 
 
 async def test_batch_normalisation_covers_all_candidates_that_count() -> None:

@@ -26,8 +26,9 @@ def test_decision_tokens_of_each_kind_of_schedule(
     schedule: Schedule, max_tokens: int, decision_tokens: list[int]
 ) -> None:
     tokens = [next_decision_token(schedule, 0, max_tokens)]
-    while tokens[-1] < max_tokens:
-        tokens.append(next_decision_token(schedule, tokens[-1], max_tokens))
+    for _ in range(max_tokens):
+        if tokens[-1] < max_tokens:
+            tokens.append(next_decision_token(schedule, tokens[-1], max_tokens))
     assert tokens == decision_tokens
     assert len(tokens) == most_rounds(schedule, max_tokens)
 
@@ -47,7 +48,9 @@ def test_a_geometric_schedule_has_no_more_rounds_than_it_is_charged_for(
 ) -> None:
     schedule = GeometricSchedule(first=first, factor=factor)
     num_tokens = num_rounds = 0
-    while num_tokens < max_tokens:
-        num_tokens = next_decision_token(schedule, num_tokens, max_tokens)
-        num_rounds += 1
+    for _ in range(max_tokens):
+        if num_tokens < max_tokens:
+            num_tokens = next_decision_token(schedule, num_tokens, max_tokens)
+            num_rounds += 1
+    assert num_tokens == max_tokens
     assert num_rounds <= most_rounds(schedule, max_tokens)

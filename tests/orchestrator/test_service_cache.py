@@ -177,7 +177,8 @@ async def test_degraded_answers_are_shared_among_requests_that_allow_them(
     assert (await failure_of(strict)).code() is Code.UNAVAILABLE
     replies = await asyncio.gather(*lenient)
     assert [list(reply.degradations) for reply in replies] == [[pb.DEGRADATION_REWARD]] * 2
-    assert [reply.cached for reply in replies] == [False, True]
+    # Which of the two arrives first is not known.
+    assert sorted(reply.cached for reply in replies) == [False, True]
 
 
 @pytest.mark.parametrize("changed", ["generator", "reward"])

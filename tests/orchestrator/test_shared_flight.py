@@ -337,7 +337,7 @@ async def test_without_scripts_the_lease_expires_by_itself(own_valkey: ValkeySer
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(script=st.lists(ACTIONS, max_size=20))
+@given(script=st.lists(ACTIONS, min_size=8, max_size=20))
 async def test_no_lease_or_task_is_left_in_any_order_of_events(
     redis_url: str, script: Script
 ) -> None:

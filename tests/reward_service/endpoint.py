@@ -1,10 +1,10 @@
-"""An HTTP server that scores responses by their lengths, or as a test defines."""
+"""An HTTP server on loopback that replies as a test defines, and counts clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,62 +14,97 @@ from typing import Any
 class Request:
     """A request; names of headers are in lower case."""
 
+    path: str
     headers: dict[str, str]
     body: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply; `content` is bytes, or a value for JSON. `is_held`: it waits for `release`."""
+
+    content: Any = None
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    is_held: bool = False
+
+
+# The reply to a body, given how many requests came before.
+Replies = Callable[[Any, int], Reply]
+
+
 @dataclass
 class Endpoint:
-    """What a server has received. A slow batch waits for `release`, unless its client leaves."""
+    """How a server replies, and what it has received."""
 
+    reply: Replies
     port: int = 0
     requests: list[Request] = field(default_factory=list)
-    is_slow: Callable[[Any], bool] = lambda body: body["responses"] == ["slow"]
     release: asyncio.Event = field(default_factory=asyncio.Event)
-    num_gone: int = 0  # requests whose client left before the answer
+    running: int = 0  # requests without a reply
+    most_running: int = 0
+    num_gone: int = 0  # requests whose client left before the reply
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/score"
+        return f"http://127.0.0.1:{self.port}/v1"
 
     def cut(self) -> None:
         """End all connections."""
         for writer in self.writers:
             writer.transport.abort()
 
-
-def lengths(body: Any) -> Any:
-    """The length of each response."""
-    return {"scores": [len(response) for response in body["responses"]]}
-
-
-@asynccontextmanager
-async def served(
-    answer: Callable[[Any], Any] = lengths, status: int = 200, port: int = 0
-) -> AsyncIterator[Endpoint]:
-    """A server; `answer` returns the answer to a body: bytes, or a value for JSON."""
-    endpoint = Endpoint()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        endpoint.writers.add(writer)
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Reply to the requests of a connection."""
+        self.writers.add(writer)
         try:
             while request := await _read(reader):
-                endpoint.requests.append(request)
-                if not await _is_due(endpoint, request, reader):
-                    endpoint.num_gone += 1
-                    return
-                content = answer(request.body)
-                data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(data)}\r\n\r\n"
-                writer.write(head.encode() + data)
+                self.requests.append(request)
+                reply = self.reply(request.body, len(self.requests) - 1)
+                self.running += 1
+                self.most_running = max(self.most_running, self.running)
+                try:
+                    if not await self._is_due(reply, reader):
+                        self.num_gone += 1
+                        return
+                finally:
+                    self.running -= 1
+                writer.write(_encoded(reply))
                 await writer.drain()
         except ConnectionError:
             pass
         finally:
             writer.transport.abort()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    async def _is_due(self, reply: Reply, reader: asyncio.StreamReader) -> bool:
+        """Whether to reply now; False if the client has left."""
+        if not reply.is_held:
+            return True
+        waiting = asyncio.ensure_future(self.release.wait())
+        # A client sends nothing while it waits: the read ends when the connection does.
+        leaving = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.done()
+        finally:
+            waiting.cancel()
+            leaving.cancel()
+            await asyncio.wait({leaving})  # only one read at a time
+
+
+def lengths(body: Any, _: int) -> Reply:
+    """The length of each response as its score; that of the response "slow" is held."""
+    responses = body["responses"]
+    scores = [len(response) for response in responses]
+    return Reply({"scores": scores}, is_held=responses == ["slow"])
+
+
+@asynccontextmanager
+async def served(reply: Replies = lengths, port: int = 0) -> AsyncIterator[Endpoint]:
+    """A server that listens."""
+    endpoint = Endpoint(reply)
+    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", port)
     endpoint.port = server.sockets[0].getsockname()[1]
     try:
         yield endpoint
@@ -79,27 +114,21 @@ async def served(
         await server.wait_closed()
 
 
+def _encoded(reply: Reply) -> bytes:
+    content = reply.content
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    headers = {**reply.headers, "Content-Length": str(len(data))}
+    lines = (f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {reply.status} x\r\n{''.join(lines)}\r\n".encode() + data
+
+
 async def _read(reader: asyncio.StreamReader) -> Request | None:
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.IncompleteReadError:
         return None
-    pairs = (line.partition(": ") for line in head.split("\r\n")[1:] if line)
+    first, *lines = head.split("\r\n")
+    pairs = (line.partition(": ") for line in lines if line)
     headers = {name.lower(): value for name, _, value in pairs}
-    return Request(headers, json.loads(await reader.readexactly(int(headers["content-length"]))))
-
-
-async def _is_due(endpoint: Endpoint, request: Request, reader: asyncio.StreamReader) -> bool:
-    """Whether to answer now; False if the client has left."""
-    if not endpoint.is_slow(request.body):
-        return True
-    waiting = asyncio.ensure_future(endpoint.release.wait())
-    # A client sends nothing while it waits: the read ends when the connection does.
-    leaving = asyncio.ensure_future(reader.read(1))
-    try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return waiting.done()
-    finally:
-        waiting.cancel()
-        leaving.cancel()
-        await asyncio.wait({leaving})  # only one read at a time
+    body = json.loads(await reader.readexactly(int(headers["content-length"])))
+    return Request(first.split(" ")[1], headers, body)

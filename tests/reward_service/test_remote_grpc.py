@@ -21,11 +21,10 @@ from specrej import interceptor
 from specrej.backend.v1 import reward_pb2 as pb
 from specrej.backend.v1 import reward_pb2_grpc
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
-from specrej.errors import InternalError, InvalidRequest, Overloaded, RewardInvalid, Unavailable
+from specrej.errors import InvalidRequest, Overloaded, RewardInvalid, Unavailable
 from specrej.security import new_token
 from specrej.serving import Context, Service
 from tests.certificates import Authority, place
-from tests.faults.rogue import grpc_rogue
 from tests.reward_service.conftest import Start
 from tests.reward_service.fakes import FinishedReward, FixedReward
 from tests.reward_service.tiny import connect, remote_worker
@@ -63,14 +62,6 @@ async def test_errors_of_the_other_service_are_raised(start: Start) -> None:
             await worker.score(PROMPT, ["a"])
         with pytest.raises(InvalidRequest):
             await worker.score(Prompt(text=" "), ["a"])
-
-
-@pytest.mark.parametrize("fault", ["wrong_ids", "no_scores", "stale"])
-async def test_answer_to_another_request_is_refused(fault: str) -> None:
-    """Guards against the scores of one batch being taken for those of another."""
-    async with grpc_rogue(fault) as port, front_of(f"127.0.0.1:{port}") as worker:
-        with pytest.raises(InternalError, match="the answer of another command"):
-            await worker.score(PROMPT, ["a", "b"])
 
 
 async def test_a_reward_that_is_not_served_there_is_refused(start: Start) -> None:

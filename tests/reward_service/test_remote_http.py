@@ -17,7 +17,7 @@ from specrej import interceptor
 from specrej.contracts import Candidate, FinishReason, Message, Prompt, Scores
 from specrej.errors import Overloaded, RewardInvalid, Unavailable
 from tests.certificates import place
-from tests.reward_service.endpoint import served
+from tests.reward_service.endpoint import Reply, served
 from tests.reward_service.tiny import connect, remote_worker
 from tests.serving import until
 
@@ -113,7 +113,7 @@ async def test_the_time_that_is_left_goes_with_the_call(
         sent_ms = int(endpoint.requests[0].headers["specrej-timeout-ms"])
     finally:
         interceptor._deadline.reset(deadline)
-    assert sent_ms <= 250 if left_s < 2 else sent_ms == 2000
+    assert 0 < sent_ms <= 250 if left_s < 2 else sent_ms == 2000
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_bad_answer_is_the_error_that_it_stands_for(
     answer: Any, status: int, error: type[Exception]
 ) -> None:
     """Guards the caller's choice between a retry and another reward."""
-    async with served(lambda body: answer, status) as endpoint:
+    async with served(lambda *_: Reply(answer, status)) as endpoint:
         with pytest.raises(error) as failure:
             await score_at(endpoint.url, "a")
     assert "127.0.0.1" not in str(failure.value)
@@ -181,7 +181,7 @@ async def test_a_server_that_is_away_at_the_start_is_used_later() -> None:
 
 
 async def test_a_server_without_scores_stops_the_start() -> None:
-    async with served(lambda body: {}) as endpoint:
+    async with served(lambda *_: Reply({})) as endpoint:
         with pytest.raises(RewardInvalid):
             await RemoteWorker.start(lambda: connect("http", url=endpoint.url))
 

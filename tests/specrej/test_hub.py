@@ -218,7 +218,6 @@ def test_a_stored_model_needs_no_network(
     """Guards against a start that waits for the hub, and an incomplete model that starts."""
     commit = server.add("tiny/llama", FILES)
     fetched = Path(pull("tiny/llama").stdout.strip())
-    server.requests.clear()
     not_cached = "is not in the cache: specrej pull tiny/other, with HF_HUB_OFFLINE=0, fetches it"
     for is_offline, reason in ((False, ": the hub does not answer"), (True, f" {not_cached}")):
         hubs.use(monkeypatch, "http://127.0.0.1:9", tmp_path, is_offline=is_offline)
@@ -229,7 +228,6 @@ def test_a_stored_model_needs_no_network(
     (fetched / "model.safetensors").unlink()
     with pytest.raises(hub.HubError, match="tiny/llama is not in the cache"):
         hub.find("tiny/llama")
-    assert not server.requests
 
 
 @pytest.mark.parametrize(

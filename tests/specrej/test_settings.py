@@ -62,8 +62,7 @@ def test_mutual_tls_is_enough(tmp_path: Path) -> None:
 def test_unusable_settings_stop_the_service(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tokens: str
 ) -> None:
-    """Guards against a service that starts in plaintext, or without its tokens, and against a limit
-    that grpc reads as no limit."""
+    """Guards against a service that starts in plaintext, or without its tokens."""
     authority = Authority(tmp_path)
     pair, ca = authority.issue(), str(authority.path)
     cert, key = str(pair.cert), str(pair.key)
@@ -74,8 +73,6 @@ def test_unusable_settings_stop_the_service(
             ("--tokens-file", tokens, "--allow-anonymous"),
             "allow_anonymous has no effect with tokens_",
         ),
-        (("--max-message-bytes=0",), "max_message_bytes"),
-        (("--max-metadata-bytes=-1",), "max_metadata_bytes"),
         (("--tokens-file", gone), "gone"),
         (("--tokens-file", bad), "bad, line 1: must be a JSON object"),
         (("--tls-key", key), "tls_cert and tls_key are needed"),

@@ -11,7 +11,6 @@ from grpc.aio import AioRpcError, Metadata
 from specrej import errors
 from specrej.status import (
     DETAILS_TRAILER,
-    PUSHBACK_TRAILER,
     from_backend_error,
     from_rpc_error,
     to_status,
@@ -52,14 +51,6 @@ def test_every_exception_comes_back_as_itself(kind: type[errors.SpecrejError]) -
     assert (back.message, back.reason) == (error.message, error.reason)
     assert back.retry_after_s == error.retry_after_s
     assert back.__dict__ == error.__dict__  # violations and metadata too
-
-
-def test_retryable_errors_push_back() -> None:
-    """Guards against clients that retry at once; grpc reads this trailer by itself."""
-    _, _, trailers = to_status(example(errors.Unavailable))
-    assert dict(trailers)[PUSHBACK_TRAILER] == "250"
-    _, _, trailers = to_status(example(errors.NotFound))
-    assert PUSHBACK_TRAILER not in dict(trailers)
 
 
 def test_many_violations_fit_the_trailers() -> None:

@@ -21,7 +21,6 @@ from specrej.trace_view import (
     drawing,
     request_bars,
     reward_cell,
-    rounds_bars,
     strip,
     waterfall,
 )
@@ -159,10 +158,7 @@ def test_rewards_without_a_finite_span_are_in_the_middle(ends: tuple[float, floa
 @given(RECORDS)
 def test_any_record_is_drawn(record: c.RequestRecord) -> None:
     """Guards against a picture that fails where it would be needed most."""
-    bars = [*request_bars(record), *rounds_bars(record.rounds)]
-    sane = all(0 <= bar.start_ms < 1e12 and 0 <= bar.length_ms < 1e12 for bar in bars)
-    if sane and 0 <= record.started_unix_s < 1e10:
-        assert drawn(record)
+    assert drawn(record)
 
 
 async def test_the_command(address: str, command: Command) -> None:

@@ -1,11 +1,11 @@
 """Bad values: each is refused at its exact path; the limits themselves pass.
 
-tests/orchestrator/test_service_requests.py has several at once.
+tests/orchestrator/test_service_requests.py has several at once, tests/specrej/test_schema.py the
+ranges that the schema has.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,6 @@ CONTEXT = 2048
 CAP = 128
 VOCABULARY = 300
 INT32_MAX = 2**31 - 1
-NAN, INF = math.nan, math.inf
 GOOD = c.GenerationRequest(prompt=c.Prompt.from_user("why?"), selection=c.Selection(n=8))
 
 
@@ -57,66 +56,38 @@ def with_turns(*turns: tuple[str, str]) -> c.GenerationRequest:
 
 # Each value of each field alone is a violation of the field.
 BAD_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (0, -1, CONTEXT + 1, INT32_MAX),
+    "max_tokens": (-1, CONTEXT + 1),
     # The default of max_tokens is 128: one more would be a candidate that never may end.
-    "min_tokens": (-1, 129, INT32_MAX),
-    "temperature": (NAN, INF, -1.0, 1e-9, 2.1, 0.0),
-    "top_k": (-2, -1),
-    "top_p": (0.0, 2.0, -0.1, NAN, INF),
-    "seed": (-1, c.MAX_SEED + 1),
-    "min_p": (-0.1, 1.1, NAN, INF),
-    "repetition_penalty": (0.0, -1.0, 0.009, 101.0, NAN, INF),
-    "presence_penalty": (-2.1, 2.1, NAN, INF),
-    "frequency_penalty": (-2.1, 2.1, NAN, -INF),
-    "top_logprobs": (-1, 1, 21),  # without logprobs, too
+    "min_tokens": (129,),
+    "temperature": (0.0,),  # of several candidates
+    "seed": (c.MAX_SEED + 1,),
+    "top_logprobs": (1,),  # without logprobs
 }
 BIAS = c.TokenBias(3, 1.0)
 BAD_LISTS: list[tuple[str, tuple[Any, ...], str]] = [
     ("stop", ("x", ""), "[1]"),
     ("bad_words", ("x", " \n"), "[1]"),
-    *(("stop_token_ids", (0, token_id), "[1]") for token_id in (-1, VOCABULARY)),
+    ("stop_token_ids", (0, VOCABULARY), "[1]"),
     ("logit_bias", (BIAS, c.TokenBias(4, 1.0), c.TokenBias(3, 2.0)), ""),
-    *(("logit_bias", (BIAS, c.TokenBias(i, 1.0)), "[1].token_id") for i in (-1, VOCABULARY)),
-    *(("logit_bias", (c.TokenBias(3, bias),), "[0].bias") for bias in (100.1, -100.1, NAN, INF)),
+    ("logit_bias", (BIAS, c.TokenBias(VOCABULARY, 1.0)), "[1].token_id"),
 ]
-BAD_SELECTION: dict[str, tuple[Any, ...]] = {
-    "n": (-1, CAP + 1, INT32_MAX),
-    "alpha": (-0.1, 1.0, 1.1, NAN, INF, -INF),
-    "return_candidates": (0, -1, 65),
-    "min_answers": (0, -1, CAP + 1),
-}
-BAD_GEOMETRIC: dict[str, tuple[Any, ...]] = {
-    "first": (0, -1),
-    "factor": (1.0, 16.1, NAN, INF),
-}
+BAD_SELECTION = {"n": (CAP + 1,), "min_answers": (CAP + 1,)}
 BAD_BRANCHING = (
     (c.Branching(1, 1), "width"),
     (c.Branching(CAP + 1), "width"),
     (c.Branching(16, 0), "keep"),
     (c.Branching(16, 16), "keep"),
-    *((c.Branching(taper=value), "taper") for value in (-0.1, 1.1, NAN)),
 )
-BAD_TOKENS = ((), (0,), (-1, 4), (8, 8), (16, 8), tuple(range(1, 1026)))
-BAD_NUMBERS = (1.1e12, -1.1e12, NAN, INF, -INF)
+BAD_TOKENS = ((8, 8), (16, 8), tuple(range(1, 1026)))
 BAD_REWARDS: list[tuple[list[tuple[str, float]], str]] = [
     ([("a", 1.0), ("a", 2.0)], ""),
     ([(f"r{i}", 1.0) for i in range(9)], ""),
-    ([("", 1.0)], "[0].name"),
     ([("a", 1.0), ("b", 0.0)], "[1].weight"),
-    ([("a", NAN)], "[0].weight"),
-    ([("a", INF)], "[0].weight"),
-    ([("a", 1.1e6)], "[0].weight"),
 ]
 BAD_NORMALIZATIONS = [
-    *((c.Normalization("fixed", mean=value), ".fixed.mean") for value in BAD_NUMBERS),
-    *(
-        (c.Normalization("fixed", deviation=value), ".fixed.deviation")
-        for value in (0.0, -1.0, 1e-13, *BAD_NUMBERS)
-    ),
     (c.Normalization("bath"), ".kind"),
     (c.Normalization(mean=1.0), ""),
     (c.Normalization("batch", deviation=2.0), ""),
-    (c.Normalization("batch", mean=NAN), ""),
 ]
 BAD_PROMPTS = [
     (c.Prompt(), "prompt"),
@@ -136,11 +107,6 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
         yield from ((with_sampling(**{field: value}), f"sampling.{field}") for value in values)
     for field, values in BAD_SELECTION.items():
         yield from ((with_selection(**{field: value}), f"selection.{field}") for value in values)
-    for field, values in BAD_GEOMETRIC.items():
-        schedules = (c.GeometricSchedule(**{field: value}) for value in values)
-        path = f"selection.schedule.geometric.{field}"
-        yield from ((with_selection(schedule=schedule), path) for schedule in schedules)
-    yield with_selection(schedule=c.MemorySchedule(0)), "selection.schedule.memory.first"
     for tokens in BAD_TOKENS:
         yield with_tokens(*tokens), "selection.schedule.tokens.decision_tokens"
     for branching, field in BAD_BRANCHING:
@@ -157,8 +123,6 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
     for normalization, field in BAD_NORMALIZATIONS:
         path = f"selection.rewards[1].normalization{field}"
         yield with_reward(normalization=normalization), path
-    for value in BAD_NUMBERS:
-        yield with_reward(veto_below=value), "selection.rewards[1].veto_below"
     for prompt, field in BAD_PROMPTS:
         yield replace(GOOD, prompt=prompt), field
     yield with_turns(("tool", "a"), ("user", "b")), "prompt.messages[0].role"
@@ -211,34 +175,21 @@ def test_too_many_min_tokens_name_the_range() -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        *[with_selection(n=n) for n in (0, 1, CAP)],
-        *[with_selection(alpha=alpha) for alpha in (0.0, 0.999)],
-        *[
-            with_selection(branching=c.Branching(*values))
-            for values in ((2, 1), (CAP, CAP - 1), (16, 4, 1.0))
-        ],
+        with_selection(n=CAP),
+        *[with_selection(branching=c.Branching(*v)) for v in ((2, 1), (CAP, CAP - 1))],
         *[with_selection(n=n, min_answers=n or CAP) for n in (0, 4)],
         with_selection(branching=c.Branching(8, 2), min_answers=2),
-        *[with_sampling(temperature=value) for value in (0.01, 2.0)],
         replace(with_sampling(temperature=0.0), selection=c.Selection(n=1)),
         with_sampling(max_tokens=CONTEXT, top_p=1.0, seed=c.MAX_SEED, stop=("x" * 256,) * 16),
         with_sampling(max_tokens=5, min_tokens=5),
-        *[with_sampling(logprobs=True, top_logprobs=value) for value in (0, 20)],
         *[
             with_sampling(structured_output=output, min_tokens=3, bad_words=("x",))
             for output in (c.JsonSchema("{}"), c.Regex("a"), c.Grammar("start:"), c.JsonObject())
         ],
-        *[with_sampling(min_p=value) for value in (0.0, 1.0)],
-        *[with_sampling(repetition_penalty=value) for value in (0.01, 100.0)],
-        *[with_sampling(presence_penalty=v, frequency_penalty=-v) for v in (2.0, -2.0)],
         with_sampling(stop_token_ids=(0, VOCABULARY - 1), bad_words=("x" * 256,) * 64),
         with_sampling(logit_bias=(c.TokenBias(0, -100.0), c.TokenBias(VOCABULARY - 1, 100.0))),
         with_tokens(1, 2, INT32_MAX),
         *[with_selection(schedule=c.MemorySchedule(first)) for first in (1, INT32_MAX)],
-        with_selection(schedule=c.GeometricSchedule(first=1, factor=16.0)),
-        with_rewards(*((f"r{i}", -1.0) for i in range(8))),
-        with_reward(normalization=c.Normalization("fixed", -1e12, 1e-12), veto_below=1e12),
-        with_reward(normalization=c.Normalization("fixed", 1e12, 1e12), veto_below=-1e12),
         with_reward(normalization=c.Normalization("batch"), veto_below=0.0),
         with_turns(("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")),
         replace(GOOD, prompt=c.Prompt(text="x" * MAX_PROMPT_CHARACTERS)),
