@@ -14,6 +14,7 @@ import json
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
@@ -84,7 +85,8 @@ class EndpointSession:
 
     async def extend(self, until_tokens: int) -> Round:
         """All candidates at their ends, whatever `until_tokens` is."""
-        tasks = [asyncio.create_task(self._generator.answer(self._spec, i)) for i in self._live]
+        answer, spec = self._generator.answer, self._spec
+        tasks = [asyncio.create_task(answer(spec, i, self)) for i in self._live]
         try:
             answers = await asyncio.gather(*tasks)
         finally:  # one failed, or the caller went away: the endpoint stops the others
@@ -111,6 +113,41 @@ class EndpointSession:
         return SlotGauge(slots.capacity, slots.owned, self.reserved)
 
 
+class _Places:
+    """Requests at the same time. The next free place is for the session with the fewest of them, so
+    that a small session does not wait for all of a large one."""
+
+    def __init__(self, most: int) -> None:
+        self._num_free = most
+        self._running: Counter[object] = Counter()
+        self._waiting: dict[asyncio.Future[None], object] = {}  # sessions, in order of arrival
+
+    @asynccontextmanager
+    async def of(self, session: object) -> AsyncIterator[None]:
+        """A place, once it is this session's turn."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = session
+        self._give()
+        try:
+            await turn
+            yield
+        finally:
+            if turn not in self._waiting:
+                self._num_free += 1
+                self._running[session] -= 1
+                self._running += Counter()  # drops those without any
+            self._waiting.pop(turn, None)
+            self._give()
+
+    def _give(self) -> None:
+        while self._num_free and self._waiting:
+            turn = min(self._waiting, key=lambda turn: self._running[self._waiting[turn]])
+            self._num_free -= 1
+            self._running[self._waiting.pop(turn)] += 1
+            if not turn.done():  # else it was cancelled, and gives the place back
+                turn.set_result(None)
+
+
 class EndpointGenerator:
     """Answers by the endpoint of the settings.
 
@@ -126,7 +163,7 @@ class EndpointGenerator:
         most = settings.auto_candidates or _AUTO_CANDIDATES
         self.auto_candidates = min(most, _AUTO_CANDIDATES, settings.max_candidates)
         self._sessions: set[EndpointSession] = set()
-        self._places = asyncio.Semaphore(settings.remote_requests)
+        self._places = _Places(settings.remote_requests)
         path = settings.remote_key_file
         self._key = ReloadingFile((path,), partial(_read_key, path)) if path else None
         # Compressed answers are not read: a few bytes could be gigabytes.
@@ -175,8 +212,10 @@ class EndpointGenerator:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def answer(self, spec: SessionSpec, candidate_id: int) -> tuple[Candidate, int]:
-        """One candidate, complete, and the tokens of its prompt.
+    async def answer(
+        self, spec: SessionSpec, candidate_id: int, session: object
+    ) -> tuple[Candidate, int]:
+        """One candidate of a session, complete, and the tokens of its prompt.
 
         Raises:
             InvalidRequest: the endpoint refuses the request; with its reason.
@@ -186,7 +225,7 @@ class EndpointGenerator:
         """
         path, body = _request(spec, candidate_id, self._settings)
         for attempt in range(_ATTEMPTS):
-            async with self._places:
+            async with self._places.of(session):
                 began = time.perf_counter()
                 status, headers, answer = await self._post(path, body)
                 seconds = time.perf_counter() - began

@@ -350,7 +350,11 @@ class Engine:
 
 
 def _draw(session: Session, logits: Tensor, eos_ids: frozenset[int]) -> tuple[Tensor, Tensor]:
-    """The next token of each row [rows], and its log-probability [rows]."""
+    """The next token of each row [rows], and its log-probability [rows].
+
+    Raises:
+        RuntimeError: logits are not finite.
+    """
     sampling, step = session.command.sampling, session.num_tokens
     forbidden = session.command.ends(eos_ids) if step < sampling.min_tokens else ()
     ids = [candidate.id for candidate in session.rows]
@@ -358,7 +362,10 @@ def _draw(session: Session, logits: Tensor, eos_ids: frozenset[int]) -> tuple[Te
     allowed = None
     if session.matchers:  # on a GPU, while the forward pass computes
         allowed, forbidden = session.matchers.allowed(ids, texts, forbidden), ()
-    return sample(logits, sampling, ids, step, forbidden, session.adjustment, texts, allowed)
+    drawn = sample(logits, sampling, ids, step, forbidden, session.adjustment, texts, allowed)
+    if drawn[1].isnan().any():
+        raise RuntimeError("the model's logits are not finite")
+    return drawn
 
 
 def _computed(

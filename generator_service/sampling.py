@@ -291,7 +291,7 @@ def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
         within = weights.gather(1, inside.clamp(max=weights.shape[1] - 1)).double()
         within.masked_fill_(inside >= weights.shape[1], 0.0)
     at = _pass(within.cumsum(dim=-1), target - before)
-    return (block * DRAW_BLOCK + at)[:, 0]
+    return (block * DRAW_BLOCK + at)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
 def _block_sums(weights: Tensor) -> Tensor:
@@ -310,7 +310,8 @@ def _pass(running: Tensor, target: Tensor) -> Tensor:
     """First index at which the running sum exceeds the target, [rows, 1]; its weight is > 0.
 
     Rounding may move a target past the end or below 0: then the last or first index of such weight.
+    Of weights that are not finite the last index.
     """
     total = running[:, -1:]
     below = torch.minimum(target.clamp(min=0.0), torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(running, below, right=True)
+    return torch.searchsorted(running, below, right=True).clamp_(max=running.shape[1] - 1)

@@ -192,6 +192,8 @@ class CandidateRequest:
             for token_id, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
                 self._num_tokens += 1
                 self._next = tokens_input([token_id])
+                if math.isnan(logprobs[token_id].logprob):
+                    raise InternalError("the model's logits are not finite")
                 top = _top(logprobs, most) if most else None
                 yield Token(token_id, logprobs[token_id].logprob, top)
         if finished not in ("stop", "length"):

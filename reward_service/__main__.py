@@ -45,8 +45,9 @@ async def serve(settings: RewardSettings) -> None:
     finally:
         for worker in workers:
             worker.close()
-        for worker in workers:  # torch must not be in a pass when the interpreter ends
-            await worker.join(settings.grace_s)
+        # torch must not be in a pass when the interpreter ends; the server has waited for calls.
+        for worker in workers:
+            await worker.join(1.0)
 
 
 if __name__ == "__main__":

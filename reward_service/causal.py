@@ -164,6 +164,7 @@ class CausalTask:
     _spans: Iterator[_Span]
     _known: Sequence[ChainMap[int, Value]]
     _to_scores: ToScores
+    _compare: bool  # see `Scores`
     _next: _Span | None = None
     _num_computed: int = 0
 
@@ -189,7 +190,8 @@ class CausalTask:
         ]
 
     def scores(self) -> Scores:
-        return Scores(tuple(self._to_scores(self.outputs())), self._num_computed)
+        values = tuple(self._to_scores(self.outputs()))
+        return Scores(values, self._num_computed, compare=self._compare)
 
 
 class CausalScorer(SegmentedModel):
@@ -221,7 +223,12 @@ class CausalScorer(SegmentedModel):
         self.kept_tokens = sum(other.num_tokens for other in self._sessions)
 
     def task(
-        self, session: KeptSession, sequences: Sequence[Tokens], to_scores: ToScores
+        self,
+        session: KeptSession,
+        sequences: Sequence[Tokens],
+        to_scores: ToScores,
+        *,
+        compare: bool = False,
     ) -> CausalTask:
         """A task for these texts; what the session keeps of other texts is freed.
 
@@ -239,7 +246,7 @@ class CausalScorer(SegmentedModel):
         self._drop(session, session.texts.keys() - wanted)
         known: list[ChainMap[int, Value]] = []
         spans = self._spans(session, sequences, known)
-        return CausalTask(session, sequences, spans, known, to_scores)
+        return CausalTask(session, sequences, spans, known, to_scores, compare)
 
     @torch.inference_mode()
     def compute(self, spans: Sequence[_Span]) -> None:
@@ -374,6 +381,9 @@ class CausalScorer(SegmentedModel):
         False if there is no room even then.
         """
         self._touch(session)
+        busy = sum(other.num_tokens for other in self._sessions if other.is_busy)
+        if busy + count > self._capacity:
+            return False  # nor would there be room without the others
         while self.kept_tokens + count > self._capacity:
             idle = next((other for other in self._sessions if not other.is_busy), None)
             if idle is None:

@@ -97,7 +97,8 @@ class CausalRewardSession:
         reading = self._reward.reading
         closed = [closes(candidate, self._reward.closes_unfinished) for candidate in candidates]
         pairs = zip(candidates, closed, strict=True)
-        texts = [(reading.prepare(candidate.text, end), end) for candidate, end in pairs]
+        parts = ((self._turns.last_part(candidate.text), end) for candidate, end in pairs)
+        texts = [(reading.prepare(part, end), end) for part, end in parts]
         unique, where = distinct(texts)
         keys: dict[int, int] = {}
         for candidate, place in zip(candidates, where, strict=True):

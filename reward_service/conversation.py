@@ -18,6 +18,7 @@ from specrej.contracts import Message, Prompt
 from specrej.errors import InvalidRequest, Violation
 from specrej.inference.control_tokens import ControlTokens
 from specrej.inference.token_prefix import common_length
+from specrej.limits import MAX_TOKEN_CHARACTERS
 
 # A placeholder in a response, replaced by `Conversation.splice`. Its characters are of Unicode's
 # private area: templates do not change them, and they are removed from prompts and responses.
@@ -179,6 +180,11 @@ class Turns:
         head_ids, (tail,) = self._encode([empty])
         if head_ids + tail != empty_ids:
             self._head, self._head_ids, self._added = "", [], 0
+
+    def last_part(self, text: str) -> str:
+        """The end of a response, of at least as many tokens as the model takes: of one that is too
+        long, the first tokens are left out, and need not be computed."""
+        return text[-self._conversation.max_tokens * MAX_TOKEN_CHARACTERS :]
 
     def tokenize(self, texts: Sequence[str], closed: Sequence[bool]) -> list[Tokenized]:
         """Each text as a turn; a closed one ends with what the template writes after a turn."""

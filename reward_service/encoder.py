@@ -23,10 +23,13 @@ from reward_service.specs import CrossEncoderSpec, RelevanceSpec, Resources
 from specrej import fingerprint
 from specrej.contracts import Candidate, Prompt
 from specrej.inference.control_tokens import ControlTokens
+from specrej.limits import MAX_TOKEN_CHARACTERS
 
 # The relevance model's published limit (sentence_bert_config.json), so that scores are those of its
 # card. Tokens after it do not count: a longer prefix has the same score.
 MAX_TOKENS = 256
+# More tokens than a cut can change where it makes the tokens of a text's end others.
+_BORDER_TOKENS = 16
 
 
 class _EncoderReward(ABC):
@@ -83,7 +86,8 @@ class _EncoderReward(ABC):
     ) -> tuple[list[Text], list[int]]:
         """Different texts, longest first as neighbours share a pass, and each one's index."""
         as_text, cut_id = self._control_tokens.as_text, self._control_tokens.cut_id
-        columns = [[as_text(text) for text in column] for column in texts]
+        most = max_length * MAX_TOKEN_CHARACTERS  # what is behind would be cut
+        columns = [[as_text(text[:most]) for text in column] for column in texts]
         options["padding"] = False
         rows = self._tokenizer(*columns, max_length=max_length, **options)
 
@@ -185,6 +189,7 @@ class CrossEncoderReward(_EncoderReward):
         self._max_tokens: int = min(limit, positions)
 
     def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
+        question = self._beginning(question)
         items, where = self._tokenize(
             [question] * len(texts),
             list(texts),
@@ -195,6 +200,20 @@ class CrossEncoderReward(_EncoderReward):
         return TextTask(
             items, where, lambda logits: [self._transform(float(logit[0])) for logit in logits]
         )
+
+    def _beginning(self, question: str) -> str:
+        """As much of the prompt as a pair may have: it is tokenized for every response."""
+        question = question[: self._max_tokens * MAX_TOKEN_CHARACTERS]
+        if not self._tokenizer.is_fast:
+            return question
+        coded = self._tokenizer(
+            question,
+            add_special_tokens=False,
+            truncation=True,
+            max_length=self._max_tokens + _BORDER_TOKENS,
+            return_offsets_mapping=True,
+        )
+        return question[: max((end for _, end in coded["offset_mapping"]), default=0)]
 
     def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:
         inputs = {"input_ids": ids, "attention_mask": mask}

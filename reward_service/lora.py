@@ -69,7 +69,8 @@ class LoraFit:
         epochs: int,
         seed: int,
     ) -> None:
-        """digest: of the pairs; the state of a run with another one is not used."""
+        """digest: of the pairs and their division; the state of a run with another one is not
+        used."""
         torch.manual_seed(seed)
         spec = ClassifierSpec(name="training", directory=backbone)
         model = load_backbone(spec, Resources())

@@ -1,8 +1,9 @@
 """Pairwise rewards: a language model reads two responses and answers which one is better.
 
 A candidate's score is the mean probability with which it is preferred to some others of its batch,
-in both orders, since models favour one place. So a score ranks a candidate within its batch only; a
-lone one scores 0.5. The prompt's text before the two responses is computed once.
+in both orders, since models favour one place. So a score ranks a candidate within its batch only,
+and the orchestrator scores answers that have ended again with each later batch. A lone one scores
+0.5. The prompt's text before the two responses is computed once.
 
 An unfinished text is compared as it is: both are inside one user turn, which is always closed.
 """
@@ -23,6 +24,7 @@ from reward_service.reward import distinct
 from reward_service.specs import PairwiseSpec, Resources
 from specrej.contracts import Candidate, Message, Prompt
 from specrej.inference.token_prefix import common_length
+from specrej.limits import MAX_TOKEN_CHARACTERS
 
 # Pairs of texts to compare, by their indices.
 _Pairs = Sequence[tuple[int, int]]
@@ -80,7 +82,8 @@ class _PairwiseSession:
     def begin(self, candidates: Sequence[Candidate]) -> CausalTask:
         """Every pair in both orders; equal texts score alike and are not compared."""
         as_text = self._reward.conversation.as_text
-        texts, where = distinct([as_text(candidate.text) for candidate in candidates])
+        most = self._reward.conversation.max_tokens * MAX_TOKEN_CHARACTERS
+        texts, where = distinct([as_text(candidate.text[-most:]) for candidate in candidates])
         pairs = _pairs(len(texts), self._reward.spec.opponents)
         encoded = self._reward.encode(self._context, [(texts[i], texts[j]) for i, j in pairs])
         limit = self._reward.conversation.max_tokens
@@ -89,7 +92,7 @@ class _PairwiseSession:
             for key, ids in enumerate(encoded)
         ]
         to_scores = partial(_mean_preferences, pairs, where)
-        return self._reward.scorer.task(self._kept, sequences, to_scores)
+        return self._reward.scorer.task(self._kept, sequences, to_scores, compare=True)
 
     def close(self) -> None:
         self._reward.scorer.close(self._kept)

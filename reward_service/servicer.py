@@ -146,4 +146,6 @@ class _ScoringStream:
             for c in request.candidates
         ]
         scores = await self._session.score(candidates)
-        return pb.BatchScores(scores=scores.values, computed_tokens=scores.computed_tokens)
+        return pb.BatchScores(
+            scores=scores.values, computed_tokens=scores.computed_tokens, compare=scores.compare
+        )

@@ -216,7 +216,8 @@ def _fit_lora(arguments: argparse.Namespace, pairs: Sequence[Pair]) -> str:
 
     known = list(pairs[: len(pairs) - arguments.test])
     random.Random(arguments.seed).shuffle(known)
-    digest = fingerprint.of_directory(arguments.backbone, {"pairs": repr(known)})
+    division = {"pairs": repr(known), "validation": arguments.validation}
+    digest = fingerprint.of_directory(arguments.backbone, division)
     options = {"rank": arguments.lora, "epochs": arguments.epochs, "seed": arguments.seed}
     fit = LoraFit(arguments.backbone, arguments.out, digest, note, **options)
     fit.run(known[arguments.validation :], known[: arguments.validation])

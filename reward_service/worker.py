@@ -255,13 +255,16 @@ class Worker(RewardWorker):
         return abandoned
 
     def _compute(self, batches: Sequence[_Batch]) -> None:
-        """One pass, of a batch that is to be alone or of all.
+        """One pass, of a batch that is to be alone or of all others, whichever has had less.
 
         If it fails, each batch that took part begins again in passes of its own, so that only the
         one that caused the error fails.
         """
-        alone = [batch for batch in batches if batch.is_alone]
-        sharing = alone[:1] or batches
+        first = min(batches, key=lambda batch: batch.given, default=None)
+        if first and first.is_alone:
+            sharing = [first]
+        else:
+            sharing = [batch for batch in batches if not batch.is_alone]
         given = [batch.given for batch in sharing]
         try:
             tasks = [batch.task for batch in sharing if batch.task]

@@ -25,12 +25,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from specrej import fingerprint
 
 log = logging.getLogger(__name__)
+
+_CONVERSION = 1  # of GGUF files; changes when their results do
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
@@ -224,7 +227,9 @@ def _line(error: BaseException) -> str:
 
 def _converted(gguf: Path) -> Path:
     """A directory in the user's cache with a GGUF file's model as float32 and its tokenizer."""
-    digest = hashlib.sha256(f"{gguf.stat().st_size} ".encode() + fingerprint.sample(gguf))
+    # Another version may convert it in another way.
+    by = f"{_CONVERSION} {version('transformers')} {gguf.stat().st_size} "
+    digest = hashlib.sha256(by.encode() + fingerprint.sample(gguf))
     target = cache_directory() / "gguf" / f"{gguf.stem}-{digest.hexdigest()[:16]}"
     if not target.exists():
         log.info("converting %s into %s, once: 4 bytes per weight", gguf, target)

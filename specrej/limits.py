@@ -23,7 +23,8 @@ MAX_DECISION_TOKENS = 1024
 MAX_REWARDS = 8
 MAX_BATCH = 65_536  # candidates that a service can be configured for
 _NAME_CHARACTERS = 256
-_TEXT_CHARACTERS = 2**24  # of a candidate: as many tokens as it may have, of 128 characters
+MAX_TOKEN_CHARACTERS = 128  # of a token; the longest of common vocabularies are white space
+_TEXT_CHARACTERS = 2**17 * MAX_TOKEN_CHARACTERS  # of a candidate: as many tokens as it may have
 
 # All repeated fields of requests: how many items each may have. For public requests, these and the
 # numbers of characters are rules of the schema, too.

@@ -182,7 +182,7 @@ class RemoteGenerator:
         try:
             command = wire.to_message(spec, generator_pb2.OpenSession)
             opened = (await stream.call(open=command)).opened
-            if opened.n != spec.n and (spec.n or opened.n > MAX_BATCH):
+            if opened.n != spec.n and (spec.n or not 0 < opened.n <= MAX_BATCH):
                 raise InternalError(f"a generator opened {opened.n} candidates instead of {spec.n}")
             yield RemoteSession(stream, opened)
             # Answered once the slots are free, so that they are free before the caller's answer.
@@ -219,7 +219,10 @@ class RemoteSession:
         command = generator_pb2.ExtendSession(until_tokens=until_tokens)
         answer = await self._stream.call(extend=command)
         # Converting a thousand texts takes milliseconds: not on the event loop.
-        ended = await asyncio.to_thread(wire.from_message, answer.prefix_batch, Round)
+        try:
+            ended = await asyncio.to_thread(wire.from_message, answer.prefix_batch, Round)
+        except ValueError as error:
+            raise InternalError("a generator sent an invalid round") from error
         return replace(ended, made_by=self._made_by)
 
     async def prune(self, keep: Collection[int], forks: Forks = NO_FORKS) -> Pruned:
@@ -286,4 +289,5 @@ class RemoteScoringSession:
             ]
         )
         scores = (await self._stream.call(batch=batch)).scores
-        return Scores(tuple(scores.scores), scores.computed_tokens, self.fingerprint)
+        values, computed = tuple(scores.scores), scores.computed_tokens
+        return Scores(values, computed, self.fingerprint, scores.compare)

@@ -122,7 +122,7 @@ class Processes:
             try:
                 await self._start(program)
                 report(f"{program.name} is back")
-            except ProcessError as error:
+            except (ProcessError, OSError) as error:
                 report(str(error))
 
     async def _end_of(self, program: Program, report: Callable[[str], None]) -> int:

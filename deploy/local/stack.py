@@ -273,13 +273,14 @@ async def _is_stuck(address: str, credentials: Credentials) -> bool:
 
 
 async def _health(address: str, credentials: Credentials, service: str = "") -> int | None:
-    """None: no answer."""
-    async with open_channel(address, retries=False, **credentials) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1)
-        except grpc.aio.AioRpcError:
-            return None
+    """None: no answer, or the credentials' files are being replaced."""
+    request = health_pb2.HealthCheckRequest(service=service)
+    try:
+        async with open_channel(address, retries=False, **credentials) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(request, timeout=1)
+    except (grpc.aio.AioRpcError, OSError, ValueError):
+        return None
     status: int = answer.status
     return status
 

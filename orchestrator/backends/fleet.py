@@ -128,9 +128,9 @@ class Backend(Generic[P]):
         except grpc.aio.AioRpcError as failure:
             error = from_backend_error(failure, "a backend")
             error.__cause__ = failure  # for the log: callers do not get the details
-            self.suspect(error)
+            self.suspect(_of_a_poll(error))
         except SpecrejError as failure:
-            self.suspect(failure)
+            self.suspect(_of_a_poll(failure))
         except Exception:
             # A bug in the description of one backend must not end its polls.
             log.exception("a backend's description cannot be read")
@@ -380,3 +380,12 @@ class Fleet(Generic[P]):
             await ended(watcher)
         finally:
             await backend.close()
+
+
+def _of_a_poll(error: SpecrejError) -> SpecrejError:
+    """The error for callers. A poll is not their request, so it is no cause of NOT_FOUND."""
+    if isinstance(error, Unavailable | Overloaded | InternalError):
+        return error
+    other = Unavailable("a backend is not a service of this kind")
+    other.__cause__ = error
+    return other

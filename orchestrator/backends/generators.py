@@ -50,6 +50,7 @@ class FleetGenerator:
             descriptions[0],
             context_tokens=min(one.context_tokens for one in descriptions),
             max_candidates=sum(one.max_candidates for one in descriptions),
+            can_fork=all(one.can_fork for one in descriptions),
             auto_candidates=max(one.auto_candidates for one in descriptions),
             slots=together([one.slots for one in descriptions]),
             sessions=sum(one.sessions for one in descriptions),
@@ -181,7 +182,8 @@ async def _entered(
     first = spec.first_candidate_id
     for backend in sorted(shares, key=lambda backend: backend.target.address):
         n = shares[backend]
-        part = replace(spec, n=n, first_candidate_id=first)
+        least = min(n, spec.min_answers)
+        part = replace(spec, n=n, first_candidate_id=first, min_answers=least)
         try:
             session = await parts.enter_async_context(placed(part, backend))
         except Unavailable:

@@ -84,7 +84,9 @@ class FailoverScoringSession:
         while True:
             try:
                 async with self._backend.answering():
-                    return await self._session.score(candidates)
+                    scores = await self._session.score(candidates)
+                self._tries = Counter({self._backend: 1})  # each failure has tries of its own
+                return scores
             except (Unavailable, Overloaded) as failure:
                 # With the error: the lost session ends without a final exchange.
                 await self._stack.__aexit__(type(failure), failure, failure.__traceback__)

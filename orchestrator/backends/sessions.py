@@ -24,7 +24,7 @@ from specrej.contracts import (
     SlotGauge,
     StartedCandidate,
 )
-from specrej.errors import InvalidRequest, Overloaded, Unavailable
+from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from specrej.remote import RemoteGenerator
 from specrej.status import is_answer
 from specrej.telemetry import metrics, names
@@ -132,6 +132,8 @@ class FailoverSession:
 
     def _noted(self, ended: Round) -> Round:
         for c in ended.candidates:
+            if c.id not in self._live:
+                raise InternalError(f"a generator sent candidate {c.id}, which is not live")
             started = self._live.pop(c.id)
             if not c.finish:
                 tokens = started.token_ids + c.new_token_ids

@@ -193,6 +193,12 @@ class Planner:
         available = self._names(reward.name for reward in await self._served.get())
         return tuple(sorted(available, key=lambda name: name != self._default_reward))
 
+    async def _first_reward(self) -> str:
+        served = await self._served.get()
+        if not served:
+            raise Unavailable("a reward service serves no reward")
+        return served[0].name
+
     async def _rewards_of(
         self, selection: Selection, most: int
     ) -> tuple[list[WeightedReward], str]:
@@ -200,7 +206,7 @@ class Planner:
         fingerprint."""
         named = selection.rewards
         if not named:
-            default = self._default_reward or (await self._served.get())[0].name
+            default = self._default_reward or await self._first_reward()
             named = (WeightedReward(default),)
         raise_if_any(check_expansion(named, self._composites, _REWARDS_PATH))
         parts = expanded(named, self._composites)

@@ -52,6 +52,8 @@ class DeadlineController:
     _reserve_s: float = field(init=False)
     _steps: dict[int, float] = field(default_factory=dict)  # seconds per step, by rows
     _latest_rows: int = 0
+    _first_s: float = 0.0  # per step of the first stride, which includes the prompt: at most that
+    _has_cut: bool = False  # to learn how long a step of fewer rows takes
     _has_begun: bool = False  # the prompt has been read
     _score_s: float = 0.0  # per candidate
     _num_ended: int = 0
@@ -88,7 +90,8 @@ class DeadlineController:
     def note_stride(self, rows: int, num_tokens: int, num_ended: int, seconds: float) -> None:
         """`rows` candidates grew by `num_tokens` each, and `num_ended` of them ended."""
         is_step = self._has_begun or self.time_left_s is None
-        self._has_begun = True
+        if not self._has_begun:
+            self._has_begun, self._first_s = True, seconds / max(1, num_tokens)
         if is_step and num_tokens > 0 and rows > 0:
             self._steps[rows] = seconds / num_tokens
             self._latest_rows = rows
@@ -120,13 +123,20 @@ class DeadlineController:
         if not self._has_begun:
             return 1  # the first stride includes the prefill, so it is not measured as a step
         if not self._steps:
-            return min(wanted, _UNMEASURED_TOKENS)
-        fitting = max(0.0, self.left_s) * _STRIDE_PART / max(self.step_s(rows), 1e-9)
+            wanted = min(wanted, _UNMEASURED_TOKENS)
+        step_s = self.step_s(rows) or self._first_s
+        fitting = max(0.0, self.left_s) * _STRIDE_PART / max(step_s, 1e-9)
         return max(1, min(wanted, int(min(fitting, wanted))))
 
     def must_cut(self, position: int, until: int, rows: int) -> bool:
         """Whether the cut must come now: growing all rows to the decision token `until` leaves too
-        little time, even if only as many rows as must finish continue from there."""
+        little time, even if only as many rows as must finish continue from there. Also if cuts seem
+        to be no help while steps of one number of rows are known: once, to measure another."""
+        if len(self._steps) == 1 and rows > self._least and not self._has_cut:
+            self._has_cut = not self._fits(position, self._least, 0.0)
+            if self._has_cut:
+                self.hurried = True
+                return True
         if not self._can_help(position, rows):
             return False
         grown_s = (until - position) * self.step_s(rows) + rows * self._score_s

@@ -52,6 +52,8 @@ class Growth:
         self._ahead: Round | None = None
         self._failure: OutOfTime | SpecrejError | None = None  # of the next call
         self._score_s = 0.0  # of the last scores awaited
+        self._last_end = -1  # tokens at the end of the last stride
+        self.is_broken = False  # whether a failure ended the round before its decision token
 
     async def extend(
         self,
@@ -72,6 +74,7 @@ class Growth:
         whole, self._ahead = self._ahead, None
         if self._failure:
             if whole:
+                self.is_broken = True
                 return whole
             raise self._failure
         if whole:
@@ -89,7 +92,7 @@ class Growth:
             except (OutOfTime, SpecrejError) as error:
                 if not whole:
                     raise
-                self._failure = error
+                self._failure, self.is_broken = error, True
                 return whole
             whole = _joined(whole, part) if whole else part
             on_stride(whole)
@@ -142,14 +145,22 @@ class Growth:
             candidates=tuple(c for c in grown if c.id in live),
             lost=tuple(number for number in self._ahead.lost if number in live),
         )
-        return sum(len(c.new_token_ids) for c in grown if c.id not in live)
+        repeated = 0 if live else self._ahead.repeated_tokens  # else the next round counts them
+        return repeated + sum(len(c.new_token_ids) for c in grown if c.id not in live)
 
     async def _stride(self, position: int, until: int, rows: int) -> Round:
         began = self._clock()
         part = await in_time(self._session.extend(until), self._deadline.patience_s)
-        if part.ended_by is RoundEnd.DECISION_TOKEN and part.num_tokens < until:
-            # Without this, strides that make no token would follow each other for ever.
-            raise InternalError(f"a generator ended at token {part.num_tokens}, before {until}")
+        # Without these, strides that make no token would follow each other for ever.
+        most_tokens = self._deadline.max_tokens
+        if part.ended_by is RoundEnd.DECISION_TOKEN and part.num_tokens != until:
+            raise InternalError(f"a generator ended at token {part.num_tokens} instead of {until}")
+        if any(c.finish is None and c.num_tokens >= most_tokens for c in part.candidates):
+            raise InternalError("a generator goes on at max_tokens")
+        is_full = part.ended_by is RoundEnd.SLOTS_FULL
+        if is_full and rows == 1 and part.num_tokens == self._last_end:
+            raise InternalError("a generator has no slot for the last candidate")
+        self._last_end = part.num_tokens
         # A part of a split session that lags behind may end below `position`.
         grown, seconds = max(0, part.num_tokens - position), self._clock() - began
         self._deadline.note_stride(rows, grown, _num_ended(part), seconds)

@@ -49,6 +49,7 @@ class ProgressReporter:
         self._within = within
         self._num_held = max(map(len, stop), default=1) - 1
         self._sent = ""
+        self._most_tokens = 0
 
     def stride_tokens(self, rows: int, *, is_certain: bool) -> int:
         """The most tokens of the next stride of `rows` candidates."""
@@ -62,7 +63,9 @@ class ProgressReporter:
         slots = grown.slots
         if self._within.progress:
             num_live = sum(candidate.finish is None for candidate in grown.candidates)
-            progress = Progress(grown.num_tokens, num_live, slots.session, slots.capacity)
+            # A divided session falls back where one part's slots were full.
+            self._most_tokens = max(self._most_tokens, grown.num_tokens)
+            progress = Progress(self._most_tokens, num_live, slots.session, slots.capacity)
             self._within.emit(progress)
         if is_certain and self._within.text_deltas and len(grown.candidates) == 1:
             self._send(grown.candidates[0])

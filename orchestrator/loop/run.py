@@ -255,13 +255,24 @@ class _Run:
         """
         began, candidates = self.clock(), ended.candidates
         if any(c.finish for c in candidates) or (candidates and not self.deadline.is_over):
+            branching = self.request.selection.branching
+            most = max(self.state.n, branching.width if branching else 0)
+            earlier = self.state.compared_again(candidates, most)
+            candidates = (*candidates, *earlier)
             with telemetry.span(names.SPAN_SCORE):
                 scores = self.scorer.score(candidates, self.deadline.score_patience_s)
-                scored = await self._growing_ahead(ended, scores)
                 try:
-                    self.state.judge(candidates, scored)
+                    scored = await self._growing_ahead(ended, scores)
+                except TimeoutError:
+                    if not self.state.can_do_without(ended, self.request.selection.min_answers):
+                        raise
+                    self.deadline.hurried = True
+                    raise OutOfTime from None
+                try:
+                    self.state.judge(candidates, scored, len(earlier))
                 except RewardInvalid as error:  # a sum is not finite
-                    self.state.judge(candidates, self.scorer.replaced(candidates, error))
+                    replaced = self.scorer.replaced(candidates, error)
+                    self.state.judge(candidates, replaced, len(earlier))
             self.deadline.note_scoring(len(candidates), self.clock() - began)
 
     async def _growing_ahead(self, ended: Round, scores: Awaitable[RawScores]) -> RawScores:
@@ -279,8 +290,8 @@ class _Run:
         state, selection, live = self.state, self.request.selection, len(self.state.live)
         branching = selection.branching
         alpha = 0.0 if branching or is_best_of_n(selection) else selection.alpha
-        if not live or self.deadline.is_over:
-            return alpha, {}, 0
+        if not live or self.deadline.is_over or self.growth.is_broken:
+            return alpha, {}, 0  # a cut elsewhere than planned could give another answer
         if not branching:
             alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), live, alpha)
         is_full = ended.ended_by is RoundEnd.SLOTS_FULL

@@ -60,6 +60,7 @@ class RunState:
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     rounds: list[RoundTrace] = field(default_factory=list)
     degradations: list[Degradation] = field(default_factory=list)
+    compare: bool = False  # whether a reward compares the candidates of a batch only
     hurried: bool = False
     reduced: bool = False
     num_tokens: int = 0  # of every live candidate
@@ -110,13 +111,32 @@ class RunState:
         self.live -= self.lost
         self.ranked -= self.lost
 
-    def judge(self, candidates: Sequence[Candidate], scored: RawScores) -> None:
-        """Store the raw scores of these candidates and compute their verdicts, and all others that
-        depend on them.
+    def can_do_without(self, ended: Round, least: int) -> bool:
+        """Whether `least` complete candidates are scored without those that ended in this round,
+        whose scores are late. If so, these are no answers: what is known is of a prefix."""
+        late = {candidate.id for candidate in ended.candidates if candidate.finish}
+        if len({*self.ended()} - late) < least:
+            return False
+        for number in late:
+            self.verdicts.pop(number, None)
+        return True
 
-        A finished candidate keeps its raw scores; its verdict may change where it depends on those
-        of other candidates. After a fallback, the likelihood replaces all earlier raw scores.
+    def compared_again(self, candidates: Sequence[Candidate], most: int) -> list[Candidate]:
+        """Those that ended before, if a reward compares the candidates of a batch only: their
+        scores of earlier batches are no measure beside these candidates. The best of them, so that
+        there are at most `most` with these candidates."""
+        new = {candidate.id for candidate in candidates}
+        again = [self.latest[number] for number in self.answers() if number not in new]
+        return again[: max(0, most - len(candidates))] if self.compare else []
+
+    def judge(self, candidates: Sequence[Candidate], scored: RawScores, num_again: int = 0) -> None:
+        """Store the raw scores of these candidates and compute their verdicts, and all others that
+        depend on them. The last `num_again` are those of `compared_again`.
+
+        Other finished candidates keep their raw scores; a verdict may change where it depends on
+        those of other candidates. After a fallback, the likelihood replaces all earlier raw scores.
         """
+        self.compare = scored.compare
         if scored.is_fallback and Degradation.REWARD not in self.degradations:
             self.degradations.append(Degradation.REWARD)
             self.rewards = (WeightedReward(LIKELIHOOD),)
@@ -127,7 +147,7 @@ class RunState:
             self.judged_by.add(scored.fingerprints)
         fresh = {c.id: values for c, values in zip(candidates, scored.values, strict=True)}
         self.raw |= fresh
-        self.ranked |= fresh.keys()
+        self.ranked |= {c.id for c in candidates[: len(candidates) - num_again]}
         counting = {*self.ranked, *self.ended()}
         depends = any(reward.normalization.kind == "batch" for reward in self.rewards)
         known = {} if depends else {n: self.verdicts[n] for n in counting & self.verdicts.keys()}

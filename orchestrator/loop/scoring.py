@@ -46,6 +46,7 @@ class RawScores:
     computed_tokens: int = 0
     fingerprints: tuple[str, ...] = ()
     is_fallback: bool = False
+    compare: bool = False  # whether a reward compares the candidates of a batch only
 
 
 class RequestScorer:
@@ -112,6 +113,7 @@ class RequestScorer:
                     tuple(zip(*(part.values for part in parts), strict=True)),
                     sum(part.computed_tokens for part in parts),
                     tuple(part.fingerprint for part in parts),
+                    compare=any(part.compare for part in parts),
                 )
             except _REWARD_FAILED as error:
                 self._fall_back(error)

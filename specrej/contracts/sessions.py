@@ -134,12 +134,14 @@ class GeneratorDescription:
 class Scores:
     """One score per candidate, in the order of the batch, and the tokens the reward model computed.
 
-    `fingerprint`: the reward's, or empty.
+    `fingerprint`: the reward's, or empty. `compare`: whether the values compare the candidates of
+    the batch with each other, and with no others.
     """
 
     values: tuple[float, ...]
     computed_tokens: int = 0
     fingerprint: str = ""
+    compare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

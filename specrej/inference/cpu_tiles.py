@@ -143,7 +143,8 @@ def softmax_columns(builder: Any, scores: Any, line: Any, tokens: Any, totals: A
         at = _at(builder, scores, loop.index, line)
         weight = _exp(builder, builder.fsub(_load(builder, at, 0), builder.load(highest)))
         _store(builder, weight, at, 0)
-        builder.store(builder.fadd(builder.load(total), weight), total)
+        # With a flag, numba adds none of its own: they let the sum's order depend on `tokens`.
+        builder.store(builder.fadd(builder.load(total), weight, flags=("nsz",)), total)
     _store(builder, builder.load(total), totals, 0)
 
 

@@ -152,7 +152,7 @@ class SegmentedModel:
         """Replace what is slow with few rows, where there is something faster for the device."""
         if self.shape.device.type == "cpu" and self.shape.dtype == torch.float32:
             # Imported here: other devices do not need the compiler.
-            from specrej.inference import cpu_jobs, cpu_layer, cpu_layout, linear, norm
+            from specrej.inference import activation, cpu_jobs, cpu_layer, cpu_layout, linear, norm
 
             if not cpu_jobs.ON_ALL_THREADS:
                 return
@@ -161,6 +161,7 @@ class SegmentedModel:
                 cpu_layer.replace(self._model, self.shape, self.sizes.context_tokens)
             linear.pack(self._model)
             norm.replace(self._model)
+            activation.replace(self._model)
             head = self._model.get_output_embeddings()
             if isinstance(head, linear.PackedLinear):
                 head.keeps_results = True

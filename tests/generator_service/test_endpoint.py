@@ -262,6 +262,30 @@ async def test_requests_at_once_are_bounded() -> None:
     assert endpoint.most_running == 2
 
 
+async def test_a_small_session_does_not_wait_for_all_of_a_large_one() -> None:
+    """Guards a request for one candidate against minutes behind a thousand of another one."""
+
+    def reply(body: Body, number: int) -> Reply:
+        return replace(by_seed(body, number), is_held=number < 2)
+
+    single = replace(SPEC, n=1, sampling=replace(SPEC.sampling, seed=99))
+    async with (
+        generator(reply, remote_requests=2) as (made, endpoint),
+        made.open(replace(SPEC, n=20)) as large,
+        made.open(single) as small,
+    ):
+        growing = asyncio.create_task(large.extend(9))
+        await until(lambda: endpoint.running == 2)
+        waiting = [asyncio.create_task(small.extend(9)) for _ in range(2)]
+        await turns(3)
+        waiting[0].cancel()
+        endpoint.release.set()
+        assert len((await asyncio.wait_for(waiting[1], 20)).candidates) == 1
+        assert len((await asyncio.wait_for(growing, 20)).candidates) == 20
+        assert 99 in [request.body["seed"] for request in endpoint.requests[2:4]]
+        assert made._places._num_free == 2 and not made._places._running
+
+
 async def test_a_request_that_waits_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards other sessions against the delays of one whose requests fail."""
     monkeypatch.setattr(endpoint_module, "_FIRST_DELAY_S", 1000.0)

@@ -13,11 +13,13 @@ import torch
 
 from generator_service.commands import OpenCommand, Prefix
 from generator_service.engine import Engine
+from generator_service.model import CausalLM
 from generator_service.steps import Step
 from specrej.contracts import FinishReason, RoundEnd, Sampling
 from specrej.errors import InternalError, OutOfOrder, SessionExpired
 from specrej.inference.attention import DecodeSegment, Segment
 from specrej.inference.kv import SuffixKV
+from tests.generator_service import tiny
 from tests.generator_service.stepping import (
     ENDLESS,
     MODEL,
@@ -152,6 +154,26 @@ def test_a_step_that_fails_ends_only_the_sessions_that_cause_it(culprits: set[in
     assert tokens_of(last.result(0)) == alone()
     engine.close(late)
     assert engine.ledger.owned == 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [ENDLESS, replace(ENDLESS, top_p=0.9), replace(ENDLESS, top_k=5), replace(ENDLESS, min_p=0.1)],
+)
+def test_logits_that_are_not_finite_end_their_session(sampling: Sampling) -> None:
+    """Guards against answers of the first or the last token of the vocabulary, and bystanders
+    against a step that fails for them."""
+    broken = tiny.build()
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[90] = float("nan")
+    engine = Engine(CausalLM(broken), 20_000)
+    good = engine.extend(admitted(engine, PROMPT, 2, sampling), 8)
+    bad = engine.extend(admitted(engine, [*PROMPT, 90], 2, sampling), 8)
+    steps(engine)
+    with pytest.raises(InternalError):
+        bad.result(0)
+    assert [len(prefix.token_ids) for prefix in good.result(0).prefixes] == [8, 8]
     engine.check_integrity()
 
 

@@ -27,20 +27,22 @@ SYSTEM = [3 + 11 * i % 89 for i in range(70)]
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_a_stored_prompt_gives_the_logits_of_a_new_one(name: str) -> None:
-    """Guards against an answer that depends on whether the prompt was cached.
+    """Guards against an answer that depends on whether the prompt was cached, and on where its
+    chunks end, which other sessions' prompts decide.
 
     To the last bit: first draws come from the logits of the prompt's last token.
     """
-    model = Recorder(CausalLM(tiny.build(name)))
-    engine = Engine(model, 5000, prefill_chunk=8, prefix_cache_slots=1000)
     logits = []
-    for _ in range(2):
-        session_id = admitted(engine)
-        grown(engine, session_id, 1)
-        engine.close(session_id)
-        logits.append(model.passes[-1].logits)
-    assert model.num_prompt_tokens == len(PROMPT)
-    assert torch.equal(*logits)
+    for chunk in (8, 1, 5):
+        model = Recorder(CausalLM(tiny.build(name)))
+        engine = Engine(model, 5000, prefill_chunk=chunk, prefix_cache_slots=1000)
+        for _ in range(2):
+            session_id = admitted(engine)
+            grown(engine, session_id, 1)
+            engine.close(session_id)
+            logits.append(model.passes[-1].logits)
+        assert model.num_prompt_tokens == len(PROMPT)
+    assert all(torch.equal(one, logits[0]) for one in logits)
 
 
 @pytest.mark.parametrize(

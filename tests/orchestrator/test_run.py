@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from specrej.contracts import (
     Scores,
     Selection,
     SessionSpec,
+    SlotGauge,
     TokensSchedule,
     WeightedReward,
 )
@@ -404,8 +406,26 @@ async def test_a_round_that_ends_early_is_an_internal_error(
         return await extend(session, min(until_tokens, 2))
 
     monkeypatch.setattr(ToySession, "extend", short)
-    with pytest.raises(InternalError, match="ended at token 2, before 16"):
+    with pytest.raises(InternalError, match="ended at token 2 instead of 16"):
         await answer(request(), ToyGenerator(), FixedScorer())
+
+
+@pytest.mark.parametrize("ended_by", [RoundEnd.DECISION_TOKEN, RoundEnd.SLOTS_FULL])
+async def test_a_generator_without_progress_is_an_internal_error(
+    ended_by: RoundEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against thousands of rounds per second: a live candidate at max_tokens, and one whose
+    slots are always full."""
+
+    async def still(session: ToySession, until_tokens: int) -> Round:
+        reached = until_tokens if ended_by is RoundEnd.DECISION_TOKEN else 3
+        live = (Candidate(0, "a", reached, -1.0),)
+        return Round(live, ended_by, reached, SlotGauge(10, 10, 10))
+
+    monkeypatch.setattr(ToySession, "extend", still)
+    async with asyncio.timeout(20):
+        with pytest.raises(InternalError, match=r"max_tokens|no slot"):
+            await answer(request(1), ToyGenerator(), FixedScorer())
 
 
 async def test_closing_the_iterator_frees_the_slots() -> None:

@@ -194,6 +194,27 @@ async def test_a_hanging_generator_does_not_outlast_the_deadline() -> None:
     assert generation.hurried or generation.degradations == (Degradation.DEADLINE,)
 
 
+@pytest.mark.parametrize("breaks_at", [17, 20, 22])
+async def test_a_generator_lost_within_a_round_causes_no_other_cut(breaks_at: int) -> None:
+    """Guards against another answer than that of a run without the failure, and no word of it: a
+    cut where the round broke off could reject all that were live."""
+    num_answers = 0
+    for seed in range(12):
+        asked = request(16, 60, alpha=0.5, schedule=GeometricSchedule(16))
+        asked = replace(asked, sampling=replace(asked.sampling, seed=seed))
+        generator = FaultyGenerator(0.01, breaks_at=breaks_at)
+        within = WithinRounds(lambda _: None)
+        options: dict[str, Any] = {"time_left_s": 600.0, "clock": generator.clock}
+        plain = await answer(asked, FaultyGenerator(0.01), LikelihoodScorer(), time_left_s=600.0)
+        try:
+            got = await answer(asked, generator, LikelihoodScorer(), **options, within=within)
+        except Unavailable:
+            continue
+        num_answers += 1
+        assert got.candidates == plain.candidates
+    assert num_answers < 12
+
+
 @pytest.mark.parametrize("batch", [0, 1, 3])
 async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> None:
     """The clock stands still, so that only the limit of one wait counts."""
@@ -202,8 +223,14 @@ async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> Non
         generation = await answer(
             lenient(alpha=0.0), ToyGenerator(), FaultyScorer(batch), **options
         )
-        with pytest.raises(TimeoutError):
-            await answer(request(), ToyGenerator(), FaultyScorer(batch), **options)
+        strict = answer(request(), ToyGenerator(), FaultyScorer(batch), **options)
+        if batch < 3:
+            with pytest.raises(TimeoutError):
+                await strict
+        else:  # candidates of earlier rounds are complete and scored
+            scored = await strict
+            assert scored.hurried and not scored.degradations
+            assert scored.best.finish is FinishReason.STOP
     assert generation.degradations == (Degradation.REWARD,)
     assert generation.hurried, "equal requests with more time must not get this answer"
     assert generation.best.finish is FinishReason.STOP

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from random import Random
 
 import pytest
 
 from generator_service.toy import ToyGenerator
 from specrej.contracts import (
     Algorithm,
+    Branching,
     Candidate,
+    FinishReason,
     Generation,
     GeometricSchedule,
     MemorySchedule,
     Normalization,
     RoundEnd,
+    Scores,
     TokensSchedule,
     WeightedReward,
 )
@@ -44,6 +49,36 @@ async def test_batch_normalisation_covers_all_candidates_that_count() -> None:
             for value, column in zip(candidate.rewards, columns, strict=True)
         )
         assert candidate.score == pytest.approx(one - 0.5 * two)
+
+
+class ComparingScorer(FixedScorer):
+    """Returns which share of a batch each candidate is better than, as `pairwise` does; qualities
+    are fixed by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.qualities = Random(seed).sample(range(1000), 1000)
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        own = [self.qualities[candidate.id] for candidate in candidates]
+        others = max(1, len(own) - 1)
+        shares = [sum(other < one for other in own) / others for one in own]
+        return Scores(tuple(shares) if len(own) > 1 else (0.5,), compare=True)
+
+
+@pytest.mark.parametrize("branching", [None, Branching(8, 4)])
+async def test_answers_of_earlier_rounds_are_compared_with_those_of_later_ones(
+    branching: Branching | None,
+) -> None:
+    """Guards against scores of different batches in one ranking: the last candidate, which is
+    better than all, would have 0.5, and an early answer of a weak batch more."""
+    for seed in range(12):
+        scorer = ComparingScorer(seed)
+        asked = request(16, branching=branching, schedule=GeometricSchedule(6, 1.5))
+        generation = await answer(asked, ToyGenerator(end_every=12), scorer)
+        finished = [c for c in generation.candidates if c.finish is FinishReason.STOP]
+        assert len(finished) > 1
+        assert generation.best.id == max({c.id for c in finished}, key=scorer.qualities.__getitem__)
 
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reward_service import causal
 from reward_service.causal_reward import CausalReward
 from reward_service.reward import score_batch, take_fairly
-from specrej.contracts import FinishReason, Scores
+from specrej.contracts import FinishReason, Prompt, Scores
 from specrej.inference.kv import PromptKV
 from specrej.inference.token_prefix import match
 from tests.reward_service.tiny import (
@@ -137,6 +137,17 @@ def test_an_allocation_that_fails_reserves_nothing(
         scored(reward, session, {0: "abc"})
     session.close()
     assert reward.scorer.kept_tokens == 0
+
+
+def test_what_can_never_fit_evicts_nothing(models: dict[str, Path]) -> None:
+    """Guards all idle sessions against one with a prompt beyond what may be kept."""
+    reward = load("classifier", models["llama"], kept_tokens=150)
+    idle, long = reward.open(PROMPT), reward.open(Prompt.from_user("x" * 200))
+    scored(reward, idle, {0: "abc"})
+    kept = reward.scorer.kept_tokens
+    assert scored(reward, long, {0: "abc"}).values
+    assert reward.scorer.kept_tokens == kept > 0
+    assert scored(reward, idle, {0: "abcd"}).computed_tokens == 1 + CLOSING
 
 
 def test_a_fork_computes_only_what_its_parent_has_not(models: dict[str, Path]) -> None:

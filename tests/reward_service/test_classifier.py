@@ -16,6 +16,7 @@ from reward_service.reward import score
 from reward_service.specs import Transform
 from specrej.contracts import Message, Prompt
 from specrej.errors import InvalidRequest
+from specrej.limits import MAX_TOKEN_CHARACTERS
 from tests.reward_service.tiny import (
     BOS,
     CONFIGS,
@@ -86,6 +87,27 @@ def test_last_tokens_count_if_prompt_and_response_are_too_long(llama: Path) -> N
     scores = score(reward, PROMPT, ["a" * 1000, "a" * 1000 + "b"])
     assert scores.computed_tokens == 2 * CONTEXT
     assert scores.values[0] != scores.values[1]
+
+
+def test_a_response_of_megabytes_is_cut_before_it_is_tokenized(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the thread of all callers, and memory; the last tokens count, as without the cut."""
+    reward = load("classifier", llama)
+    limit = reward.conversation.max_tokens * MAX_TOKEN_CHARACTERS
+    sizes: list[int] = []
+    mark = reward.conversation._control_tokens.mark
+
+    def measured(text: str) -> str:
+        sizes.append(len(text))
+        marked: str = mark(text)
+        return marked
+
+    monkeypatch.setattr(reward.conversation._control_tokens, "mark", measured)
+    whole, part = "a" * 10 * limit + "b", "a" * limit + "b"
+    first, second = score(reward, PROMPT, [whole, part]).values
+    assert first == second
+    assert max(sizes) <= limit
 
 
 def test_conversation_that_the_template_rejects_is_an_invalid_request(llama: Path) -> None:

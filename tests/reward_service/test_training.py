@@ -259,6 +259,10 @@ def test_interrupted_training_of_an_adapter_is_continued(
         training.train(arguments(backbone, two, *flags, monkeypatch=monkeypatch))
     training.train(arguments(backbone, two, *flags, monkeypatch=monkeypatch))
     assert seen == [1, 2, 2]
+    other = arguments(backbone, two, *flags, "--validation", "3", monkeypatch=monkeypatch)
+    training.train(other)  # its held-out pairs were trained on: it begins anew
+    assert seen == [1, 2, 2, 1, 2]
+    training.train(arguments(backbone, two, *flags, monkeypatch=monkeypatch))
     texts = ["yes yes", "y", ""]
     scores = [score(load("classifier", out), PAIRS[0].prompt, texts) for out in (one, two)]
     assert scores[0].values == pytest.approx(scores[1].values, abs=0.05)

@@ -293,6 +293,22 @@ async def test_bad_batch_of_a_shared_pass_fails_alone() -> None:
         assert reward.passes == ["aba!", "aa", "b!"]
 
 
+async def test_batches_of_a_failed_pass_do_not_wait_for_each_other() -> None:
+    """Guards a small batch against the whole of a large one, after a third one has failed."""
+    reward = PiecewiseReward(token_budget=4)
+    async with two_sessions(reward) as (worker, one, two), worker.open(PROMPT) as three:
+        large = await begun(reward, one)
+        bad = asyncio.create_task(two.score([candidate(0, "!")]))
+        small = asyncio.create_task(three.score([candidate(0, "bb")]))
+        await asyncio.wait({bad, small}, timeout=0)
+        reward.gate.release(50)
+        assert (await asyncio.wait_for(small, 20)).values == (2.0,)
+        assert (await asyncio.wait_for(large, 20)).values == (12.0,)
+        with pytest.raises(ValueError, match="a bad letter"):
+            await bad
+        assert "bb" in reward.passes[:5], reward.passes
+
+
 @pytest.mark.parametrize("place", ["open", "begin", "compute", "scores", "close"])
 async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     place: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.processes import ProcessError, Processes
-from deploy.local.stack import Ports, Stack, _is_ready
+from deploy.local.stack import Ports, Stack, _health, _is_ready
 
 
 def names(directory: Path) -> list[str]:
@@ -100,3 +100,13 @@ def test_the_gateway_calls_the_orchestrator() -> None:
     assert environment["SPECREJ_GATEWAY_PORT"] == "5" and environment["X"] == "9"
     assert stack.gateway_url.endswith(":5") and stack.metrics_urls[-1].endswith(":6/metrics")
     assert not Stack()._gateways
+
+
+async def test_credentials_that_are_being_replaced_are_no_answer(tmp_path: Path) -> None:
+    """Guards all services: the check of one would end the supervision of all."""
+    assert await _health("127.0.0.1:1", {"tls_ca": tmp_path / "absent.pem"}) is None
+
+
+def test_the_page_of_a_gateway_with_tls_is_https() -> None:
+    stack = Stack(gateway=True, environment={"SPECREJ_GATEWAY_TLS_CERT": "x.pem"})
+    assert stack.gateway_url.startswith("https://")

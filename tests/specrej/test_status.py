@@ -11,6 +11,7 @@ from grpc.aio import AioRpcError, Metadata
 from specrej import errors
 from specrej.status import (
     DETAILS_TRAILER,
+    PUSHBACK_TRAILER,
     from_backend_error,
     from_rpc_error,
     to_status,
@@ -51,6 +52,8 @@ def test_every_exception_comes_back_as_itself(kind: type[errors.SpecrejError]) -
     assert (back.message, back.reason) == (error.message, error.reason)
     assert back.retry_after_s == error.retry_after_s
     assert back.__dict__ == error.__dict__  # violations and metadata too
+    # grpc reads this trailer by itself.
+    assert (PUSHBACK_TRAILER in dict(to_status(error)[2])) == (error.retry_after_s is not None)
 
 
 def test_many_violations_fit_the_trailers() -> None:

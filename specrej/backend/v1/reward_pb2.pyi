@@ -277,8 +277,11 @@ class BatchScores(_message.Message):
 
     SCORES_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPARE_FIELD_NUMBER: _builtins.int
     computed_tokens: _builtins.int
     """Tokens the reward model computed for this batch."""
+    compare: _builtins.bool
+    """Whether the scores compare the candidates of this batch with each other, and with no others."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """One finite score per candidate, in the batch's order; higher is better."""
@@ -288,10 +291,11 @@ class BatchScores(_message.Message):
         *,
         scores: _abc.Iterable[_builtins.float] | None = ...,
         computed_tokens: _builtins.int = ...,
+        compare: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compare", b"compare", "computed_tokens", b"computed_tokens", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

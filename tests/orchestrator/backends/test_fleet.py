@@ -6,6 +6,7 @@ import asyncio
 import socket
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import grpc.aio
 import pytest
@@ -163,6 +164,24 @@ async def test_a_session_opened_during_a_poll_counts_as_placed() -> None:
             assert backend.placed == 1
             await backend.update()
             assert backend.placed == 0
+        await backend.close()
+
+
+async def test_another_program_at_the_address_is_unavailable() -> None:
+    """Guards callers against NOT_FOUND for a request that is right, with another program's text."""
+
+    async def absent(request: object) -> None:
+        details = "unknown service at /srv/health.go:31"
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), grpc.aio.Metadata(), details
+        )
+
+    async with generator_backend(HeldGenerator()) as server:
+        backend = _backend(server)
+        backend._health = SimpleNamespace(Check=absent)
+        await backend.update()
+        assert type(backend.failure) is Unavailable
+        assert "health.go" not in str(backend.failure) and not backend.is_serving
         await backend.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from reward_service.toy import ToyReward
-from specrej.contracts import Candidate, Prompt, Scores
+from specrej.contracts import Candidate, GeometricSchedule, Prompt, Scores
 from specrej.errors import NotFound, Overloaded, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, PROMPT, request, reward_services, target_of
 from tests.orchestrator.runs import answer
@@ -121,6 +121,26 @@ async def test_a_service_that_ended_the_session_is_tried_again() -> None:
     async with reward_services(reward) as running:
         generation = await answer(request(12), ToyGenerator(), partial(running.client.open, "toy"))
     assert reward.num_batches == len(generation.rounds) + 1
+
+
+class RefusesTwoBatches(HeldReward):
+    """Refuses its second and its fifth batch, which ends the session each time."""
+
+    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
+        if self.num_batches in (1, 4):
+            self.num_batches += 1
+            raise Overloaded("not now")
+        return super().score(prompt, candidates)
+
+
+async def test_each_failure_has_tries_of_its_own() -> None:
+    """Guards a long request, most of whose work is done, against its second small failure."""
+    reward = RefusesTwoBatches()
+    async with reward_services(reward) as running:
+        scorer = partial(running.client.open, "toy")
+        many = request(12, schedule=GeometricSchedule(2, 1.5))
+        generation = await answer(many, ToyGenerator(end_every=10**9), scorer)
+    assert reward.num_batches == len(generation.rounds) + 2 > 6
 
 
 async def test_no_session_continues_with_another_version() -> None:

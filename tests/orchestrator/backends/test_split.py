@@ -70,6 +70,15 @@ async def test_the_candidate_limits_of_all_generators_add_up(branching: Branchin
     assert raised.value.metadata == {"candidates": "16"}
 
 
+async def test_a_part_needs_no_more_answers_than_it_has_candidates() -> None:
+    """Guards a valid request against the refusal of a part."""
+    twelve = request(12)
+    twelve = replace(twelve, selection=replace(twelve.selection, min_answers=10))
+    async with generators(*(HeldGenerator(max_candidates=8) for _ in range(2))) as running:
+        generation = await answer(twelve, running.client, SCORER)
+    assert sum(c.finish is not None for c in generation.candidates) >= 10
+
+
 async def test_a_request_beyond_all_slots_is_invalid() -> None:
     async with generators(HeldGenerator(100), HeldGenerator(100)) as running:
         with pytest.raises(InvalidRequest) as raised:
