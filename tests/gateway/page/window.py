@@ -28,7 +28,11 @@ class Window:
         await self.page.open("about:blank", width)  # else a new hash alone loads nothing
         await self.page.open(f"{url or self.url}/{fragment}", width)
         await self.js("sessionStorage.clear()")
-        await self.until("document.querySelector('specrej-race')?.lanes")
+        try:
+            await self.until("document.querySelector('specrej-race')?.lanes")
+        except AssertionError as error:
+            error.add_note(f"console: {await self.page.log()}")
+            raise
 
     async def js(self, script: str, *arguments: Any) -> Any:
         return await self.page.evaluate(script, *arguments)
