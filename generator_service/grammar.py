@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ Mask = NDArray[np.uint32]
 _PATH = "sampling.structured_output"
 _MOST_TRIED = 256  # outputs whose trials are remembered
 _BITS = 32  # of a mask's words
+_MOST_STATES = 50_000  # of a session's lexers, about a kilobyte each
 
 # Processor time that a session's masks may take: an initial budget, and an increment for each token
 # of a candidate; many times what JSON takes (docs/structured.md).
@@ -130,17 +131,23 @@ class Grammars:
 
     async def compiled(self, output: StructuredOutput, owner: str = "") -> CompiledGrammar:
         """As `compile`, in a thread; the outputs of one owner are tried one after another."""
-        loop = asyncio.get_running_loop()
-        if output in self._errors:
-            return await loop.run_in_executor(self._for_tried, self.compile, output)
+        if self._is_tried(output):
+            return await self._compiled_by(self._for_tried, output)
         async with self._turns.setdefault(owner, asyncio.Lock()):
-            trying = loop.run_in_executor(self._for_trials, self.compile, output)
-            try:
-                return await asyncio.shield(trying)
-            finally:
-                await asyncio.wait(
-                    {trying}
-                )  # after a cancellation, too, the thread is not free yet
+            executor = self._for_tried if self._is_tried(output) else self._for_trials
+            return await self._compiled_by(executor, output)
+
+    async def _compiled_by(self, executor: Executor, output: StructuredOutput) -> CompiledGrammar:
+        compiling = asyncio.get_running_loop().run_in_executor(executor, self.compile, output)
+        try:
+            return await asyncio.shield(compiling)
+        finally:
+            # After a cancellation, too: its turn is not over before.
+            await asyncio.wait({compiling})
+
+    def _is_tried(self, output: StructuredOutput) -> bool:
+        with self._remembering:
+            return output in self._errors
 
     def compile(self, output: StructuredOutput) -> CompiledGrammar:
         """Takes milliseconds, or one or two seconds if the trial process must start: at first, and
@@ -236,11 +243,15 @@ class CompiledGrammar:
     vocabulary: Vocabulary
 
     @classmethod
-    def of(cls, source: str, vocabulary: Vocabulary) -> CompiledGrammar:
-        """Raises ValueError: it cannot be compiled."""
+    def of(cls, source: str, vocabulary: Vocabulary, num_tables: int = 1) -> CompiledGrammar:
+        """`num_tables`: the bound of the lexer's table is shared with so many others.
+
+        Raises:
+            ValueError: it cannot be compiled.
+        """
         from llguidance import LLMatcher
 
-        first = LLMatcher(vocabulary.tokenizer, source, limits=_limits(), log_level=0)
+        first = LLMatcher(vocabulary.tokenizer, source, limits=_limits(num_tables), log_level=0)
         if first.is_error():
             raise ValueError(first.get_error())
         return cls(source, first, vocabulary)
@@ -258,7 +269,8 @@ class Matchers:
         self._vocabulary = grammar.vocabulary
         # By candidate, with the number of tokens that it has read.
         self._states: dict[int, tuple[LLMatcher, int]] = {}
-        self._alone: set[int] = set()  # candidates whose states share nothing
+        self._alone: set[int] = set()  # candidates whose tables no other one uses
+        self._most = 1  # candidates at the same time
         self._left_s = _FIRST_S
 
     def allowed(
@@ -274,6 +286,7 @@ class Matchers:
         """
         masks = np.zeros((len(ids), self._vocabulary.num_words), np.uint32)
         self._left_s += len(ids) * _TOKEN_S
+        self._most = max(self._most, len(ids))
         for candidate, text, mask in zip(ids, texts, masks, strict=True):
             if self._left_s > 0:
                 began = time.thread_time()
@@ -311,7 +324,7 @@ class Matchers:
                 matcher, num_read = self._states[parent]
                 states[number] = matcher.deep_copy(), num_read
         self._states = states
-        self._alone &= {*ids}
+        self._alone = self._alone & {*ids} - {*forks.values()}
 
     def _set_next(self, mask: Mask, matcher: LLMatcher) -> None:
         """Set bits [words] to the tokens that may come next, none after an error."""
@@ -332,10 +345,10 @@ class Matchers:
         """The state after all of `text`, of a grammar compiled anew.
 
         Copies share the lexer's table, whose size is bounded: without this, a candidate's mask
-        would depend on the others.
+        would depend on what the others have. Its own table has its share of the bound.
         """
         self._alone.add(candidate)
-        anew = CompiledGrammar.of(self._grammar.source, self._vocabulary)
+        anew = CompiledGrammar.of(self._grammar.source, self._vocabulary, self._most)
         self._states[candidate] = anew.first, 0
         return self._read(candidate, text)
 
@@ -366,7 +379,7 @@ def _source(output: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(lark)
 
 
-def _limits() -> Any:
+def _limits(num_tables: int) -> Any:
     """Of the work for one grammar, and for one token of one candidate."""
     from llguidance._lib import LLParserLimits
 
@@ -374,7 +387,7 @@ def _limits() -> Any:
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=50_000,
         step_max_items=20_000,
-        max_lexer_states=50_000,
+        max_lexer_states=_MOST_STATES // num_tables,
         max_grammar_size=100_000,
         verbose_errors=False,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from decimal import Decimal
+from decimal import ROUND_DOWN, Decimal
 from typing import Any
 
-_DIGITS = 15  # that float64 keeps of any number
+_DIGITS = 15
+# Keywords whose value is an example, which constrains nothing.
+_EXAMPLES = ("default", "examples")
 # Keywords whose value has schemas by names, which may be those of keywords.
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 
@@ -39,7 +41,7 @@ def _check(schema: Any) -> None:
             _check([*value.values()])
         elif keyword in ("enum", "const"):
             _check_values(value)
-        else:
+        elif keyword not in _EXAMPLES:
             _check(value)
 
 
@@ -49,25 +51,35 @@ def _check_values(value: Any) -> None:
     if isinstance(value, list):
         for part in value:
             _check_values(part)
-    is_exact = not isinstance(value, Decimal) or len(value.as_tuple().digits) <= _DIGITS
-    if isinstance(value, int) and not isinstance(value, bool):
-        is_exact = abs(value) <= 2**53
-    if not is_exact:
-        raise ValueError(f"numbers in enum and const have at most {_DIGITS} digits")
+    if _is_number(value) and not _is_exact(value):
+        raise ValueError(f"the number {value} in enum or const is not exact as float64"[:80])
+
+
+def _is_exact(value: int | Decimal) -> bool:
+    """llguidance's parser may miss the last bit of a fraction of more than 15 digits."""
+    digits = value.as_tuple().digits if isinstance(value, Decimal) else ()
+    return len(digits) <= _DIGITS and Decimal(repr(float(value))) == value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def _whole(value: int | Decimal) -> Decimal:
+    return Decimal(value).to_integral_value(ROUND_DOWN)  # not int: of 1e9999999 it takes minutes
 
 
 def _check_bounds(schema: dict[str, Any]) -> None:
     """Where an exclusive bound is whole and the other one has its whole part, llguidance allows the
     exclusive bound itself."""
-    lows, highs, exclusive = (
-        [schema[name] for name in names if isinstance(schema.get(name), int | Decimal)]
-        for names in (
-            ("minimum", "exclusiveMinimum"),
-            ("maximum", "exclusiveMaximum"),
-            ("exclusiveMinimum", "exclusiveMaximum"),
-        )
-    )
-    is_of_integers = schema.get("type") == "integer"
-    is_whole = any(Decimal(bound).to_integral_value() == bound for bound in exclusive)
-    if lows and highs and is_whole and not is_of_integers and min(highs) - max(lows) < 1:
-        raise ValueError("bounds of a number are at least 1 apart where one is whole and exclusive")
+    if schema.get("type") == "integer":
+        return
+    for exclusive, other in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+    ):
+        bound = schema.get(exclusive)
+        others = [schema[name] for name in other if _is_number(schema.get(name))]
+        if _is_number(bound) and any(value != bound == _whole(value) for value in others):
+            text = "an exclusive bound that is the whole part of the other bound is not supported"
+            raise ValueError(text)

@@ -135,12 +135,11 @@ class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
         length = given[PROMPT_TOKENS]
         session = self._sessions.get(given[SESSION])
         if session is None:
-            draw = json.loads(given[_DRAW])
-            session = self._session(given[SESSION], draw, prompt[:length])
+            session = self._session(json.loads(given[_DRAW]), prompt[:length])
             self._sessions[given[SESSION]] = session
         return _Row(session, given[_CANDIDATE], given[_STEP], made, prompt[length:])
 
-    def _session(self, name: str, draw: Any, prompt: list[int]) -> _Session:
+    def _session(self, draw: Any, prompt: list[int]) -> _Session:
         biases = tuple(TokenBias(*pair) for pair in draw["logit_bias"])
         sampling = Sampling(**{name: draw[name] for name in _FIELDS}, logit_bias=biases)
         ends, bad_words, grammar = tuple(draw["ends"]), draw["bad_words"], draw["grammar"]
@@ -149,7 +148,7 @@ class KeyedDraws(LogitsProcessor):  # type: ignore[misc]
             sampling,
             ends,
             Adjustment(sampling, prompt, bad_words) if is_adjusted_ else None,
-            self._compiled(name, grammar, ends).matchers() if grammar else None,
+            self._compiled(grammar, ends).matchers() if grammar else None,
         )
 
 
@@ -157,19 +156,13 @@ def _text(row: _Row) -> list[int]:
     return [*row.before, *row.made]
 
 
-def _compiler(config: Any) -> Callable[[str, str, tuple[int, ...]], CompiledGrammar]:
-    """Compiles the grammars of sessions, which have passed in the generator, with end tokens."""
+def _compiler(config: Any) -> Callable[[str, tuple[int, ...]], CompiledGrammar]:
+    """Compiles grammars, which have passed in the generator, with the end tokens of a model."""
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
     spec = TokenizerSpec.of(tokenizer, config.get_vocab_size())
     loaded: Any = None
     with suppress(ValueError):  # then the generator refuses structured outputs
         loaded = spec.load()
     vocabulary = lru_cache(maxsize=1)(partial(Vocabulary, loaded))
-
-    # Sessions pause between rounds, and then have no row. Each has a grammar of its own: states of
-    # one grammar share a table of bounded size.
-    @lru_cache(maxsize=64)
-    def compiled(_: str, source: str, ends: tuple[int, ...]) -> CompiledGrammar:
-        return CompiledGrammar.of(source, vocabulary(ends))
-
-    return compiled
+    # Sessions pause between rounds, and then have no row.
+    return lru_cache(maxsize=64)(lambda source, ends: CompiledGrammar.of(source, vocabulary(ends)))

@@ -33,7 +33,7 @@ from specrej import fingerprint
 
 log = logging.getLogger(__name__)
 
-_CONVERSION = 1  # of GGUF files; changes when their results do
+_CONVERSION = 1  # of GGUF files; increase it when the result changes
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_adding = threading.Lock()
 _all: WeakSet[ReloadingFile[Any]] = WeakSet()
 _State = tuple[tuple[int, int, int] | None, ...]
 
@@ -37,7 +38,8 @@ class ReloadingFile(Generic[T]):
         self._rejected: _State | None = None
         self._is_final = True  # whether what is rejected stays so until it changes
         self._value = read()
-        _all.add(self)
+        with _adding:
+            _all.add(self)
 
     @property
     def is_rejected(self) -> bool:
@@ -67,14 +69,16 @@ class ReloadingFile(Generic[T]):
             self._value, self._used, self._rejected = value, state, None
             log.info("%s changed and is in use", names)
             return
-        if state != self._rejected:
+        is_final = not isinstance(problem, OSError)
+        if (state, is_final) != (self._rejected, self._is_final):
             log.warning("%s changed and cannot be used, keeping the last: %s", names, problem)
-        self._rejected, self._is_final = state, not isinstance(problem, OSError)
+        self._rejected, self._is_final = state, is_final
 
 
 def num_rejected() -> int:
     """Read this process's files that have changed; returns the number of those rejected."""
-    files = tuple(_all)
+    with _adding:
+        files = tuple(_all)
     for file in files:
         file.get()
     return sum(file.is_rejected for file in files)

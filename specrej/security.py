@@ -334,17 +334,14 @@ def _replace(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _sole_writer(path: Path) -> Iterator[Path]:
-    """Lock the folder of a tokens file, whose own inode `revoke` replaces, against other writers.
+    """Lock a tokens file against other writers, by a file beside it: `revoke` replaces its inode.
 
     Yields the path behind symbolic links: a link must stay one.
     """
     path = path.resolve()
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:  # until it is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield path
-    finally:
-        os.close(folder)
 
 
 def _is_of(line: str, tenant: str) -> bool:

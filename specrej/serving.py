@@ -106,7 +106,7 @@ class Server:
         self._access = Access(settings.tokens_path, settings.allowed_names)
         files = settings.tls_files
         self._certificates = files.watch() if files else None
-        self._gauges = ServerGauges(self._certificates, self._access)
+        self._gauges = ServerGauges(self._certificates)
         self._calls = StatusInterceptor(
             default_deadline_s, self._access, max_deadline_s, max_calls=settings.max_calls
         )
@@ -374,10 +374,8 @@ def _certificates(pem: PEM) -> grpc.ServerCertificateConfiguration:
 class ServerGauges:
     """What every server measures of itself: delays of its event loop, the state of its files."""
 
-    def __init__(
-        self, certificates: ReloadingFile[PEM] | None, access: Access | None = None
-    ) -> None:
-        self._certificates, self._access = certificates, access
+    def __init__(self, certificates: ReloadingFile[PEM] | None) -> None:
+        self._certificates = certificates
         self._lags: deque[tuple[float, float]] = deque()  # (when, delay of the event loop)
 
     def observe(self) -> None:

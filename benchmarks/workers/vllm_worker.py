@@ -35,8 +35,7 @@ class Worker:
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
             seed=0,
-            **of_device,
-            **vllm_options,
+            **{**of_device, **vllm_options},
         )
         assert on_cuda or torch.get_num_threads() == threads, torch.get_num_threads()
 

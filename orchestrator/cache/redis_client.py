@@ -96,7 +96,7 @@ class RedisClient:
     ) -> Sequence[Reply | None]:
         """The replies to commands that are sent together; None for each that failed.
 
-        `traced`: in a span of the current one.
+        `traced`: record a span below the current one.
         """
         no_replies = [None] * len(commands)
         redis = self._redis
@@ -283,7 +283,8 @@ def _check_options(url: str) -> None:
         pool.make_connection()
     except (TypeError, ValueError):  # whose text may have a part of a password
         raise ValueError("redis_url has an option that redis-py lacks, or a wrong value") from None
-    if not {"ssl_cert_reqs", "ssl_check_hostname"}.isdisjoint(in_url):
+    checks = (in_url.get("ssl_cert_reqs", "required"), in_url.get("ssl_check_hostname", True))
+    if checks != ("required", True):
         raise ValueError("redis_url must not switch off checks of the server's certificate")
 
 

@@ -47,12 +47,13 @@ class DeadlineController:
     time_left_s: float | None = None
     clock: Callable[[], float] = time.perf_counter
     min_answers: int = 1
+    can_reject: bool = True  # whether a cut rejects candidates; never with Best-of-N
     hurried: bool = False  # whether it has changed anything
     _deadline: float = field(init=False)
     _reserve_s: float = field(init=False)
     _steps: dict[int, float] = field(default_factory=dict)  # seconds per step, by rows
     _latest_rows: int = 0
-    _first_s: float = 0.0  # per step of the first stride, which includes the prompt: at most that
+    _first_s: float = 0.0  # per step of the first stride; an upper bound: it includes the prompt
     _has_cut: bool = False  # to learn how long a step of fewer rows takes
     _has_begun: bool = False  # the prompt has been read
     _score_s: float = 0.0  # per candidate
@@ -130,13 +131,16 @@ class DeadlineController:
 
     def must_cut(self, position: int, until: int, rows: int) -> bool:
         """Whether the cut must come now: growing all rows to the decision token `until` leaves too
-        little time, even if only as many rows as must finish continue from there. Also if cuts seem
-        to be no help while steps of one number of rows are known: once, to measure another."""
-        if len(self._steps) == 1 and rows > self._least and not self._has_cut:
-            self._has_cut = not self._fits(position, self._least, 0.0)
-            if self._has_cut:
-                self.hurried = True
-                return True
+        little time, even if only as many rows as must finish continue from there.
+
+        While steps of one number of rows are known, the time of one row is a guess. If it seems too
+        long, and the planned cut is far, one cut comes now to measure fewer rows.
+        """
+        is_guess = self.can_reject and len(self._steps) == 1 and rows > self._least
+        is_far = (until - position) * self.step_s(rows) > _STRIDE_PART * self.left_s
+        if is_guess and is_far and not (self._has_cut or self._fits(position, self._least, 0.0)):
+            self._has_cut = self.hurried = True
+            return True
         if not self._can_help(position, rows):
             return False
         grown_s = (until - position) * self.step_s(rows) + rows * self._score_s

@@ -139,14 +139,17 @@ class Growth:
         """Drop what candidates that are not `live` any more grew ahead; returns their tokens."""
         if not self._ahead:
             return 0
-        grown = self._ahead.candidates
+        ahead, grown = self._ahead, self._ahead.candidates
+        num_tokens = sum(len(c.new_token_ids) for c in grown if c.id not in live)
+        if not live:
+            self._ahead = None
+            return num_tokens + ahead.repeated_tokens  # otherwise the next round counts them
         self._ahead = replace(
-            self._ahead,
+            ahead,
             candidates=tuple(c for c in grown if c.id in live),
-            lost=tuple(number for number in self._ahead.lost if number in live),
+            lost=tuple(number for number in ahead.lost if number in live),
         )
-        repeated = 0 if live else self._ahead.repeated_tokens  # else the next round counts them
-        return repeated + sum(len(c.new_token_ids) for c in grown if c.id not in live)
+        return num_tokens
 
     async def _stride(self, position: int, until: int, rows: int) -> Round:
         began = self._clock()

@@ -98,7 +98,8 @@ async def run(
     # Cached: the controller extrapolates over all decision tokens, several times per round.
     next_token, least = cache(partial(_decision_token, request)), request.selection.min_answers
     deadline = DeadlineController(
-        next_token, request.sampling.max_tokens, time_left_s, clock, least
+        *(next_token, request.sampling.max_tokens, time_left_s, clock, least),
+        can_reject=not is_best_of_n(request.selection),
     )
     async with _opened(request, generator, scorers, cache_salt, deadline) as (session, scorer):
         rewards = request.selection.rewards or _UNWEIGHTED
@@ -266,6 +267,7 @@ class _Run:
                 except TimeoutError:
                     if not self.state.can_do_without(ended, self.request.selection.min_answers):
                         raise
+                    self.state.drop_late(ended)
                     self.deadline.hurried = True
                     raise OutOfTime from None
                 try:

@@ -112,14 +112,16 @@ class RunState:
         self.ranked -= self.lost
 
     def can_do_without(self, ended: Round, least: int) -> bool:
-        """Whether `least` complete candidates are scored without those that ended in this round,
-        whose scores are late. If so, these are no answers: what is known is of a prefix."""
+        """Whether `least` complete candidates are scored without those that ended in this round."""
         late = {candidate.id for candidate in ended.candidates if candidate.finish}
-        if len({*self.ended()} - late) < least:
-            return False
-        for number in late:
-            self.verdicts.pop(number, None)
-        return True
+        return len({*self.ended()} - late) >= least
+
+    def drop_late(self, ended: Round) -> None:
+        """Make the candidates that ended in this round no answers: their verdicts are of prefixes,
+        and the scores of their ends are late."""
+        for candidate in ended.candidates:
+            if candidate.finish:
+                self.verdicts.pop(candidate.id, None)
 
     def compared_again(self, candidates: Sequence[Candidate], most: int) -> list[Candidate]:
         """Those that ended before, if a reward compares the candidates of a batch only: their

@@ -35,7 +35,7 @@ def configure(service: str, level: str, *, as_json: bool, error_text: bool) -> N
     logging.basicConfig(level=libraries, handlers=[handler])
     for name in _OURS:
         logging.getLogger(name).setLevel(level)
-    # It warns of what callers send as tracestate.
+    # It warns of invalid tracestate headers, which callers choose.
     logging.getLogger(trace.span.__name__).setLevel(logging.ERROR)
 
 

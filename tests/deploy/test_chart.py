@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from tests.deploy.manifests import (
     DEPLOY,
     OVERLAYS,
     ROOT,
-    SERVICES,
     Manifests,
     kustomized,
     parsed,
@@ -83,11 +81,6 @@ def test_the_chart_renders_the_objects_of_the_overlay(chart: Path, overlay: str)
     """Guards against a chart and an overlay that differ; the namespace is there before Helm."""
     ours = {(item["kind"], item["metadata"]["name"]): item for item in rendered(overlay).objects}
     del ours["Namespace", "specrej"]
-    # Helm keeps the settings of the release before, for pods that are not replaced yet.
-    for (kind, name), item in ours.items():
-        if kind == "ConfigMap" and re.fullmatch(f"({'|'.join(SERVICES)})-[a-z0-9]{{10}}", name):
-            kept = {"annotations": {"helm.sh/resource-policy": "keep"}}
-            ours[kind, name] = {**item, "metadata": {**item["metadata"], **kept}}
     theirs = _template(chart, overlay=overlay).objects
     assert len(theirs) == len(ours)
     for item in theirs:

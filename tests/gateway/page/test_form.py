@@ -279,6 +279,7 @@ async def test_the_dialog_for_a_token_can_be_left(form: Window) -> None:
 async def test_a_second_submission_ends_the_first(form: Window, stack: Stack) -> None:
     """Guards a request that Stop cannot end: both wait for the names of the models."""
     await form.send_endless()
+    await form.fill(max_tokens=4000, first=2000)
     await form.js(
         """
         window.signals = [];
