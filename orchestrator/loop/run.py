@@ -35,6 +35,7 @@ from specrej import telemetry
 from specrej.contracts import (
     Admitted,
     Algorithm,
+    Candidate,
     Degradation,
     Event,
     Finished,
@@ -256,19 +257,15 @@ class _Run:
         """
         began, candidates = self.clock(), ended.candidates
         if any(c.finish for c in candidates) or (candidates and not self.deadline.is_over):
-            branching = self.request.selection.branching
-            most = max(self.state.n, branching.width if branching else 0)
-            earlier = self.state.compared_again(candidates, most)
+            earlier = self._compared_again(candidates)
             candidates = (*candidates, *earlier)
             with telemetry.span(names.SPAN_SCORE):
                 scores = self.scorer.score(candidates, self.deadline.score_patience_s)
                 try:
                     scored = await self._growing_ahead(ended, scores)
                 except TimeoutError:
-                    if not self.state.can_do_without(ended, self.request.selection.min_answers):
+                    if not self._ends_without(ended):
                         raise
-                    self.state.drop_late(ended)
-                    self.deadline.hurried = True
                     raise OutOfTime from None
                 try:
                     self.state.judge(candidates, scored, len(earlier))
@@ -276,6 +273,29 @@ class _Run:
                     replaced = self.scorer.replaced(candidates, error)
                     self.state.judge(candidates, replaced, len(earlier))
             self.deadline.note_scoring(len(candidates), self.clock() - began)
+
+    def _compared_again(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that ended before, if a reward compares the candidates of a batch only: their
+        scores of earlier batches are no measure beside these candidates. The best of them, so that
+        the batch is no larger than the planned ones."""
+        if not self.state.compare:
+            return []
+        branching = self.request.selection.branching
+        most = max(self.state.n, branching.width if branching else 0)
+        new = {candidate.id for candidate in candidates}
+        again = [self.state.latest[n] for n in self.state.answers() if n not in new]
+        return again[: max(0, most - len(candidates))]
+
+    def _ends_without(self, ended: Round) -> bool:
+        """Whether enough complete candidates are scored without those that ended in this round,
+        whose scores are late. If so, these become no answers: their verdicts are of prefixes."""
+        late = {candidate.id for candidate in ended.candidates if candidate.finish}
+        if len({*self.state.ended()} - late) < self.request.selection.min_answers:
+            return False
+        for number in late:
+            self.state.verdicts.pop(number, None)
+        self.deadline.hurried = True
+        return True
 
     async def _growing_ahead(self, ended: Round, scores: Awaitable[RawScores]) -> RawScores:
         """Await the scores while live candidates grow ahead. Not with branching: forks must begin

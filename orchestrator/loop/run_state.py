@@ -111,32 +111,12 @@ class RunState:
         self.live -= self.lost
         self.ranked -= self.lost
 
-    def can_do_without(self, ended: Round, least: int) -> bool:
-        """Whether `least` complete candidates are scored without those that ended in this round."""
-        late = {candidate.id for candidate in ended.candidates if candidate.finish}
-        return len({*self.ended()} - late) >= least
-
-    def drop_late(self, ended: Round) -> None:
-        """Make the candidates that ended in this round no answers: their verdicts are of prefixes,
-        and the scores of their ends are late."""
-        for candidate in ended.candidates:
-            if candidate.finish:
-                self.verdicts.pop(candidate.id, None)
-
-    def compared_again(self, candidates: Sequence[Candidate], most: int) -> list[Candidate]:
-        """Those that ended before, if a reward compares the candidates of a batch only: their
-        scores of earlier batches are no measure beside these candidates. The best of them, so that
-        there are at most `most` with these candidates."""
-        new = {candidate.id for candidate in candidates}
-        again = [self.latest[number] for number in self.answers() if number not in new]
-        return again[: max(0, most - len(candidates))] if self.compare else []
-
     def judge(self, candidates: Sequence[Candidate], scored: RawScores, num_again: int = 0) -> None:
         """Store the raw scores of these candidates and compute their verdicts, and all others that
-        depend on them. The last `num_again` are those of `compared_again`.
+        depend on them. The last `num_again` had ended before, and are compared again.
 
-        Other finished candidates keep their raw scores; a verdict may change where it depends on
-        those of other candidates. After a fallback, the likelihood replaces all earlier raw scores.
+        Other finished candidates keep their raw scores; a verdict may depend on those of others.
+        After a fallback, the likelihood replaces all earlier raw scores.
         """
         self.compare = scored.compare
         if scored.is_fallback and Degradation.REWARD not in self.degradations:
