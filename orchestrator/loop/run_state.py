@@ -115,8 +115,7 @@ class RunState:
         """Store the raw scores of these candidates and compute their verdicts, and all others that
         depend on them. The last `num_again` had ended before, and are compared again.
 
-        Other finished candidates keep their raw scores; a verdict may depend on those of others.
-        After a fallback, the likelihood replaces all earlier raw scores.
+        Other finished candidates keep theirs; after a fallback the likelihood replaces them all.
         """
         self.compare = scored.compare
         if scored.is_fallback and Degradation.REWARD not in self.degradations:
