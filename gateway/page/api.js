@@ -27,7 +27,8 @@ async function call(path, options = {}) {
   throw new Refused(response.status, body?.error?.message ?? `HTTP status ${response.status}`);
 }
 
-export const get = async (path) => (await call(path)).json();
+export const get = async (path) =>
+  (await call(path, { signal: AbortSignal.timeout(15_000) })).json(); // a gateway takes 10 s
 
 // Calls `emit` with each event of a request until the last; aborting the signal frees its slots.
 export async function stream(body, signal, emit) {

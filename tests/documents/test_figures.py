@@ -50,6 +50,13 @@ def test_choosing_quotes_the_studies() -> None:
         assert ratio == ratios[alpha][6]
 
 
+def test_telemetry_quotes_its_cost() -> None:
+    page = (ROOT / "docs/telemetry.md").read_text(encoding="utf-8")
+    result = json.loads((ROOT / "benchmarks/results/telemetry.json").read_text())
+    low, high = result["ratio_interval"]
+    assert f"{result['ratio']:.3f}\n({low:.3f} to {high:.3f}) times" in page
+
+
 def test_comparison_quotes_the_benchmark() -> None:
     page = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
     result = json.loads((ROOT / "benchmarks/results/peers_tiles.json").read_text())

@@ -309,14 +309,20 @@ async def test_polls_do_not_pile_up(fresh: Window) -> None:
         window.numTicks = 0;
         window.numCalls = 0;
         window.setInterval = (work) => repeat(() => { window.numTicks += 1; work(); }, 5);
-        window.fetch = () => {
+        window.fetch = (path, { signal }) => {
           window.numCalls += 1;
-          return new Promise(() => {});
+          return new Promise((_, refuse) => {
+            window.end = () => refuse(signal.reason ?? new DOMException('', 'TimeoutError'));
+            signal.throwIfAborted(); // a call without a bound has no signal
+          });
         };"""
     )
     await fresh.press("Operate")
     await fresh.until("window.numTicks > 9")
     assert await fresh.js("return window.numCalls") == 1
+    await fresh.js("window.end()")  # as its bound does
+    await fresh.until("window.numCalls === 2")
+    assert "cannot be reached" in await fresh.text("#operate .problem")
 
 
 async def test_totals_are_those_of_all_orchestrators(fresh: Window) -> None:
