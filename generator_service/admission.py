@@ -26,13 +26,18 @@ def own_slots(tokens: int) -> int:
     return max(0, tokens - 1)
 
 
+# Of the next round of a session from another generator, whose first round has all tokens so far.
+_ROUND_TOKENS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a session needs, in slots.
 
     n: candidates; 0: as many as fit. prompt_slots: slots of the whole prompt. slots_of: slots of
     one candidate by its number of new tokens, without the prompt. min_answers: candidates whose
-    whole answers always fit.
+    whole answers always fit. given_tokens: of each candidate, from another generator; they are
+    among those of the first round.
     """
 
     n: int
@@ -41,6 +46,7 @@ class Demand:
     max_tokens: int
     slots_of: Callable[[int], int]
     min_answers: int = 1
+    given_tokens: int = 0
 
     @property
     def least(self) -> int:
@@ -184,7 +190,9 @@ class AdmissionQueue(Generic[S]):
         below the whole answers of `min_answers` candidates.
         """
         demand = session.demand
-        ahead = min(num_tokens + demand.first_round_tokens, demand.max_tokens)
+        first = demand.first_round_tokens
+        round_tokens = max(first - demand.given_tokens, min(first, _ROUND_TOKENS))
+        ahead = min(num_tokens + round_tokens, demand.max_tokens)
         whole = demand.whole(min(live, demand.min_answers))
         floor = max(whole, live * demand.slots_of(ahead))
         self._ledger.narrow(session.id, floor, demand.whole(live), len(self._waiting))

@@ -61,7 +61,8 @@ class OpenCommand:
     def demand(self, prompt_slots: int, slots_of: Callable[[int], int]) -> Demand:
         """The session's demand; `slots_of`: the engine's slots of one candidate by its tokens."""
         first, longest = self.first_round_tokens, self.sampling.max_tokens
-        return Demand(self.n, prompt_slots, first, longest, slots_of, self.min_answers)
+        needed = self.n, prompt_slots, first, longest, slots_of, self.min_answers
+        return Demand(*needed, self.num_given)
 
     def candidates(self, n: int) -> list[GrowingCandidate]:
         """`n` candidates, which have taken none of the given tokens yet."""

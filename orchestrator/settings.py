@@ -162,9 +162,10 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
     max_queued_tokens: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="candidate-tokens (n times max_tokens, plus one per prefix to score and per "
-        "value to return) that may wait, divided equally among the tenants that wait; each may "
-        "have one request in line, however large; 0: no limit",
+        description="candidate-tokens that may wait, divided equally among the tenants that wait; "
+        "each may have one request in line, however large. A request counts as "
+        "min(n * max_tokens, all slots), plus prompt characters / 4, plus 1 per prefix to score, "
+        "plus 1 per value to return; 0: no limit",
     )
     tenant_tokens: Annotated[int, Field(ge=0)] = Field(
         0,

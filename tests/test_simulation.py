@@ -86,12 +86,12 @@ DEFECTS: dict[str, tuple[int, Any, str, Any]] = {
     "the leader wakes no follower": (0, Flight, "__init__", _without_wake_up),
     "followers get the leader's deadline": (16, single_flight, "OWN_REASONS", ()),
     "hurried answers are for all": (
-        87,
+        85,
         Flight,
         "publish",
         lambda f, result, **_: _publish(f, result),
     ),
-    "degraded answers are stored": (87, answers, "is_shareable", lambda _: True),
+    "degraded answers are stored": (85, answers, "is_shareable", lambda _: True),
 }
 
 

@@ -96,11 +96,14 @@ class SplitSession:
         self.reduced = False  # only sessions with a given n are split
 
     async def extend(self, until_tokens: int) -> Round:
+        """As `Session.extend`. Raises InternalError: a generator sent candidates of others."""
         if not (self._lost or any(part.live for part in self._parts)):
             return Round((), RoundEnd.ALL_FINISHED, self._num_tokens, self._gauge())
         rounds = await self._of_all(lambda part: part.session.extend(until_tokens))
         for index, ended in rounds.items():
             part = self._parts[index]
+            if foreign := {c.id for c in ended.candidates} - part.live:
+                raise InternalError(f"a generator sent {len(foreign)} candidates of others")
             part.live -= {c.id for c in ended.candidates if c.finish}
             self._slots[index] = ended.slots
         lost, self._lost = self._lost, set()

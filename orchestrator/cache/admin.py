@@ -184,7 +184,7 @@ def _show(store: _Store, arguments: argparse.Namespace) -> None:
 
 
 def _purge(store: _Store, arguments: argparse.Namespace) -> None:
-    """Delete one answer, those of a tenant, or all."""
+    """Delete one answer, or the answers and request records of a tenant, or all of them."""
     if arguments.key is not None:
         what, keys = f"the answer {arguments.key}", [_answer_key(arguments.key)]
     else:
@@ -296,9 +296,9 @@ def _parser() -> argparse.ArgumentParser:
     added["list"].add_argument("--tenant", help="only this tenant's, by its name")
     added["show"].add_argument("key", metavar="KEY")
     chosen = added["purge"].add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--tenant", help="the answers of a tenant, by its name")
+    chosen.add_argument("--tenant", help="answers and request records of a tenant, by its name")
     chosen.add_argument("--key", help="one answer")
-    chosen.add_argument("--all", action="store_true", help="every answer")
+    chosen.add_argument("--all", action="store_true", help="all answers and request records")
     added["purge"].add_argument("--yes", action="store_true", help="skip the confirmation")
     return parser
 

@@ -233,6 +233,8 @@ class Cache:
         may_store = not (generation.cached or generation.reduced) and is_shareable(generation)
         if not self.redis.is_on or not may_store:
             return False
+        if generation.relative_scores:  # another answer's score would not compare
+            keys = replace(keys, index="")
         returned, now = keys.return_candidates, self._wall_clock()
         entry = CacheEntry(keys.index, returned, now, generation)
         try:

@@ -261,6 +261,7 @@ def connection_options(access: RedisAccess, in_url: Any, timeout_s: float | None
         "socket_timeout": timeout_s,
         # Protocol 3 switches off the check that a pooled connection has no unread reply.
         "protocol": 2,
+        "decode_responses": False,  # stored values are bytes
         "driver_info": None,  # no CLIENT SETINFO: connections send only AUTH and SELECT at first
     }
 

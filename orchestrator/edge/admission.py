@@ -8,7 +8,8 @@ advances at least as fast as if all tenants that run or wait were served at once
 tenants that never stop arriving would delay a waiting one for ever.
 
 While others hold all ordinary permits, a tenant that runs nothing can take a spare one: otherwise
-it would wait for one of their requests to end, however small its share.
+it would wait for one of their requests to end, however small its share. Spare permits do not move
+virtual time, and go to the tenant that has waited for longest while it ran nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class _Tenant:
 
     `running` is the number of its permits. `start` is the virtual start of the first request in its
     line, `finish` the virtual end of the last one that ran. `entry` is the number of its valid
-    entry in the heap.
+    entry in the heap. `waits_since` orders tenants that run nothing: by when they began to wait so.
     """
 
     weight: float = 1.0
@@ -71,6 +72,7 @@ class _Tenant:
     start: float = 0.0
     finish: float = 0.0
     entry: int = 0
+    waits_since: int = 0
     line: OrderedDict[_Waiter, None] = field(default_factory=OrderedDict)
 
 
@@ -85,6 +87,7 @@ class Admission:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
         self.running = 0
+        self._running_tokens = 0  # their candidate-tokens
         self._num_spare = 0  # requests that run on a spare permit
         self.queued = 0  # requests that wait for a permit
         self.queued_tokens = 0  # their candidate-tokens
@@ -134,11 +137,14 @@ class Admission:
             own.held += tokens
             try:
                 is_spare = await self._acquire(own, tokens)
-                began = self._clock()
+                began, has_failed = self._clock(), True
+                self._running_tokens += tokens
                 try:
                     yield
+                    has_failed = False
                 finally:
-                    self._note(tokens, self._clock() - began)
+                    self._note(tokens, self._clock() - began, has_failed=has_failed)
+                    self._running_tokens -= tokens
                     self._release(own, is_spare)
             finally:
                 own.held -= tokens
@@ -174,38 +180,47 @@ class Admission:
         ):
             text = f"{own.waiting} candidate-tokens wait"
         else:
-            self._check_time(own, tokens, time_left_s)
+            self._check_time(own, time_left_s)
             return
-        raise Overloaded(text, retry_after_s=_bounded(self._fair_wait_s(own, tokens)))
+        raise Overloaded(text, retry_after_s=_bounded(self._fair_wait_s(own)))
 
-    def _check_time(self, own: _Tenant, tokens: int, time_left_s: float | None) -> None:
+    def _check_time(self, own: _Tenant, time_left_s: float | None) -> None:
         """Raises TooLate if the expected wait is longer than the time left."""
         if time_left_s is None or not self._recent_tokens:
             return
-        if self._wait_s(self.queued_tokens + tokens, self.queued + 1) <= time_left_s:
+        ahead = self.queued_tokens + self._mean_running_tokens
+        if self._wait_s(ahead, self.queued + 1) <= time_left_s:
             return  # even behind all others
-        wait_s = self._fair_wait_s(own, tokens)
+        wait_s = self._fair_wait_s(own)
         if wait_s > time_left_s:
             text = f"the wait is about {wait_s:.1f} s, the deadline is in {time_left_s:.1f} s"
             raise TooLate(text, retry_after_s=_bounded(wait_s))
 
-    def _note(self, tokens: int, service_s: float) -> None:
-        """A request of so many candidate-tokens has held a permit for `service_s` seconds."""
+    def _note(self, tokens: int, service_s: float, *, has_failed: bool) -> None:
+        """A request of so many candidate-tokens has held a permit for `service_s` seconds. Many
+        that fail at once, while a backend is away, do not make the estimate shorter."""
+        if has_failed and service_s * self._recent_tokens <= tokens * self._recent_s:
+            return
         self._recent_s = (1 - _RECENT) * self._recent_s + service_s
         self._recent_tokens = (1 - _RECENT) * self._recent_tokens + tokens
 
-    def _wait_s(self, tokens: int, requests: int) -> float:
+    @property
+    def _mean_running_tokens(self) -> float:
+        return self._running_tokens / max(1, self.running)
+
+    def _wait_s(self, tokens: float, requests: int) -> float:
         """Expected seconds until so many candidate-tokens, of so many requests, are served."""
         if not self._recent_tokens:
             return _UNKNOWN_SERVICE_S * requests / self._limits.max_running
         return tokens * self._recent_s / self._recent_tokens / self._limits.max_running
 
-    def _fair_wait_s(self, own: _Tenant, tokens: int) -> float:
-        """Expected seconds until one more request of the tenant is served, in the fair order."""
+    def _fair_wait_s(self, own: _Tenant) -> float:
+        """Expected seconds until one more request of the tenant can run, in the fair order: until a
+        running request ends, and the requests ahead are served."""
         start = max(own.finish, self._virtual)
         if own.line:
             start = own.start + own.waiting / own.weight
-        requests = 1
+        tokens, requests = self._mean_running_tokens, 1
         for tenant in self._with_lines():
             before = tenant.start
             for waiter in tenant.line:
@@ -248,6 +263,7 @@ class Admission:
     def _line_up(self, tenant: _Tenant, waiter: _Waiter) -> None:
         if not tenant.line:
             self._num_lines += 1
+            tenant.waits_since = next(self._entries)
             self._begin(tenant, max(tenant.finish, self._virtual))
         tenant.line[waiter] = None
         tenant.waiting += waiter.tokens
@@ -278,14 +294,16 @@ class Admission:
         self.running -= 1
         self._num_spare -= is_spare
         owner.running -= 1
+        owner.waits_since = next(self._entries)
         while tenant := self._next():
             waiter = next(iter(tenant.line))
             start = tenant.start
             self._leave(tenant, waiter)
             if waiter.permit.done():
                 continue  # cancelled, and has not resumed yet
-            self._virtual = max(self._virtual + self._passing, start)
-            self._passing = waiter.tokens / self._weights
+            if self._has_ordinary():  # a spare permit is outside of the order
+                self._virtual = max(self._virtual + self._passing, start)
+                self._passing = waiter.tokens / self._weights
             self._charge(tenant, start, waiter.tokens)
             if tenant.line:
                 self._begin(tenant, tenant.finish)
@@ -294,10 +312,10 @@ class Admission:
             self._virtual, self._passing = self._latest, 0.0  # all tenants are equal again
 
     def _next(self) -> _Tenant | None:
-        """The tenant with a line and the least start of those that may run a request."""
+        """The tenant whose request is next; None: no tenant with a line may have a permit."""
         if not self._has_ordinary():
             may_run = (tenant for tenant in self._with_lines() if self._has_spare(tenant))
-            return min(may_run, key=lambda tenant: tenant.start, default=None)
+            return min(may_run, key=lambda tenant: tenant.waits_since, default=None)
         while self._heap:
             _, entry, tenant = self._heap[0]
             if entry == tenant.entry and tenant.line:
@@ -325,7 +343,7 @@ class Admission:
         self._leave(tenant, waiter)
         if not waiter.permit.done():
             text = f"{self.running} requests run and a tenant with fewer waiting took the place"
-            wait_s = _bounded(self._fair_wait_s(tenant, waiter.tokens))
+            wait_s = _bounded(self._fair_wait_s(tenant))
             waiter.permit.set_exception(Overloaded(text, retry_after_s=wait_s))
 
     def _collect(self) -> None:

@@ -332,7 +332,7 @@ class Orchestrator:
                     pass
 
     async def _finish(self, plan: Plan, generation: Generation, lead: _Lead) -> Finished:
-        """Count a run's answer, store it, and give it to the requests that wait for it.
+        """Count a run's answer, give it to the requests that wait for it, and store it.
 
         Storing takes at most half of the time left.
         """
@@ -342,6 +342,10 @@ class Orchestrator:
         usage = generation.usage
         self._saved_tokens += max(0, usage.best_of_n_tokens_estimate - usage.generated_tokens)
         instruments.count_run(generation, plan.request.selection.algorithm)
+        if lead.flight:  # those that wait here need not wait for the cache
+            # An answer degraded only by a reward is final: all requests of a flight allow that.
+            is_final = not generation.hurried and {*generation.degradations} <= {Degradation.REWARD}
+            lead.flight.publish(generation, is_final=is_final)
         if lead.stores:
             left_s, lease = plan.left_s(), lead.lease
             with telemetry.span(names.SPAN_STORE):
@@ -354,10 +358,6 @@ class Orchestrator:
                 except TimeoutError:
                     if lease:
                         lease.abandon()
-        if lead.flight:
-            # An answer degraded only by a reward is final: all requests of a flight allow that.
-            is_final = not generation.hurried and {*generation.degradations} <= {Degradation.REWARD}
-            lead.flight.publish(generation, is_final=is_final)
         return Finished(generation)
 
 

@@ -166,7 +166,9 @@ class Growth:
         self._last_end = part.num_tokens
         # A part of a split session that lags behind may end below `position`.
         grown, seconds = max(0, part.num_tokens - position), self._clock() - began
-        self._deadline.note_stride(rows, grown, _num_ended(part), seconds)
+        # A move to another generator took part of the time, which is no measure of a step.
+        has_moved = part.repeated_tokens > 0
+        self._deadline.note_stride(rows, grown, _num_ended(part), seconds, is_typical=not has_moved)
         return part
 
 

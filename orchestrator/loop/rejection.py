@@ -39,10 +39,13 @@ def rank(
     return sorted(scores, key=lambda c: (c in vetoed, c in truncated, -scores[c], c))
 
 
-def num_released(num_live: int, num_tokens: int) -> int:
+def num_released(num_live: int, num_tokens: int, num_stalled: int = 0) -> int:
     """Live candidates to reject when the slots are full, at least 1: each survivor can then grow by
-    a token. All have `num_tokens` tokens, the newest of which holds no slot yet."""
-    return max(1, -(-num_live // max(1, num_tokens)))
+    a token. All have `num_tokens` tokens, the newest of which holds no slot yet.
+
+    Twice as many for each of the `num_stalled` rounds whose slots were full here before: where
+    slots come in blocks, a token may need a whole one."""
+    return max(1, -(-num_live // max(1, num_tokens))) << num_stalled
 
 
 def cut(

@@ -263,10 +263,10 @@ class _Run:
                 scores = self.scorer.score(candidates, self.deadline.score_patience_s)
                 try:
                     scored = await self._growing_ahead(ended, scores)
-                except TimeoutError:
-                    if not self._ends_without(ended):
-                        raise
-                    raise OutOfTime from None
+                except TimeoutError as error:
+                    if self._ends_without(ended):
+                        raise OutOfTime from None
+                    scored = self.scorer.replaced(candidates, error)
                 try:
                     self.state.judge(candidates, scored, len(earlier))
                 except RewardInvalid as error:  # a sum is not finite
@@ -317,7 +317,12 @@ class _Run:
         if not branching:
             alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), live, alpha)
         is_full = ended.ended_by is RoundEnd.SLOTS_FULL
-        release = rejection.num_released(live, ended.num_tokens) if is_full else 0
+        position = ended.num_tokens
+        num_stalled = sum(
+            trace.decision_token == position and trace.ended_by is RoundEnd.SLOTS_FULL
+            for trace in state.rounds
+        )
+        release = rejection.num_released(live, position, num_stalled) if is_full else 0
         cut = rejection.cut(
             # With branching no finished candidate is ranked out, and there may be thousands.
             state.scores(state.live if branching else state.ranked),

@@ -314,6 +314,8 @@ class RunState:
             degradations=tuple(self.degradations),
             hurried=self.hurried,
             reduced=self.reduced,
+            relative_scores=self.compare
+            or any(reward.normalization.kind == "batch" for reward in self.rewards),
         )
 
     def _is_truncated(self, number: int) -> bool:
@@ -323,22 +325,19 @@ class RunState:
         return next(iter(self.ranking({*self.ranked, *self.ended()})), None)
 
     def _ranked(self, number: int) -> RankedCandidate:
-        candidate, steps = self.latest[number], self.tokens.of(number)
+        candidate = self.latest[number]
         assert candidate.finish
-        return RankedCandidate(
+        ranked = RankedCandidate(
             id=number,
             text=candidate.text,
             score=self.verdicts[number].score,
             finish=candidate.finish,
             num_tokens=candidate.num_tokens,
             mean_logprob=candidate.mean_logprob,
-            token_ids=steps.token_ids,
-            logprobs=steps.logprobs,
             rewards=self.raw[number],
             vetoed=self.verdicts[number].vetoed,
-            tokens=steps.tokens,
-            top_logprobs=steps.top_logprobs,
         )
+        return self.tokens.completed(ranked) if self.tokens.is_kept else ranked
 
 
 def _usage(state: RunState, answer_tokens: int) -> Usage:

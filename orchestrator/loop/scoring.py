@@ -19,8 +19,8 @@ from specrej.errors import InternalError, Overloaded, RewardInvalid, SessionExpi
 
 log = logging.getLogger(__name__)
 
-# Errors after which the likelihood may replace the rewards. TimeoutError: no scores in time.
-_REWARD_FAILED = (Unavailable, Overloaded, InternalError, SessionExpired, TimeoutError)
+# Errors after which the likelihood may replace the rewards.
+_REWARD_FAILED = (Unavailable, Overloaded, InternalError, SessionExpired)
 
 
 class LikelihoodScorer:
@@ -83,7 +83,7 @@ class RequestScorer:
                         session = await stack.enter_async_context(scorer(self._prompt))
                         self._sessions.append(session)
                 self._exit = stack.pop_all()
-        except _REWARD_FAILED as error:
+        except (*_REWARD_FAILED, TimeoutError) as error:
             self._fall_back(error)
         return self
 
@@ -103,7 +103,7 @@ class RequestScorer:
 
         Raises:
             RewardInvalid: a score is missing or not finite, and there is no fallback.
-            TimeoutError: the rewards took longer, and there is no fallback.
+            TimeoutError: the rewards took longer; the caller may have no need for the fallback.
         """
         if self._sessions:
             try:
@@ -119,8 +119,9 @@ class RequestScorer:
                 self._fall_back(error)
         return _likelihoods(candidates)
 
-    def replaced(self, candidates: Sequence[Candidate], error: RewardInvalid) -> RawScores:
-        """The likelihoods in place of scores with an invalid sum; raises `error` if not allowed."""
+    def replaced(self, candidates: Sequence[Candidate], error: Exception) -> RawScores:
+        """The likelihoods in place of late scores, or of an invalid sum; raises `error` if not
+        allowed."""
         self._fall_back(error)
         return _likelihoods(candidates)
 

@@ -10,17 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from specrej.contracts import Candidate, Round, TokenLogprob, TopLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """All tokens of a candidate; fields as of `RankedCandidate`."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    tokens: tuple[bytes, ...]
-    top_logprobs: tuple[TopLogprobs, ...]
+from specrej.contracts import Candidate, RankedCandidate, Round, TokenLogprob, TopLogprobs
 
 
 @dataclass(slots=True)
@@ -46,15 +36,16 @@ class TokenLog:
         if self.is_kept:
             self._rounds[number] = list(self._rounds[parent])
 
-    def of(self, number: int) -> Steps:
-        """All tokens of a candidate."""
-        rounds = self._rounds.get(number, [])
+    def completed(self, ranked: RankedCandidate) -> RankedCandidate:
+        """The candidate with all its tokens."""
+        rounds = self._rounds.get(ranked.id, [])
         token_ids = tuple(chain.from_iterable(part.new_token_ids for part in rounds))
-        return Steps(
-            token_ids,
-            tuple(chain.from_iterable(part.new_logprobs for part in rounds)),
-            tuple(self._texts.get(token_id, b"") for token_id in token_ids),
-            tuple(top for part in rounds for top in self._top(part)),
+        return replace(
+            ranked,
+            token_ids=token_ids,
+            logprobs=tuple(chain.from_iterable(part.new_logprobs for part in rounds)),
+            tokens=tuple(self._texts.get(token_id, b"") for token_id in token_ids),
+            top_logprobs=tuple(top for part in rounds for top in self._top(part)),
         )
 
     def _top(self, part: Candidate) -> Iterator[TopLogprobs]:

@@ -141,6 +141,7 @@ class Generation:
 
     `hurried`: deadline-adjusted; the deadline made cuts deeper or earlier than requested.
     `reduced`: n was 0, and would have been larger without the slots of other requests.
+    `relative_scores`: scores rank the candidates of this answer, and compare with no other's.
     """
 
     candidates: tuple[RankedCandidate, ...]
@@ -155,6 +156,7 @@ class Generation:
     degradations: tuple[Degradation, ...] = ()
     hurried: bool = False
     reduced: bool = False
+    relative_scores: bool = False
 
     @property
     def degraded(self) -> bool:

@@ -82,7 +82,7 @@ class Message(_message.Message):
     role: _builtins.str
     """"system", "user" or "assistant"."""
     content: _builtins.str
-    """The text; not blank."""
+    """The text; that of a user is not blank."""
     def __init__(
         self,
         *,
@@ -542,7 +542,9 @@ class GeneratorDescription(_message.Message):
     model: _builtins.str
     """The model's name."""
     fingerprint: _builtins.str
-    """Digest of model weights, config and tokenizer."""
+    """Digest of all that changes tokens: weights, config, tokenizer, precision, engine and its options;
+    of an endpoint, its URL and model name.
+    """
     context_tokens: _builtins.int
     """Maximum tokens of prompt and answer together."""
     max_candidates: _builtins.int

@@ -683,6 +683,7 @@ class GenerateResponse(_message.Message):
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
     HURRIED_FIELD_NUMBER: _builtins.int
     REDUCED_FIELD_NUMBER: _builtins.int
+    RELATIVE_SCORES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Assigned by the server; also in its logs and traces."""
     text: _builtins.str
@@ -705,6 +706,10 @@ class GenerateResponse(_message.Message):
     """Deadline-adjusted: whether the deadline made cuts deeper or earlier than requested."""
     reduced: _builtins.bool
     """Whether n was 0 and would have been larger without the slots of other requests."""
+    relative_scores: _builtins.bool
+    """Whether scores rank the candidates of this answer only, and do not compare with other answers':
+    a reward is pairwise, or is normalized by the batch.
+    """
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedCandidate]:
         """The top candidates, best first; the first is the answer. Complete ones come before truncated ones
@@ -749,10 +754,11 @@ class GenerateResponse(_message.Message):
         degradations: _abc.Iterable[Global___Degradation.ValueType] | None = ...,
         hurried: _builtins.bool = ...,
         reduced: _builtins.bool = ...,
+        relative_scores: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "candidates", b"candidates", "degradations", b"degradations", "degraded", b"degraded", "fingerprints", b"fingerprints", "finish_reason", b"finish_reason", "hurried", b"hurried", "n", b"n", "reduced", b"reduced", "request_id", b"request_id", "rounds", b"rounds", "score", b"score", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "candidates", b"candidates", "degradations", b"degradations", "degraded", b"degraded", "fingerprints", b"fingerprints", "finish_reason", b"finish_reason", "hurried", b"hurried", "n", b"n", "reduced", b"reduced", "relative_scores", b"relative_scores", "request_id", b"request_id", "rounds", b"rounds", "score", b"score", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1117,7 +1123,7 @@ class Fingerprints(_message.Message):
     GENERATOR_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     generator: _builtins.str
-    """Generator weights, config and tokenizer."""
+    """The generator's, as in GeneratorDescription."""
     reward: _builtins.str
     """Rewards, their weights, normalisations, vetoes and settings."""
     def __init__(
@@ -1293,7 +1299,7 @@ class Progress(_message.Message):
     SESSION_SLOTS_FIELD_NUMBER: _builtins.int
     CAPACITY_SLOTS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """New tokens of every live candidate."""
+    """Tokens that live candidates have reached, counted from the end of the prompt."""
     num_live: _builtins.int
     """Live candidates."""
     session_slots: _builtins.int

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from generator_service import admission
 from generator_service.admission import AdmissionQueue, Demand
 from specrej.errors import InvalidRequest, Overloaded, SlotsExceeded
 from specrej.inference.slots import SlotLedger
@@ -157,3 +158,17 @@ def test_a_share_widens_to_free_slots_and_narrows_for_waiting_sessions() -> None
     assert room.ledger.share_of(0) == 80
     room.queue.narrow(first, 1, 5)
     assert room.ledger.share_of(0) == 20
+
+
+def test_tokens_of_another_generator_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards waiting sessions against one that has moved here, and kept twice what it needs."""
+    monkeypatch.setattr(admission, "_ROUND_TOKENS", 2)
+    room = Room(capacity=80, max_waiting=3)
+    moved = session_of(0, 4, first=11, prompt=0)
+    moved.demand = replace(moved.demand, given_tokens=10)
+    room.queue.enter(moved)
+    for number in (1, 2, 3):
+        room.queue.enter(session_of(number, 5, prompt=0))
+    room.ledger.take(0, 2 * 10)
+    room.queue.narrow(moved, 2, 10)
+    assert room.ledger.share_of(0) == 2 * 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -205,12 +206,30 @@ async def test_a_request_with_less_time_than_the_wait_is_refused_at_once() -> No
     async with requests.admission.enter(tokens=10):
         requests.clock.now_s += 10.0
     await requests.arrive(tokens=10)
-    refusal = await requests.refused(tokens=5, time_left_s=4.0)
-    assert isinstance(refusal, TooLate) and "the deadline is in 4" in refusal.message
-    assert refusal.retry_after_s == pytest.approx(5.0)
-    await requests.arrive(tokens=5, time_left_s=6.0)
+    refusal = await requests.refused(tokens=5, time_left_s=9.0)
+    assert isinstance(refusal, TooLate) and "the deadline is in 9" in refusal.message
+    assert refusal.retry_after_s == pytest.approx(10.0)
+    # Its own size is no part of the wait.
+    await requests.arrive(tokens=1000, time_left_s=11.0)
     assert requests.admission.queued == 1
     assert await requests.finish_all() == [None, None]
+
+
+async def test_requests_that_fail_at_once_are_no_measure() -> None:
+    """Guards against waits that look short after a backend was away, so that requests time out."""
+    requests = Requests(1, 10)
+    for held_s, error in ((10.0, None), *[(0.0, OSError())] * 50, (20.0, OSError())):
+        with suppress(OSError):
+            async with requests.admission.enter(tokens=10):
+                requests.clock.now_s += held_s
+                if error:
+                    raise error
+    await requests.arrive(tokens=10)
+    refusal = await requests.refused(tokens=10, time_left_s=1.0)
+    assert (
+        refusal.retry_after_s and 10.0 < refusal.retry_after_s < 20.0
+    )  # the one that failed late counts
+    await requests.finish_all()
 
 
 _ACTIONS = st.sampled_from(["start", "start", "turn", "finish", "cancel"])

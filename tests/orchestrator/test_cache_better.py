@@ -123,6 +123,14 @@ async def test_by_reward_alone_a_truncated_answer_may_serve(cache: Cache) -> Non
         assert text_of(await cache.get_better(keys)) == text
 
 
+async def test_relative_scores_serve_no_other_request(cache: Cache) -> None:
+    """Guards against the best of a weak batch in place of the answer of a strong one."""
+    own, relative = new_keys(64), replace(search_answer(64, 9.0), relative_scores=True)
+    assert await cache.put(own, relative)
+    assert await cache.get_better(new_keys(8)) is None
+    assert text_of(await cache.get_better(own)) == "n=64 score=9.0"
+
+
 async def test_as_many_candidates_are_returned_as_requested(cache: Cache) -> None:
     """Guards against fewer candidates than requested, or more."""
     await cache.put(new_keys(64, returned=1), search_answer(64, 9.0))

@@ -226,6 +226,40 @@ async def test_a_tenant_is_charged_for_spare_permits() -> None:
     await requests.finish_all()
 
 
+async def test_spare_permits_go_in_the_order_of_waiting() -> None:
+    """Guards a tenant that had a spare permit against new ones that never stop arriving."""
+    requests = Requests(1, 100, spare_running=1)
+    await requests.arrive(tenant="long")  # 0 runs
+    await requests.arrive(2, tenant="large", tokens=1000)  # 1 has the spare permit
+    await requests.arrive(tenant="new")  # 3
+    requests.finish(1)
+    await turns()
+    await requests.arrive(tenant="newer")  # 4
+    requests.finish(3)
+    await turns()
+    assert requests.entered == [0, 1, 3, 2]
+    await requests.finish_all()
+
+
+async def test_spare_permits_do_not_move_virtual_time() -> None:
+    """Guards new tenants against a wait for those in line to catch up with one that has been
+    served out of turn."""
+    requests = Requests(1, 100, spare_running=1)
+    await requests.arrive(8, tenant="one", tokens=10)  # 0 runs
+    await requests.arrive(4, tenant="large", tokens=1000)  # 8 has the spare permit
+    for number in (8, 9, 10):
+        requests.finish(number)
+        await turns()
+    assert requests.entered == [0, 8, 9, 10, 11]
+    await requests.arrive(3, tenant="new", tokens=10)  # 12, 13, 14
+    for number in (0, 1, 12, 2, 13):
+        assert requests.entered[-1] in (number, 11)
+        requests.finish(number)
+        await turns()
+    assert requests.entered[5:] == [1, 12, 2, 13, 3]
+    await requests.finish_all()
+
+
 @given(
     max_running=st.integers(1, 3),
     spare_running=st.integers(0, 3),

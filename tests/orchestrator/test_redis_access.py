@@ -138,11 +138,13 @@ def test_contradictory_settings_raise(access: RedisAccess, message: str) -> None
 
 
 def test_a_url_cannot_override_options_of_the_client() -> None:
-    """Guards against ?socket_timeout= in a URL: retries, other protocols, waits."""
-    cache = new_cache("redis://h?socket_timeout=9&protocol=3&max_connections=1000", timeout_s=0.5)
+    """Guards against ?socket_timeout= in a URL: retries, other protocols, texts, waits."""
+    others = "socket_timeout=9&protocol=3&decode_responses=true&max_connections=1000"
+    cache = new_cache(f"redis://h?{others}", timeout_s=0.5)
     redis_client: Any = cache.redis._redis
     options = redis_client.connection_pool.connection_kwargs
     assert (options["socket_timeout"], options["protocol"]) == (None, 2)
+    assert options["decode_responses"] is False
     assert redis_client.connection_pool.max_connections == 16
 
 

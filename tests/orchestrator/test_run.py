@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -30,11 +31,14 @@ from specrej.contracts import (
     Finished,
     FinishReason,
     Fork,
+    Forks,
     Generation,
     GenerationRequest,
+    Generator,
     GeometricSchedule,
     MemorySchedule,
     Normalization,
+    Pruned,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -289,6 +293,37 @@ async def test_rounds_of_full_slots_grow_with_a_small_alpha() -> None:
     positions = [trace.decision_token for trace in rounds]
     assert positions == sorted(set(positions))
     assert rounds[0].ended_by is RoundEnd.SLOTS_FULL
+
+
+async def test_rounds_of_full_blocks_grow_soon() -> None:
+    """Guards against one such round after the other where a token may need a block of slots, as on
+    vLLM: each scores all candidates again."""
+    toy = ToyGenerator(1000 * 30, end_every=10**9)
+
+    class Blocks:
+        """Slots for 120 blocks of 8 tokens."""
+
+        @asynccontextmanager
+        async def open(self, spec: SessionSpec) -> AsyncIterator[Any]:
+            async with toy.open(spec) as session:
+                self.session, self.live, self.n = session, spec.n, spec.n
+                self.prompt_tokens, self.reduced = session.prompt_tokens, False
+                yield self
+
+        async def extend(self, until_tokens: int) -> Round:
+            most = 8 * (120 // self.live)
+            ended = await self.session.extend(min(until_tokens, most))
+            is_full = most < until_tokens
+            return replace(ended, ended_by=RoundEnd.SLOTS_FULL) if is_full else ended
+
+        async def prune(self, keep: Collection[int], forks: Forks) -> Pruned:
+            self.live = len(keep)
+            return await self.session.prune(keep, forks)
+
+    never = request(40, 60, alpha=0.0, schedule=MemorySchedule(first=4))
+    rounds = (await answer(never, cast(Generator, Blocks()), FixedScorer())).rounds
+    positions = Counter(trace.decision_token for trace in rounds)
+    assert len(positions) > 4 and max(positions.values()) < 4, positions
 
 
 async def test_memory_schedule_ends_rounds_when_slots_are_full() -> None:

@@ -223,15 +223,14 @@ async def test_a_hanging_reward_does_not_outlast_the_deadline(batch: int) -> Non
         generation = await answer(
             lenient(alpha=0.0), ToyGenerator(), FaultyScorer(batch), **options
         )
-        strict = answer(request(), ToyGenerator(), FaultyScorer(batch), **options)
+        strict = answer(request(alpha=0.0), ToyGenerator(), FaultyScorer(batch), **options)
         if batch < 3:
             with pytest.raises(TimeoutError):
                 await strict
         else:  # candidates of earlier rounds are complete and scored
             scored = await strict
-            assert scored.hurried and not scored.degradations
-            assert scored.best.finish is FinishReason.STOP
-    assert generation.degradations == (Degradation.REWARD,)
+            assert scored.hurried and scored.candidates == generation.candidates
+    assert generation.degradations == ((Degradation.REWARD,) if batch < 3 else ())
     assert generation.hurried, "equal requests with more time must not get this answer"
     assert generation.best.finish is FinishReason.STOP
 

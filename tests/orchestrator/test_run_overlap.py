@@ -191,7 +191,7 @@ async def test_a_part_that_lags_behind_has_grown_by_no_negative_number(
     """Guards estimates of the time left: an end before the beginning seems to be in time."""
     grown = list[int]()
     deadline = DeadlineController(lambda position: position + 1, 8)
-    noted = lambda _, rows, tokens, *others: grown.append(tokens)  # noqa: E731
+    noted = lambda _, rows, tokens, *others, **more: grown.append(tokens)  # noqa: E731
     monkeypatch.setattr(DeadlineController, "note_stride", noted)
 
     class Lagging:

@@ -266,6 +266,30 @@ async def test_fifty_equal_requests_at_two_orchestrators_are_one_generation(
     assert len({reply.request_id for reply in replies}) == 41
 
 
+async def test_an_answer_is_given_before_it_is_stored(
+    both: tuple[Whole, Whole], cache_events: CacheEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards equal requests against a whole generation more, because the client of the first one
+    left while the answer was stored."""
+    service, _ = both
+    stores, storing = asyncio.Event(), asyncio.Event()
+
+    async def put(*_: Any) -> bool:
+        storing.set()
+        await stores.wait()
+        return True
+
+    monkeypatch.setattr(service.cache, "put", put)
+    leader, *others = await lead(service, cache_events, *[service] * 3)
+    service.generator.gates["extend"].open()
+    await asyncio.wait_for(storing.wait(), 20)
+    replies = await asyncio.wait_for(asyncio.gather(*others), 20)
+    leader.cancel()
+    await asyncio.wait([leader])
+    assert [reply.cached for reply in replies] == [True] * len(others)
+    assert service.generator.num_opened == 1
+
+
 @pytest.mark.parametrize("lead_passes_to", ["same", "other"])
 async def test_a_cancelled_leader_hands_over(
     both: tuple[Whole, Whole], cache_events: CacheEvents, lead_passes_to: str

@@ -141,7 +141,8 @@ class OpenSession(_message.Message):
     n: _builtins.int
     """Candidates; 0 (as many as the free slots hold) .. the generator's limit."""
     first_round_tokens: _builtins.int
-    """Tokens every candidate must be able to reach before the first cut; 1 .. max_tokens.
+    """Tokens every candidate must be able to reach before the first cut; 1 or more, of which at most
+    max_tokens count.
     The session waits until that much room is free.
     """
     cache_salt: _builtins.str
@@ -208,7 +209,7 @@ class StartedCandidate(_message.Message):
     """Sum of their log-probabilities, to which those of new tokens are added."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its tokens; as many for every candidate, fewer than max_tokens."""
+        """Its tokens; as many for every candidate, fewer than first_round_tokens and max_tokens."""
 
     def __init__(
         self,
@@ -261,8 +262,8 @@ class PruneSession(_message.Message):
 
     @_builtins.property
     def forks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Fork]:
-        """New candidates, in ascending order of their ids. Generators without `can_fork` in Describe ignore
-        them.
+        """New candidates, in ascending order of their ids. Generators without `can_fork` in Describe make
+        none, and list them in `refused`.
         """
 
     def __init__(
@@ -505,7 +506,9 @@ class SessionPruned(_message.Message):
 
     @_builtins.property
     def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of the forks without room for one more token or without a live parent, ascending."""
+        """Ids of the forks without room for one more token, without a live parent, or beyond
+        `max_candidates`, ascending.
+        """
 
     def __init__(
         self,

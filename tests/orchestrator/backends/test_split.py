@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -19,6 +19,7 @@ from specrej.contracts import (
     Branching,
     Candidate,
     Degradation,
+    FinishReason,
     Generation,
     GenerationRequest,
     GeometricSchedule,
@@ -28,9 +29,10 @@ from specrej.contracts import (
     Sampling,
     Scores,
     SessionSpec,
+    SlotGauge,
     TokensSchedule,
 )
-from specrej.errors import InvalidRequest, Unavailable
+from specrej.errors import InternalError, InvalidRequest, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, PROMPT, generators, request
 from tests.orchestrator.backends.test_generators import SAMPLING, SCORER, content
 from tests.orchestrator.runs import FixedScorer, answer
@@ -54,6 +56,22 @@ async def test_parts_give_the_answer_of_one_generator() -> None:
         await until(lambda: all(toy.is_idle for toy in toys))
         # One of them refused the whole before it came in two parts.
         assert sum(toy.num_opened for toy in toys) == 3
+
+
+async def test_a_part_that_sends_candidates_of_another_is_an_error() -> None:
+    """Guards against an answer with a text that another generator made up."""
+
+    class Foreign:
+        n, prompt_tokens = 2, 3
+
+        async def extend(self, until_tokens: int) -> Round:
+            candidate = Candidate(0, "", 1, 0.0, FinishReason.STOP)
+            return Round((candidate,), RoundEnd.ALL_FINISHED, 1, SlotGauge(1, 0, 0))
+
+    async with ToyGenerator().open(SessionSpec(PROMPT, 2, Sampling(), 4)) as toy:
+        session = SplitSession(cast(Any, [(0, toy), (2, Foreign())]))
+        with pytest.raises(InternalError, match="1 candidates of others"):
+            await session.extend(4)
 
 
 @pytest.mark.parametrize("branching", [None, Branching(6, 2)], ids=["plain", "branching"])
