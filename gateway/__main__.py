@@ -11,7 +11,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from gateway.app import Gateway
-from gateway.connection import Connection, Handshakes
+from gateway.connection import Connection, Handshakes, displace
 from gateway.settings import GatewaySettings
 from specrej import telemetry
 from specrej.client import Client
@@ -21,6 +21,7 @@ from specrej.settings import load
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+_MOST_FAILED = 3  # polls, one after the other
 _IDLE_S = 60  # between two requests of a connection
 _HANDSHAKE_S = 10.0
 _FLUSH_S = 0.02  # between two looks at replies that are being read
@@ -84,8 +85,9 @@ class Server:
 
         def connect() -> Connection:
             # Without TLS, one connection too many is accepted, and receives a status.
-            num_open = len(handshakes) + (len(self._state.connections) if files else 0)
-            if num_open >= settings.max_connections:
+            connections = self._state.connections if files else ()
+            num_open = len(handshakes) + len(connections)
+            if num_open >= settings.max_connections and not displace(connections):
                 raise ConnectionRefusedError
             connection = Connection(config, self._state, settings, handshakes)
             # A handshake that fails is reported to no protocol.
@@ -103,10 +105,14 @@ class Server:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _follow(self) -> None:
-        """Ready while the orchestrator serves and this process does not drain."""
+        """Ready while an orchestrator serves and this process does not drain.
+
+        After the loss of one of several, checks go to it until its connection ends.
+        """
+        num_failed = _MOST_FAILED
         while True:
-            is_serving = await self._client.is_serving()
-            self._gateway.is_ready = is_serving and not self._is_draining
+            num_failed = 0 if await self._client.is_serving() else num_failed + 1
+            self._gateway.is_ready = num_failed < _MOST_FAILED and not self._is_draining
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
             await self._gauges.sleep(_POLL_S)
 

@@ -58,6 +58,12 @@ def _text_logprobs(candidate: RankedCandidate) -> JSON:
     }
 
 
+def _num_equal(first: str, second: str) -> int:
+    """The length of the beginning that two texts share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
 class Answer:
     """The answer to a request of /v1/chat/completions, or without `is_chat` /v1/completions."""
 
@@ -111,7 +117,9 @@ class Answer:
         """What was not sent of the text of each choice, its end, and the usage if requested."""
         for index, candidate in enumerate(self._chosen(generation)):
             end = self._end(candidate)
-            rest = candidate.text.removeprefix(self._sent)
+            # The sent text differs from the answer's where later bytes made an earlier character
+            # invalid.
+            rest = candidate.text[_num_equal(self._sent, candidate.text) :]
             logprobs = end.pop("logprobs")
             if rest or logprobs or not self._sent:
                 yield self._delta(request_id, index, {"content": rest}, logprobs)

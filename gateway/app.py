@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import secrets
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -26,7 +29,8 @@ from gateway.settings import GatewaySettings
 from gateway.streaming import Events, openai_stream, raw_stream
 from specrej import telemetry, wire
 from specrej.client import Client
-from specrej.errors import InvalidRequest, SpecrejError, Unauthenticated, Violation
+from specrej.contracts import RequestRecord
+from specrej.errors import InvalidRequest, NotFound, SpecrejError, Unauthenticated, Violation
 
 T = TypeVar("T")
 
@@ -34,6 +38,7 @@ Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 _MAX_TOKEN_CHARACTERS = 4096  # a longer one would exceed grpc's bound of metadata
 _READ_S = 10.0  # for records and descriptions
+_CHECKED_S = 60.0  # between two looks at whether the orchestrator checks tokens
 _CLIENT_LEFT = 499  # nginx's number
 _BEARER = {"token": {"type": "http", "scheme": "bearer"}}
 # Headers of replies that pages of other origins may read.
@@ -51,6 +56,8 @@ class Gateway:
         self._exposition = exposition
         self._bodies = Bodies(settings.max_body_bytes, settings.body_s)
         self._page = Page()
+        self._checks_tokens, self._known_until_s = False, 0.0
+        self._checking = asyncio.Lock()
         self.is_ready = False
 
     def app(self) -> Starlette:
@@ -109,7 +116,7 @@ class Gateway:
     async def _complete(
         self, http: HTTPRequest, kind: type[Request], *, is_raw: bool = False
     ) -> Response:
-        token = self._token(http)
+        token = await self._token(http)
         request = parsed(kind, await self._bodies.read(http))
         shows_all = request.specrej.events == "all"
         if shows_all and not is_raw:
@@ -170,34 +177,61 @@ class Gateway:
             raise
         return events
 
-    def _token(self, http: HTTPRequest) -> str:
+    async def _token(self, http: HTTPRequest) -> str:
         """The bearer token to forward, or none.
 
         Raises:
             Unauthenticated: there is none, and there must be one; or it is too long.
+            SpecrejError: the orchestrator does not answer.
         """
         scheme, _, token = http.headers.get("authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else ""
         if len(token) > _MAX_TOKEN_CHARACTERS:
             raise Unauthenticated(f"the token has more than {_MAX_TOKEN_CHARACTERS} characters")
         host = http.headers.get("host", "localhost")
-        if not token and not self._settings.needs_no_token(host):
+        if not self._settings.needs_no_token(host):
             only = ", or localhost as Host" if self._settings.serves_anonymous else ""
-            raise Unauthenticated(f"a token is needed: Authorization: Bearer TOKEN{only}")
+            if not token:
+                raise Unauthenticated(f"a token is needed: Authorization: Bearer TOKEN{only}")
+            if not self._settings.tls_client_ca:  # otherwise the caller has a certificate
+                await self._check_that_tokens_count(only)
         return token if self._settings.forwards_tokens else ""
+
+    async def _check_that_tokens_count(self, only: str) -> None:
+        """Raises Unauthenticated: no token is checked anywhere, so that any text would be one."""
+        if not self._settings.forwards_tokens:
+            text = "they are not sent in plaintext to another machine: set orchestrator_tls_ca"
+            raise Unauthenticated(f"tokens are needed{only}, but {text}")
+        if not await self._is_token_checked():
+            text = "the orchestrator checks none: set its tokens_file, or allow_anonymous here"
+            raise Unauthenticated(f"tokens are needed{only}, but {text}")
+
+    async def _is_token_checked(self) -> bool:
+        """Whether the orchestrator refuses a random token."""
+        async with self._checking:
+            if time.monotonic() < self._known_until_s:
+                return self._checks_tokens
+            try:
+                await self._client.record("", timeout_s=_READ_S, token=secrets.token_urlsafe())
+            except Unauthenticated:
+                self._checks_tokens = True
+            except (InvalidRequest, NotFound):
+                self._checks_tokens = False
+            self._known_until_s = time.monotonic() + _CHECKED_S
+        return self._checks_tokens
 
     async def _read(
         self, http: HTTPRequest, method: Callable[..., Coroutine[Any, Any, T]], *arguments: str
     ) -> T:
         """What a method of the client returns, until the caller leaves."""
-        reading = method(*arguments, timeout_s=_READ_S, token=self._token(http))
+        reading = method(*arguments, timeout_s=_READ_S, token=await self._token(http))
         return await until_disconnected(http.receive, reading)
 
     async def record(self, http: HTTPRequest) -> Response:
         """The record of a request, by its id or that of its answer."""
         request_id = http.path_params["id"].rpartition("-")[2]
-        record = await self._read(http, self._client.record, request_id)
-        return JSONResponse(wire.to_plain(record))
+        record: RequestRecord = await self._read(http, self._client.record, request_id)
+        return await in_thread(lambda: JSONResponse(wire.to_plain(record)), is_large=True)
 
     async def records(self, http: HTTPRequest) -> Response:
         """The latest requests of the caller's tenant, without their rounds."""

@@ -6,8 +6,8 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Coroutine
-from typing import Any, TypeVar, cast
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
 import h11
 from starlette.requests import ClientDisconnect, Request
@@ -86,7 +86,8 @@ class Connection(H11Protocol):
         transport.set_write_buffer_limits(_UNREAD_BYTES)
         self._end_after(self._settings.header_s)
         allowed, certificate = self._settings.allowed_names, transport.get_extra_info("peercert")
-        if len(self.connections) > self._settings.max_connections and not self._displace():
+        is_full = len(self.connections) > self._settings.max_connections
+        if is_full and not displace(self.connections):
             self._refuse(503, "too many connections", "overloaded")
         elif allowed and not {n for _, n in certificate.get("subjectAltName", ())} & {*allowed}:
             self._refuse(403, "the certificate has none of the allowed names", "permission_denied")
@@ -102,6 +103,13 @@ class Connection(H11Protocol):
             self._cancel_end()
             if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
                 self._end("pipelined")  # it arrived with the request before it
+        elif self._is_idle and self.conn.their_state is h11.IDLE:
+            # It was the rest of a body that was answered before. The base class has stopped the
+            # timer of idle connections.
+            self._cancel_end()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         elif not self._end_timer:
             self._end_after(self._settings.header_s)
 
@@ -111,18 +119,9 @@ class Connection(H11Protocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether it has been answered, and no byte of another request has arrived."""
+        """Whether its request was answered, and no byte of another one has arrived."""
         is_answered = bool(self.cycle and self.cycle.response_complete)
         return is_answered and not (self.transport.is_closing() or self.conn.trailing_data[0])
-
-    def _displace(self) -> bool:
-        """Close an idle connection, if there is one: otherwise clients that keep theirs would shut
-        out others, health checks among them."""
-        others = cast("set[Connection]", self.connections)
-        idle = next((c for c in others if c._is_idle and not c._num_unsent()), None)
-        if idle:
-            idle.shutdown()
-        return idle is not None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -146,6 +145,7 @@ class Connection(H11Protocol):
         self._cancel_end()
         self._cancel_reader()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # otherwise it would end, and count, after a reset
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, or has too long headers."""
@@ -197,6 +197,15 @@ class Connection(H11Protocol):
         if self._end_timer:
             self._end_timer.cancel()
         self._end_timer = None
+
+
+def displace(connections: Iterable[Any]) -> bool:
+    """Close an idle connection, if there is one: otherwise clients that keep theirs would shut out
+    others, health checks among them."""
+    idle = next((c for c in connections if c._is_idle and not c._num_unsent()), None)
+    if idle:
+        idle.transport.abort()  # closing TLS could take half a minute
+    return idle is not None
 
 
 T = TypeVar("T")

@@ -77,7 +77,6 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
             if (value := getattr(part, name)) is not None:
                 options[name] = value
                 sources[path_of(name)] = prefix + name
-    of_preset = {name for name in options if sources[path_of(name)].startswith("model: ")}
     for name in type(request).model_fields:
         rule, value = TABLE[name], getattr(request, name)
         if isinstance(rule, Maps) and value is not None:
@@ -85,6 +84,7 @@ def call_of(request: Request, presets: Mapping[str, BaseModel]) -> Call:
             option = rule.path.rpartition(".")[2]
             if option in Options.__annotations__:
                 options[option] = value
+    of_preset = {name for name in options if sources.get(path_of(name), "").startswith("model: ")}
     for name in of_preset & _unfit(options):
         del options[name]
     sources.setdefault("prompt", "messages" if isinstance(request, ChatRequest) else "prompt")
@@ -121,6 +121,9 @@ def _unfit(options: Mapping[str, Any]) -> set[str]:
     unfit: set[str] = set()
     num_choices, least = options.get("return_candidates", 1), options.get("min_answers", 1)
     branching, most = options.get("branching"), options.get("n") or math.inf
+    if most < num_choices:
+        unfit.add("n")
+        most = math.inf
     if branching:
         most = min(most, branching.keep)
         is_best_of_n = options.get("algorithm") is Algorithm.BEST_OF_N

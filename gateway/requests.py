@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from specrej.contracts import (
+    MAX_RETURN_CANDIDATES,
     JsonObject,
     JsonSchema,
     Options,
@@ -118,6 +119,7 @@ MESSAGE_TABLE: Mapping[str, Rule] = {
     "audio": Refused(_AUDIO),
     "name": Ignored("chat templates have no names"),
     "refusal": Ignored("part of an answer"),
+    "parsed": Ignored("part of an answer"),
     "annotations": Ignored("part of an answer"),
     "reasoning_content": Ignored("part of an answer"),
 }
@@ -199,7 +201,7 @@ class Request(BaseModel):
     model_config = _JSON
 
     model: Annotated[str, Field(min_length=1)]
-    n: Annotated[int | None, Field(ge=1)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_RETURN_CANDIDATES)] = None
     best_of: Annotated[int | None, Field(ge=1)] = None
     max_tokens: int | None = None
     temperature: float | None = None

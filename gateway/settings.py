@@ -30,7 +30,7 @@ class GatewaySettings(ProcessSettings):
     A request selects one by the name of its model: MODEL:bon-32.
 
     Tokens are not checked here: the orchestrator's tokens file decides. Without allow_anonymous,
-    requests without a token end here.
+    requests without a token end here, and all requests if the orchestrator has no tokens file.
     """
 
     model_config = SettingsConfigDict(env_prefix="SPECREJ_GATEWAY_")
@@ -58,9 +58,10 @@ class GatewaySettings(ProcessSettings):
         description="JSON object of selections by their names",
     )
     deadline_s: Seconds = Field(
-        600,
-        description="seconds that a request without timeout_s may take; the orchestrator's"
-        " max_deadline_s shortens longer ones",
+        590,
+        description="seconds that a request without timeout_s may take, below the 600 of OpenAI's"
+        " clients, which repeat what they time out; the orchestrator's max_deadline_s shortens"
+        " longer ones",
     )
     keep_alive_s: Seconds = Field(
         10, description="seconds without a chunk after which a stream has a comment"

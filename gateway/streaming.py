@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,9 +21,11 @@ from gateway.requests import Request
 from specrej import telemetry, wire
 from specrej.contracts import Admitted, Event, Finished, RoundCompleted, TextDelta
 
+E = TypeVar("E", bound=Event)
 Parts = AsyncGenerator[bytes, None]
 
 _COMMENT = b": keep-alive\n\n"
+_MANY = 200  # candidates of a round
 
 
 class Events:
@@ -123,7 +125,7 @@ def openai_stream(events: Events, answer: Answer, request: Request, call: Call) 
                     for chunk in answer.delta(request_id, text):
                         yield _part(chunk)
                 case RoundCompleted() if style:
-                    yield _part(answer.round(request_id, event, style))
+                    yield await _converted(event, partial(_round_part, answer, request_id, style))
                 case Finished(generation):
                     chunks = answer.closing(request_id, generation, include_usage)
                     for part in await in_thread(
@@ -145,9 +147,20 @@ def raw_stream(events: Events, call: Call) -> EventStream:
             elif isinstance(event, Finished):
                 yield await in_thread(partial(_named_part, event), is_large=call.wants_logprobs)
             else:
-                yield _named_part(event)
+                yield await _converted(event, _named_part)
 
     return EventStream(events, parts(), call, "error")
+
+
+async def _converted(event: E, convert: Callable[[E], bytes]) -> bytes:
+    """`convert(event)`; in a thread for a round of many candidates, each of which takes 20 us."""
+    if isinstance(event, RoundCompleted) and len(event.trace.candidates) > _MANY:
+        return await in_thread(partial(convert, event), is_large=False)
+    return convert(event)
+
+
+def _round_part(answer: Answer, request_id: str, style: str, event: RoundCompleted) -> bytes:
+    return _part(answer.round(request_id, event, style))
 
 
 def _parts(values: Iterable[JSON]) -> list[bytes]:

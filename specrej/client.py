@@ -68,6 +68,8 @@ T = TypeVar("T")
 
 # Names in lower case, and values.
 Metadata = Sequence[tuple[str, str]]
+# Converting so many bytes of an event takes some milliseconds.
+_LARGE_BYTES = 8192
 _NAME, _TEXT = re.compile("[0-9a-z_.-]+"), re.compile("[ -~]*")
 
 
@@ -279,7 +281,7 @@ class Client(_Connection):
                     )
                     try:
                         async for message in call:
-                            if message.HasField("finished"):
+                            if message.ByteSize() > _LARGE_BYTES:
                                 event = await _in_thread(wire.event_from_message, message)
                             else:
                                 event = wire.event_from_message(message)
@@ -330,7 +332,7 @@ class Client(_Connection):
         with _valid("request_id"):
             request = orchestrator_pb2.GetRecordRequest(request_id=request_id)
         answer = await self._call("GetRecord", request, timeout_s, token, metadata)
-        return wire.from_message(answer.record, RequestRecord)
+        return await _in_thread(lambda of: wire.from_message(of, RequestRecord), answer.record)
 
     async def records(
         self, *, timeout_s: float | None = None, token: str = "", metadata: Metadata = ()

@@ -47,7 +47,8 @@ _REWARD_RANGE = f"-{MAX_REWARD:g} .. {MAX_REWARD:g}"
 
 
 def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
-    """Exactly one of messages and text, neither blank nor too long; special tokens in text only."""
+    """Exactly one of messages and text, neither too long; special tokens in text only. Texts and
+    users' messages are not blank; other messages may be: an answer can be empty."""
     if bool(prompt.messages) == bool(prompt.text):
         yield Violation(path, "must have exactly one of messages and text")
     if prompt.messages and prompt.allow_special_tokens:
@@ -58,7 +59,7 @@ def check_prompt(prompt: Prompt, path: str = "prompt") -> Iterator[Violation]:
         where = f"{path}.messages[{index}]"
         if message.role not in ROLES:
             yield Violation(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-        if not message.content.strip():
+        if message.role == "user" and not message.content.strip():
             yield Violation(f"{where}.content", "must not be blank")
     if prompt.messages and prompt.messages[-1].role != "user":
         yield Violation(

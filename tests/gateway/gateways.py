@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from gateway.__main__ import Server
@@ -41,6 +43,16 @@ def connections(server: Server) -> int:
     return len(server._state.connections)
 
 
+def tokens_file(folder: Path, *tokens: str) -> str:
+    """The path of an orchestrator's tokens file, in which each token is its tenant's name."""
+    lines = [
+        json.dumps({"tenant": token, "sha256": hashlib.sha256(token.encode()).hexdigest()})
+        for token in tokens
+    ]
+    (folder / "tokens").write_text("\n".join(lines))
+    return str(folder / "tokens")
+
+
 def context(authority: Authority, **pair: Any) -> ssl.SSLContext:
     """A client that trusts the authority, with a certificate of its own."""
     made = ssl.create_default_context(cafile=authority.path)
@@ -69,8 +81,12 @@ class Connection:
         self.writer = writer
 
     @classmethod
-    async def open(cls, port: int, data: bytes = b"") -> Connection:
-        connection = cls(*await asyncio.open_connection("127.0.0.1", port))
+    async def open(
+        cls, port: int, data: bytes = b"", tls: ssl.SSLContext | None = None
+    ) -> Connection:
+        name = "localhost" if tls else None
+        opened = await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname=name)
+        connection = cls(*opened)
         connection.writer.write(data)
         await connection.writer.drain()
         return connection

@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 
 from gateway import connection
 from gateway.__main__ import Server
 from gateway.answers import in_thread
 from specrej import wire
-from specrej.contracts import Finished, Generation
+from specrej.contracts import CandidateTrace, Fate, Finished, Generation, RoundCompleted
 from tests.certificates import Authority
 from tests.gateway.gateways import (
     BODY,
@@ -32,9 +33,10 @@ from tests.gateway.gateways import (
     post,
     request,
     response_to,
+    tokens_file,
 )
 from tests.serving import listening, until
-from tests.specrej.fakes import EVENTS, GENERATION, FakeOrchestrator
+from tests.specrej.fakes import EVENTS, GENERATION, RECORD, FakeOrchestrator, trace
 
 
 def only_connection(server: Server) -> connection.Connection:
@@ -79,30 +81,75 @@ async def test_a_token_has_a_size(address: str) -> None:
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
 
 
-async def test_answers_are_converted_off_the_event_loop(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards other calls against an answer of many candidates with many log-probabilities."""
-    are_on_loop: list[bool] = []
-    converted: list[Generation] = []
+Conversions = list[tuple[str, bool, Any]]
 
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            are_on_loop.append(threading.current_thread() is threading.main_thread())
-            converted.extend(value for value in arguments if isinstance(value, Generation))
-            return function(*arguments)
+
+def conversions(monkeypatch: pytest.MonkeyPatch, *functions: str) -> Conversions:
+    """Calls of functions of `wire`: the name, whether it is the event loop's thread, the value."""
+    calls: Conversions = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(value: Any, *arguments: Any) -> Any:
+            is_on_loop = threading.current_thread() is threading.main_thread()
+            calls.append((name, is_on_loop, value))
+            return function(value, *arguments)
 
         return call
 
-    monkeypatch.setattr(wire, "generation_from_message", noted(wire.generation_from_message))
-    monkeypatch.setattr(wire, "to_plain", noted(wire.to_plain))
+    for name in functions:
+        monkeypatch.setattr(wire, name, noted(name, getattr(wire, name)))
+    return calls
+
+
+async def test_answers_are_converted_off_the_event_loop(
+    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards other calls against an answer of many candidates with many log-probabilities."""
+    large = replace(GENERATION.candidates[0], text="x" * 10_000)
+    orchestrator.events = (EVENTS[0], Finished(replace(GENERATION, candidates=(large,))))
+    calls = conversions(monkeypatch, "generation_from_message", "to_plain")
     async with gateway_at(address) as server:
         assert (await post(server.port, CHAT, BODY))[0] == 200
         streamed = {**STREAM, "stream_options": {"include_usage": True}}
         stream = await Connection.open(server.port, request(CHAT, streamed, connection="close"))
         assert b"[DONE]" in await stream.read_all()
-    assert len(are_on_loop) == 4 and not any(are_on_loop)
-    assert [(len(answer.candidates), answer.rounds) for answer in converted] == 2 * [(1, ())]
+    assert [is_on_loop for _, is_on_loop, _ in calls] == 4 * [False]
+    answers = [value for _, _, value in calls if isinstance(value, Generation)]
+    assert [(len(answer.candidates), answer.rounds) for answer in answers] == 2 * [(1, ())]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/specrej/stream"])
+async def test_large_rounds_are_converted_off_the_event_loop(
+    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Guards other calls against rounds of many candidates, and long texts."""
+    candidates = tuple(CandidateTrace(number, 0.5, Fate.KEPT) for number in range(300))
+    done = RoundCompleted(trace(1, candidates=candidates), (0,), "x" * 10_000)
+    orchestrator.events = (EVENTS[0], done, EVENTS[-1])
+    calls = conversions(monkeypatch, "event_from_message", "to_plain")
+    body = {**STREAM, "specrej": {"events": "rounds"}}
+    async with gateway_at(address) as server:
+        stream = await Connection.open(server.port, request(path, body, connection="close"))
+        assert b"round_completed" in await stream.read_all()
+    rounds = {
+        (name, is_on_loop)
+        for name, is_on_loop, value in calls
+        if value == done or (name == "event_from_message" and value.HasField("round_completed"))
+    }
+    assert rounds == {("event_from_message", False), ("to_plain", False)}
+
+
+async def test_records_are_converted_off_the_event_loop(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards other calls against a record of many rounds of many candidates."""
+    calls = conversions(monkeypatch, "from_message", "to_plain")
+    async with gateway_at(address) as server:
+        assert (await get(server.port, f"/v1/specrej/records/{RECORD.request_id}"))[0] == 200
+    assert {(name, is_on_loop) for name, is_on_loop, _ in calls} == {
+        ("from_message", False),
+        ("to_plain", False),
+    }
 
 
 async def test_large_answers_are_converted_one_at_a_time() -> None:
@@ -216,17 +263,53 @@ async def test_a_pipelined_request_ends_its_connection(
         assert await at_once.read_all() == b""
 
 
-async def test_an_idle_connection_makes_room(address: str, orchestrator: FakeOrchestrator) -> None:
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_an_idle_connection_makes_room(
+    address: str, orchestrator: FakeOrchestrator, tmp_path: Path, *, is_tls: bool
+) -> None:
     """Guards health checks, and with them the process, against clients that keep connections."""
-    async with gateway_at(address, max_connections=2) as server:
-        kept = await Connection.open(server.port, request(CHAT, BODY))
+    settings, tls = tls_of(tmp_path, is_tls)
+    async with gateway_at(address, max_connections=2, **settings) as server:
+        kept = await Connection.open(server.port, request(CHAT, BODY), tls)
         assert (await kept.response())[0] == 200
+        orchestrator.received.clear()
         orchestrator.hangs = True
-        busy = await Connection.open(server.port, request(CHAT, BODY))
+        busy = await Connection.open(server.port, request(CHAT, BODY), tls)
         await orchestrator.received.wait()
-        assert (await get(server.port, "/healthz"))[0] == 200
+        health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        check = await Connection.open(server.port, health, tls)
+        assert (await check.response())[0] == 200
         assert await kept.read_all() == b"" and not busy.reader.at_eof()
         busy.leave()
+        check.leave()
+
+
+async def test_a_body_after_its_answer_leaves_the_connection_idle(address: str) -> None:
+    """Guards against idle connections that end as late, after `header_s`."""
+    async with gateway_at(address) as server:
+        head, _, body = request(CHAT, BODY).replace(b"/json", b"/plain").partition(b"\r\n\r\n")
+        client = await Connection.open(server.port, head + b"\r\n\r\n")
+        assert (await client.response())[0] == 415
+        served = only_connection(server)
+        client.writer.write(body[:9])
+        await until(lambda: served._end_timer is not None)
+        client.writer.write(body[9:])
+        await until(lambda: served.conn.their_state is h11.IDLE)
+        assert served.timeout_keep_alive_task and not served._end_timer
+        client.writer.write(request(CHAT, BODY))
+        assert (await client.response())[0] == 200
+        client.leave()
+
+
+async def test_a_reset_of_an_idle_connection_leaves_no_timer(address: str) -> None:
+    """Guards against a refusal that is counted a minute after the client has left."""
+    async with gateway_at(address) as server:
+        client = await Connection.open(server.port, MODELS + b"\r\n")
+        assert (await client.response())[0] == 200
+        served = only_connection(server)
+        client.reset()
+        await until(lambda: connections(server) == 0)
+        assert not served.timeout_keep_alive_task and not served._end_timer
 
 
 class Silent(FakeOrchestrator):
@@ -397,10 +480,15 @@ async def test_bodies_in_tiny_chunks_are_refused(path: str, address: str) -> Non
     ("host", "status"), [("127.0.0.1:1", 200), ("[::1]:1", 200), ("evil.example:1", 401)]
 )
 async def test_pages_whose_name_was_rebound_are_refused(
-    address: str, host: str, status: int
+    address: str, orchestrator: FakeOrchestrator, tmp_path: Path, host: str, status: int
 ) -> None:
     """Guards against pages that call this port as their own origin, by a name of theirs."""
     async with gateway_at(address) as server:
-        assert (await post(server.port, CHAT, BODY, host=host))[0] == status
+        for token in ({}, {"authorization": "Bearer x"}):
+            assert (await post(server.port, CHAT, BODY, host=host, **token))[0] == status
+    service, path = orchestrator.service(), tokens_file(tmp_path, "x")
+    async with listening(service, tokens_file=path) as checked, gateway_at(checked) as server:
+        status, _, _ = await post(server.port, CHAT, BODY, host=host, authorization="Bearer x")
+        assert status == 200
     async with gateway_at(address, allow_anonymous=True) as server:  # behind a proxy
         assert (await post(server.port, CHAT, BODY, host=host))[0] == 200

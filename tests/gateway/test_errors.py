@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -10,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
+import openai
 import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError
 from starlette.requests import Request
@@ -21,7 +21,16 @@ from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from specrej import errors
 from specrej.client import Client
-from tests.gateway.gateways import BODY, Connection, gateway_at, get, post, request
+from tests.gateway.gateways import (
+    BODY,
+    STREAM,
+    Connection,
+    gateway_at,
+    get,
+    post,
+    request,
+    tokens_file,
+)
 from tests.serving import listening
 from tests.specrej.fakes import EVENTS, FakeOrchestrator
 
@@ -114,6 +123,21 @@ async def test_only_overload_is_repeated_by_the_official_client(
             assert len(orchestrator.requests) == 1
 
 
+def test_the_deadline_is_below_the_official_clients() -> None:
+    """Guards against a client that times out first, and repeats a large N."""
+    assert isinstance(openai.DEFAULT_TIMEOUT.read, float | int)
+    assert GatewaySettings().deadline_s < openai.DEFAULT_TIMEOUT.read
+
+
+async def test_too_many_choices_are_refused_before_a_stream(
+    orchestrator: FakeOrchestrator, gateway: Server
+) -> None:
+    """Guards against a stream that has begun, and fails for its number of choices."""
+    status, _, body = await post(gateway.port, CHAT, {**STREAM, "n": 65})
+    assert (status, body["error"]["param"]) == (400, "n")
+    assert not orchestrator.requests
+
+
 @pytest.mark.parametrize(
     ("path", "beginning"),
     [(CHAT, b'data: {"error":'), ("/v1/specrej/stream", b'event: error\ndata: {"error":')],
@@ -184,7 +208,7 @@ async def test_no_token_goes_over_plaintext_to_another_machine() -> None:
         )
         async with Client(address) as client:
             http = Request({"type": "http", "headers": [(b"authorization", b"Bearer x")]})
-            assert Gateway(settings, client)._token(http) == forwarded
+            assert await Gateway(settings, client)._token(http) == forwarded
 
 
 async def test_metrics_are_served_on_loopback_or_where_they_are_allowed() -> None:
@@ -248,14 +272,9 @@ async def test_the_callers_token_reaches_the_orchestrator(
     orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     """Guards against a gateway whose callers all are one tenant."""
-    lines = [
-        json.dumps({"tenant": name, "sha256": hashlib.sha256(name.encode()).hexdigest()})
-        for name in ("red", "blue")
-    ]
-    (tmp_path / "tokens").write_text("\n".join(lines))
     service = orchestrator.service()
     async with (
-        listening(service, tokens_file=str(tmp_path / "tokens")) as address,
+        listening(service, tokens_file=tokens_file(tmp_path, "red", "blue")) as address,
         gateway_at(address) as server,
     ):
         url = f"http://127.0.0.1:{server.port}/v1"
@@ -278,17 +297,40 @@ async def test_the_callers_token_reaches_the_orchestrator(
 
 
 async def test_a_token_is_needed_unless_anonymous_callers_are_allowed(
-    orchestrator: FakeOrchestrator,
+    orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
-    service = orchestrator.service()
-    async with (
-        listening(service) as address,
-        gateway_at(address, allow_anonymous=False) as server,
-    ):
-        status, _, body = await post(server.port, CHAT, BODY)
-        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
-        assert (await post(server.port, CHAT, BODY, authorization="bearer x"))[0] == 200
-    assert len(orchestrator.requests) == 1
+    """Guards against any text that passes for a token where the orchestrator checks none."""
+    for path, expected in (("", 401), (tokens_file(tmp_path, "x"), 200)):
+        async with (
+            listening(orchestrator.service(), tokens_file=path) as address,
+            gateway_at(address, allow_anonymous=False) as server,
+        ):
+            status, _, body = await post(server.port, CHAT, BODY)
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            status, _, body = await post(server.port, CHAT, BODY, authorization="bearer x")
+            assert status == expected
+    assert orchestrator.tenants == ["x"]
+
+
+async def test_the_check_of_tokens_is_checked_once_a_minute(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against one more call per request, and against a tokens file that is not noticed."""
+    tokens: list[str] = []
+    answers: list[errors.SpecrejError] = [errors.NotFound("no"), errors.Unauthenticated("no")]
+
+    async def record(request_id: str, *, timeout_s: float, token: str) -> None:
+        tokens.append(token)
+        raise answers[len(tokens) - 1]
+
+    async with gateway_at(address, allow_anonymous=False) as server:
+        monkeypatch.setattr(server._client, "record", record)
+        for minute, status in ((1, 401), (2, 200)):
+            for _ in range(2):
+                answer = await post(server.port, CHAT, BODY, authorization="Bearer x")
+                assert (answer[0], len(tokens)) == (status, minute)
+            server._gateway._known_until_s -= 60
+    assert len({*tokens, "", "x"}) == 4
 
 
 async def test_a_call_that_is_silent_at_first_streams(orchestrator: FakeOrchestrator) -> None:

@@ -160,6 +160,17 @@ def test_messages_are_text_only(message: dict[str, Any], field: str) -> None:
     assert field in violations(messages=[message])
 
 
+@pytest.mark.parametrize("value", [None, {"a": 1}])
+def test_parsed_answers_can_be_turns(value: Any) -> None:
+    """Guards against a second turn that is refused: `parse` of the official client adds a field."""
+    answer: Any = chat_types.ParsedChatCompletionMessage(
+        role="assistant", content='{"a":1}', parsed=value
+    )
+    user = {"role": "user", "content": "x"}
+    call = call_of(chat(messages=[user, answer.model_dump(), user]), PRESETS)
+    assert call.prompt.messages[1] == c.Message("assistant", '{"a":1}')
+
+
 def test_turns_have_the_texts_of_all_their_parts() -> None:
     parts = [
         {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}},
@@ -368,6 +379,19 @@ def test_a_preset_allows_temperature_0_and_more_choices(monkeypatch: pytest.Monk
     assert "branching" not in whole and whole["min_answers"] == 2
     assert "branching" in call_of(chat(model="m:two", n=2), presets).options
     assert "branching" not in call_of(chat(model="m:two", n=4), presets).options
+
+
+def test_a_preset_with_fewer_candidates_than_choices_has_no_n(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against a preset that makes requests invalid, or is dropped; not so the caller's."""
+    monkeypatch.setenv("SPECREJ_GATEWAY_PRESETS", '{"one": {"n": 1, "alpha": 0.25}}')
+    options = call_of(chat(model="m:one", n=2, seed=1), GatewaySettings().presets).options
+    assert options == c.Options(model="m", return_candidates=2, min_answers=2, alpha=0.25, seed=1)
+    assert call_of(chat(model="m:sr-32", n=32), PRESETS).options["n"] == 32
+    assert "n" not in call_of(chat(model="m:sr-32", n=40), PRESETS).options
+    assert violations(model="m:sr-32", n=40, specrej={"n": 3}).keys() == {"specrej.n"}
+    assert violations(model="m:sr-32", n=5, best_of=3).keys() == {"best_of"}
 
 
 def test_presets_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

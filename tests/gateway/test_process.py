@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from gateway import __main__ as gateway_main
 from tests.endpoints import scrape
 from tests.gateway.gateways import (
     BODY,
@@ -121,6 +122,23 @@ async def test_it_is_ready_only_with_an_orchestrator() -> None:
         assert (await get(server.port, "/readyz"))[0] == 503
         status, headers, _ = await post(server.port, CHAT, BODY)
         assert (status, headers["x-should-retry"]) == (503, "false")
+
+
+async def test_lost_health_checks_in_a_row_end_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against all gateways leaving their service at once for one lost call."""
+    monkeypatch.setattr(gateway_main, "_POLL_S", 0)
+    results = iter([False, True, False, False, True, False, False, False, False, True])
+    is_ready: list[bool] = []
+    async with gateway_at("127.0.0.1:1") as server:
+
+        async def is_serving() -> bool:
+            is_ready.append(server._gateway.is_ready)
+            return next(results)
+
+        monkeypatch.setattr(server._client, "is_serving", is_serving)
+        with pytest.raises(RuntimeError):  # at the end of the results
+            await server._follow()
+    assert is_ready == [False, False, *[True] * 6, False, False, True]
 
 
 async def test_a_taken_port_and_a_bad_setting_stop_the_process(address: str) -> None:

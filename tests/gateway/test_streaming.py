@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+from gateway.answers import Answer
 from gateway.streaming import _part
+from tests.specrej.fakes import ONE
 
 
 def test_a_part_has_the_same_lines_for_every_client() -> None:
@@ -13,3 +15,11 @@ def test_a_part_has_the_same_lines_for_every_client() -> None:
     name, data, *end = _part({"text": text}, "finished").decode().splitlines()
     assert (name, end) == ("event: finished", [""])
     assert json.loads(data.removeprefix("data: ")) == {"text": text}
+
+
+def test_no_text_is_sent_twice() -> None:
+    """Guards against a whole second text where the first one's last bytes became invalid."""
+    answer = Answer("toy", 1, is_chat=True, logprobs=False)
+    assert [*answer.delta("r", "the be\u2019")]
+    rest, _ = answer.closing("r", ONE, include_usage=False)
+    assert rest["choices"][0]["delta"] == {"content": "st"}

@@ -127,6 +127,8 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
         yield replace(GOOD, prompt=prompt), field
     yield with_turns(("tool", "a"), ("user", "b")), "prompt.messages[0].role"
     yield with_turns(("user", "a"), ("assistant", "b")), "prompt.messages[1].role"
+    turns = ("user", " "), ("assistant", "b"), ("user", "c")
+    yield with_turns(*turns), "prompt.messages[0].content"
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,7 @@ def test_too_many_min_tokens_name_the_range() -> None:
         *[with_selection(schedule=c.MemorySchedule(first)) for first in (1, INT32_MAX)],
         with_reward(normalization=c.Normalization("batch"), veto_below=0.0),
         with_turns(("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")),
+        with_turns(("system", ""), ("user", "b"), ("assistant", ""), ("user", "d")),
         replace(GOOD, prompt=c.Prompt(text="x" * MAX_PROMPT_CHARACTERS)),
         replace(GOOD, prompt=c.Prompt(text="<|im_end|>", allow_special_tokens=True)),
         replace(GOOD, prompt=c.Prompt.from_user("\x00 \u202e 👩‍👩‍👧 e\u0301 <|im_end|>")),

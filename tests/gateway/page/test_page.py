@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -393,6 +394,8 @@ async def test_a_token_stays_in_the_session_and_goes_to_the_gateway(
     async with gateway_at(
         stack.orchestrator_address, host="127.0.0.1", allow_anonymous=False
     ) as own:
+        # As if the orchestrator had a tokens file.
+        own._gateway._checks_tokens, own._gateway._known_until_s = True, math.inf
         await fresh.load(url=f"http://127.0.0.1:{own.port}")
         await fresh.until("document.getElementById('token').open")
         await fresh.js("document.querySelector('#token input').value = 'a-token'")
