@@ -6,6 +6,7 @@ the class docstring is the manual and `python -m SERVICE --help` prints it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,9 @@ from specrej.security import read_tokens
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MessageBytes = Annotated[int, Field(ge=1024, le=2**31 - 1)]
+
+# Of `specrej score`, with the prefix of the reward service.
+_OF_COMMANDS = {"SPECREJ_REWARD_ADDRESS"}
 
 
 class ProcessSettings(BaseSettings):
@@ -129,8 +133,8 @@ class ServiceSettings(ProcessSettings):
     )
     tokens_file: str = Field(
         "",
-        description="JSON lines of tenant, sha256, roles, expires; all calls except health need a"
-        " token",
+        description="JSON lines of tenant, sha256, roles, expires, weight, tenant_tokens; all calls"
+        " except health need a token",
     )
     max_message_bytes: MessageBytes = Field(
         MAX_MESSAGE_BYTES, description="most bytes of a message that a client sends"
@@ -190,8 +194,12 @@ S = TypeVar("S", bound=ProcessSettings)
 def load(settings: type[S], arguments: list[str] | None = None) -> S:
     """Settings from environment and flags (flags win); a bad value ends the process.
 
-    Prints the name of each bad value and what is accepted to stderr, exits with 2.
+    Prints the name of each bad value and what is accepted to stderr, exits with 2. Variables with
+    the prefix of the service that are no setting are printed and ignored: another version may
+    have them.
     """
+    for name in _unknown_variables(settings):
+        print(f"ignored: {name} is no setting of this version", file=sys.stderr)
     try:
         return CliApp.run(settings, cli_args=sys.argv[1:] if arguments is None else arguments)
     except ValidationError as error:
@@ -204,6 +212,13 @@ def load(settings: type[S], arguments: list[str] | None = None) -> S:
     except RecursionError:
         print("bad setting: JSON that is nested too deeply", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _unknown_variables(settings: type[ProcessSettings]) -> list[str]:
+    prefix = settings.model_config.get("env_prefix", "")
+    names = {f"{prefix}{name}".upper() for name in settings.model_fields}
+    given = (name for name in os.environ if prefix and name.upper().startswith(prefix))
+    return sorted(name for name in given if name.upper() not in names | _OF_COMMANDS)
 
 
 def _describe(settings: type[ProcessSettings], problem: Any) -> str:

@@ -186,7 +186,7 @@ SHADOW_REQUESTS = _counter(
 )
 SHADOW_CORRELATION = _gauge(
     "specrej.shadow.correlation",
-    "1",
+    "{correlation}",
     "rank correlation of rewards at the decision token and at the end",
     *_SHADOW,
     "decision_token",
@@ -195,7 +195,7 @@ SHADOW_REGRETS = _counter(
     "specrej.shadow.regrets", "{request}", "requests in which a shadow beat the answer", *_SHADOW
 )
 SHADOW_REGRET = _gauge(
-    "specrej.shadow.regret", "1", "share of requests whose best was rejected", *_SHADOW
+    "specrej.shadow.regret", "{share}", "share of requests whose best was rejected", *_SHADOW
 )
 SHADOW_TOKENS = _counter("specrej.shadow.tokens", "{token}", "generated for shadows", *_SHADOW)
 SHADOW_GIVEN_UP = _counter(
@@ -206,7 +206,10 @@ SHADOW_GIVEN_UP = _counter(
     "reason",
 )  # weaker, busy, slots, changed, failed
 SHADOW_ALPHA = _gauge(
-    "specrej.shadow.recommended_alpha", "1", "largest alpha within the target regret", *_SHADOW
+    "specrej.shadow.recommended_alpha",
+    "{alpha}",
+    "largest alpha within the target regret",
+    *_SHADOW,
 )
 
 # Spans below a call's span, which has the name of the method.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from threading import BoundedSemaphore, Thread
+from socket import SHUT_RDWR, socket
+from threading import BoundedSemaphore, Thread, Timer
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specrej.telemetry import logs, names, traces
@@ -161,15 +162,22 @@ def _bound(server: Any) -> None:
     free, handle = BoundedSemaphore(_MAX_SCRAPES), server.process_request_thread
 
     def handle_one(request: Any, address: Any) -> None:
+        ending = Timer(_SCRAPE_S, _shut, [request])
+        ending.daemon = True
         try:
+            ending.start()
             handle(request, address)
         finally:
+            ending.cancel()
             free.release()
 
     server.process_request_thread = handle_one
     server.verify_request = lambda *_: free.acquire(blocking=False)
-    timed = {"timeout": _SCRAPE_S}
-    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), timed)
+
+
+def _shut(request: socket) -> None:
+    with suppress(OSError):  # it has just ended
+        request.shutdown(SHUT_RDWR)
 
 
 def _read_metrics(outlets: _Outlets, resource: Resource, readers: list[MetricReader]) -> None:

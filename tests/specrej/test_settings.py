@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.settings import OrchestratorSettings
 from specrej.settings import ServiceSettings, load
 from tests.certificates import Authority, place
 
@@ -57,6 +58,19 @@ def test_mutual_tls_is_enough(tmp_path: Path) -> None:
     )
     assert settings.tls_files
     assert settings.tls_files.ca == authority.path
+
+
+def test_a_variable_that_is_no_setting_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a renamed or misspelt setting that has no effect, such as one that turns off
+    the records of requests."""
+    monkeypatch.setenv("SPECREJ_ORCHESTRATOR_JOURNAL_REQUESTS", "0")
+    monkeypatch.setenv("SPECREJ_ORCHESTRATOR_MAX_RUNNING", "3")
+    monkeypatch.setenv("SPECREJ_GENERATOR_OTHER", "1")
+    assert load(OrchestratorSettings, []).max_running == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "ignored: SPECREJ_ORCHESTRATOR_JOURNAL_REQUESTS is no setting of this version"
 
 
 def test_unusable_settings_stop_the_service(

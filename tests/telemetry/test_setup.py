@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -108,7 +108,27 @@ def test_scrapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for refused in silent[2:]:
             refused.settimeout(10)
             assert refused.recv(1) == b""
-        assert threading.active_count() - num_before <= 2
+        assert threading.active_count() - num_before <= 2 * 2  # each with its timer
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_scrape_has_a_time_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against connections that send a byte now and then, and keep Prometheus out."""
+    monkeypatch.setattr(setup, "_SCRAPE_S", 0.3)
+    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
+    setup._bound(server)
+    with socket.create_connection(("127.0.0.1", server.server_port)) as slow:
+        slow.settimeout(0.05)
+        until = time.monotonic() + 20
+        with suppress(ConnectionError):
+            while time.monotonic() < until:
+                slow.sendall(b"G")
+                with suppress(TimeoutError):
+                    if slow.recv(1) == b"":
+                        break
+        assert time.monotonic() < until
     server.shutdown()
     thread.join()
     server.server_close()
