@@ -125,7 +125,7 @@ rules: $(READY) ## write deploy/alerts as the PrometheusRule of deploy/component
 	@$(BIN)/python -m deploy.rules
 
 manifests: $(READY) kustomize crd-schemas helm ## render overlays and chart into build/, check them and the Dockerfile
-	@mkdir -p build/manifests
+	@rm -rf build/manifests && mkdir -p build/manifests
 	@for overlay in $(notdir $(wildcard deploy/overlays/*)); do \
 		.tools/kustomize build deploy/overlays/$$overlay > build/manifests/$$overlay.yaml || exit 1; done
 	@rm -rf build/helm && mkdir build/helm && cp -r deploy/helm/specrej build/helm && \

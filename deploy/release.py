@@ -258,6 +258,7 @@ def _build_images(base: str) -> object:
     if not images.working_engine():
         return "left out: neither buildah nor docker works here"
     (DIST / "images").mkdir()
+    shutil.rmtree(ROOT / "build" / "sbom", ignore_errors=True)  # of images built before
     written = ("--write", str(DIST / "images.json"), "--archives", str(DIST / "images"))
     images.main([f"--base={base}", *written])
     for path in _files(ROOT / "build" / "sbom"):
