@@ -40,7 +40,7 @@ class GeneratorSettings(ServiceSettings):
     remote_url: str = Field(
         "",
         pattern=r"^(https?://\S+)?$",
-        description="base URL of the endpoint, such as http://127.0.0.1:8000/v1; model is its name"
+        description="base URL of the endpoint, such as http://127.0.0.1:9000/v1; model is its name"
         " of the model",
     )
     remote_key_file: Path | None = Field(
@@ -57,7 +57,8 @@ class GeneratorSettings(ServiceSettings):
     vllm_options: dict[str, Any] = Field(
         default_factory=dict,
         description='vLLM engine arguments as JSON: {"tensor_parallel_size": 4}; they override'
-        " other settings; with a node_rank above 0 the process computes for node 0's generator",
+        " other settings except kv_slots, which bounds max_model_len; with a node_rank above 0 the"
+        " process computes for node 0's generator",
     )
     adapters: dict[str, Path] = Field(
         default_factory=dict,

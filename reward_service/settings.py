@@ -36,8 +36,9 @@ class RewardSettings(ServiceSettings):
       toy            the share of vowels
     such as [{"name": "helpful", "kind": "classifier", "directory": "/models/helpful"}].
 
-    Each reward computes in a thread of its own, batches of all sessions together. At most
-    queue_limit calls per reward wait or run; further ones are refused with RESOURCE_EXHAUSTED.
+    Each reward computed here has a thread of its own, which computes batches of all sessions
+    together. At most queue_limit calls per reward wait or run; further ones are refused with
+    RESOURCE_EXHAUSTED.
     """
 
     model_config = SettingsConfigDict(env_prefix="SPECREJ_REWARD_")

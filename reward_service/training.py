@@ -332,9 +332,8 @@ def _arguments() -> argparse.Namespace:
         prog="specrej train-reward", description="Fit a Bradley-Terry reward on a causal backbone."
     )
     parser.add_argument("--backbone", type=Path, required=True, help="a local causal model")
-    parser.add_argument(
-        "--pairs", type=Path, required=True, help="JSON lines of {prompt, chosen, rejected}"
-    )
+    text = "JSON lines of {prompt or messages, chosen, rejected}, gzipped or not"
+    parser.add_argument("--pairs", type=Path, required=True, help=text)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--validation", type=_count, default=200, help="pairs to choose by")
     parser.add_argument("--test", type=_count, default=300, help="last pairs, only reported on")

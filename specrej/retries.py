@@ -19,7 +19,7 @@ class Retries:
     The wait is what the server's RetryInfo demands (1 s if it sends none), and up to a fifth more
     at random. If that is above `max_wait_s`, or ends after the call's deadline, the error is
     raised. The server identifies a request by its content: a repeated one joins an equal one that
-    still runs, or receives its stored answer, unless its `cache` is bypass.
+    still runs, or receives its stored answer, unless its `cache` is bypass or refresh.
     """
 
     attempts: int = 4  # in all

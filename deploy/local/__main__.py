@@ -28,7 +28,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="specrej")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
-    text = "Start everything on free ports, answer one prompt, stop everything."
+    text = (
+        "Start everything on free ports, answer one prompt, stop everything; on a terminal, keep"
+        " its replay until Ctrl-C."
+    )
     shown = commands.add_parser("demo", help=text, description=text)
     prompt = os.environ.get("SPECREJ_PROMPT") or demo.PROMPT
     shown.add_argument("--prompt", default=prompt, help="what to answer [SPECREJ_PROMPT]")

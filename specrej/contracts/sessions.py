@@ -126,7 +126,7 @@ class GeneratorDescription:
     waiting: int = 0
     auto_candidates: int = 0  # most of a session whose n is 0
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
-    can_fork: bool = False  # whether its sessions fork candidates; others ignore forks
+    can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
     whole_answers: bool = False  # every candidate ends in its first round: no early rejection
 
 

@@ -336,7 +336,7 @@ def test_an_engine_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
 def test_the_documented_plan(tmp_path: Path) -> None:
     """Guards against an example that drifts."""
     document = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
-    shown = document.partition("$ specrej plan --model Llama-3.1-8B --memory 80GiB\n")[2]
+    shown = document.partition("$ specrej plan --model /models/Llama-3.1-8B --memory 80GiB\n")[2]
     long = LLAMA_3_8B | {"max_position_embeddings": 131_072}
     printed = run(tmp_path, long)[1].splitlines()
     assert shown.partition("\n```")[0].splitlines() == [line.rstrip() for line in printed]
