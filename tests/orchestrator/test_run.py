@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,14 +30,11 @@ from specrej.contracts import (
     Finished,
     FinishReason,
     Fork,
-    Forks,
     Generation,
     GenerationRequest,
-    Generator,
     GeometricSchedule,
     MemorySchedule,
     Normalization,
-    Pruned,
     Round,
     RoundCompleted,
     RoundEnd,
@@ -283,68 +279,6 @@ async def test_scores_of_ended_candidates_are_combined_anew_only_if_they_depend_
     num_scored = sum(trace.num_started for trace in generation.rounds)
     assert sum(trace.num_finished for trace in generation.rounds) > 60
     assert (num_judged > num_scored) == (kind == "batch")
-
-
-async def test_rounds_of_full_slots_grow_with_a_small_alpha() -> None:
-    """Guards against rounds that release one candidate, grow by nothing and score all again."""
-    generator = ToyGenerator(256 * 4 + 10, end_every=10**9)
-    never = request(256, 60, alpha=0.0, schedule=MemorySchedule(first=4))
-    rounds = (await answer(never, generator, FixedScorer())).rounds
-    positions = [trace.decision_token for trace in rounds]
-    assert positions == sorted(set(positions))
-    assert rounds[0].ended_by is RoundEnd.SLOTS_FULL
-
-
-async def test_rounds_of_full_blocks_grow_soon() -> None:
-    """Guards against one such round after the other where a token may need a block of slots, as on
-    vLLM: each scores all candidates again."""
-    toy = ToyGenerator(1000 * 30, end_every=10**9)
-
-    class Blocks:
-        """Slots for 120 blocks of 8 tokens."""
-
-        @asynccontextmanager
-        async def open(self, spec: SessionSpec) -> AsyncIterator[Any]:
-            async with toy.open(spec) as session:
-                self.session, self.live, self.n = session, spec.n, spec.n
-                self.prompt_tokens, self.reduced = session.prompt_tokens, False
-                yield self
-
-        async def extend(self, until_tokens: int) -> Round:
-            most = 8 * (120 // self.live)
-            ended = await self.session.extend(min(until_tokens, most))
-            is_full = most < until_tokens
-            return replace(ended, ended_by=RoundEnd.SLOTS_FULL) if is_full else ended
-
-        async def prune(self, keep: Collection[int], forks: Forks) -> Pruned:
-            self.live = len(keep)
-            return await self.session.prune(keep, forks)
-
-    never = request(40, 60, alpha=0.0, schedule=MemorySchedule(first=4))
-    rounds = (await answer(never, cast(Generator, Blocks()), FixedScorer())).rounds
-    positions = Counter(trace.decision_token for trace in rounds)
-    assert len(positions) > 4 and max(positions.values()) < 4, positions
-
-
-async def test_memory_schedule_ends_rounds_when_slots_are_full() -> None:
-    """The paper's trigger: with room for a quarter, the live set shrinks as texts grow."""
-    generator = ToyGenerator(32 * 16 + 10, end_every=10**9)
-    generation = await answer(request(32, 64, schedule=MemorySchedule()), generator, FixedScorer())
-    full = [t for t in generation.rounds if t.ended_by is RoundEnd.SLOTS_FULL]
-    assert len(full) >= 2
-    assert all(trace.freed_slots > 0 for trace in full)
-
-
-@pytest.mark.parametrize(("first", "n"), [(16, 8), (32, 4), (200, 2)])
-async def test_the_memory_decides_n_by_the_first_decision_token(first: int, n: int) -> None:
-    """As in the paper: all slots are full at the first cut. No cut before max_tokens: 2 fit."""
-    prompt_slots = len(PROMPT.turns[0].content.split())
-    generator = ToyGenerator(8 * 16 + prompt_slots, end_every=10**9)
-    open_n = request(0, 64, schedule=MemorySchedule(first))
-    generation = await answer(open_n, generator, FixedScorer())
-    ended = generation.rounds[0]
-    assert (generation.n, ended.decision_token) == (n, min(first, 64))
-    assert n * ended.decision_token == 8 * 16  # all slots
 
 
 async def test_tokens_of_forks_and_their_most_probable_ones() -> None:

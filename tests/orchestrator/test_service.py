@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from orchestrator.cache import Flight
 from specrej.contracts import TokensSchedule
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
@@ -112,3 +114,12 @@ async def test_describe_returns_the_current_load_and_limits(cached_service: Whol
     assert described.default_schedule.geometric.first == 16
     service.generator.gates["extend"].open()
     await running
+
+
+async def test_every_round_keeps_the_lead(service: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards long runs against being repeated for the requests that wait."""
+    noted: list[Flight[Any]] = []
+    monkeypatch.setattr(Flight, "note_progress", lambda flight: noted.append(flight))
+    reply = await answer(service, small_request())
+    assert len(reply.rounds) > 1, "the case did not occur"
+    assert len(noted) == len(reply.rounds) + 3  # the permit, and the first and the last event

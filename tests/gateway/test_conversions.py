@@ -1,0 +1,105 @@
+"""Large values are converted beside the event loop, which other calls need."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from gateway.answers import in_thread
+from specrej import wire
+from specrej.contracts import CandidateTrace, Fate, Finished, Generation, RoundCompleted
+from tests.gateway.gateways import BODY, CHAT, STREAM, Connection, gateway_at, get, post, request
+from tests.serving import until
+from tests.specrej.fakes import EVENTS, GENERATION, RECORD, FakeOrchestrator, trace
+
+Conversions = list[tuple[str, bool, Any]]
+
+
+def conversions(monkeypatch: pytest.MonkeyPatch, *functions: str) -> Conversions:
+    """Calls of functions of `wire`: the name, whether it is the event loop's thread, the value."""
+    calls: Conversions = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(value: Any, *arguments: Any) -> Any:
+            is_on_loop = threading.current_thread() is threading.main_thread()
+            calls.append((name, is_on_loop, value))
+            return function(value, *arguments)
+
+        return call
+
+    for name in functions:
+        monkeypatch.setattr(wire, name, noted(name, getattr(wire, name)))
+    return calls
+
+
+async def test_answers_are_converted_off_the_event_loop(
+    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards other calls against an answer of many candidates with many log-probabilities."""
+    large = replace(GENERATION.candidates[0], text="x" * 10_000)
+    orchestrator.events = (EVENTS[0], Finished(replace(GENERATION, candidates=(large,))))
+    calls = conversions(monkeypatch, "generation_from_message", "to_plain")
+    async with gateway_at(address) as server:
+        assert (await post(server.port, CHAT, BODY))[0] == 200
+        streamed = {**STREAM, "stream_options": {"include_usage": True}}
+        stream = await Connection.open(server.port, request(CHAT, streamed, connection="close"))
+        assert b"[DONE]" in await stream.read_all()
+    assert [is_on_loop for _, is_on_loop, _ in calls] == 4 * [False]
+    answers = [value for _, _, value in calls if isinstance(value, Generation)]
+    assert [(len(answer.candidates), answer.rounds) for answer in answers] == 2 * [(1, ())]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/specrej/stream"])
+async def test_large_rounds_are_converted_off_the_event_loop(
+    address: str, orchestrator: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Guards other calls against rounds of many candidates, and long texts."""
+    candidates = tuple(CandidateTrace(number, 0.5, Fate.KEPT) for number in range(300))
+    done = RoundCompleted(trace(1, candidates=candidates), (0,), "x" * 10_000)
+    orchestrator.events = (EVENTS[0], done, EVENTS[-1])
+    calls = conversions(monkeypatch, "event_from_message", "to_plain")
+    body = {**STREAM, "specrej": {"events": "rounds"}}
+    async with gateway_at(address) as server:
+        stream = await Connection.open(server.port, request(path, body, connection="close"))
+        assert b"round_completed" in await stream.read_all()
+    rounds = {
+        (name, is_on_loop)
+        for name, is_on_loop, value in calls
+        if value == done or (name == "event_from_message" and value.HasField("round_completed"))
+    }
+    assert rounds == {("event_from_message", False), ("to_plain", False)}
+
+
+async def test_records_are_converted_off_the_event_loop(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards other calls against a record of many rounds of many candidates."""
+    calls = conversions(monkeypatch, "from_message", "to_plain")
+    async with gateway_at(address) as server:
+        assert (await get(server.port, f"/v1/specrej/records/{RECORD.request_id}"))[0] == 200
+    assert {(name, is_on_loop) for name, is_on_loop, _ in calls} == {
+        ("from_message", False),
+        ("to_plain", False),
+    }
+
+
+async def test_large_answers_are_converted_one_at_a_time() -> None:
+    """Guards the process's memory, and small answers against those that wait."""
+    begun, may_end = [threading.Event(), threading.Event()], threading.Event()
+
+    def convert(number: int) -> bool:
+        begun[number].set()
+        return may_end.wait(20)
+
+    large = [asyncio.ensure_future(in_thread(partial(convert, n), is_large=True)) for n in (0, 1)]
+    await until(begun[0].is_set)
+    assert await in_thread(lambda: "small", is_large=False) == "small"
+    assert not begun[1].is_set()
+    may_end.set()
+    assert await asyncio.wait_for(asyncio.gather(*large), 20) == [True, True]
