@@ -97,9 +97,15 @@ def _source(item: Item, settings: Settings, models: Models) -> str:
 
 
 def _stored(out: Path) -> list[Line]:
-    """The runs of an earlier call."""
+    """The runs of an earlier call. A last line that it did not finish is cut off."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    with out.open("a+") as file:
+        file.seek(0)
+        text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        if len(whole) < len(text):
+            file.truncate(len(whole.encode()))
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 async def _timed(

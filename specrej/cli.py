@@ -43,19 +43,14 @@ _EXIT_CODES: dict[type[errors.SpecrejError], int] = {
     errors.Unauthenticated: 6,
     errors.PermissionDenied: 6,
 }
-_INTERRUPTED = 130
-_TERMINATED = 143
+_INTERRUPTED, _TERMINATED = 130, 143
 
 # Commands of `python -m MODULE ...`: the extra they need, the module's arguments, and a help text.
 _FORWARDED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "up": ("embedded", ("deploy.local", "up"), "run the whole service until Ctrl-C"),
     "demo": ("embedded", ("deploy.local", "demo"), "start everything and answer one prompt"),
     "pull": ("server", ("specrej.hub",), "fetch models of a hub by their names"),
-    "plan": (
-        "server",
-        ("generator_service.plan",),
-        "compute slots, N and settings from a model's config",
-    ),
+    "plan": ("server", ("generator_service.plan",), "compute slots, N and settings of a model"),
     "train-reward": ("server", ("reward_service.training",), "fit a reward on pairs of answers"),
     "cache": ("server", ("orchestrator.cache.admin",), "inspect or empty the answer cache"),
     "experiment": ("", ("experiments",), "reproduce the paper on your models"),
@@ -108,7 +103,7 @@ def _reported() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)  # also where stdout is closed
     except errors.SpecrejError as error:
         text = " ".join(error.message.split()) or error.reason
         _fail(text, _EXIT_CODES.get(type(error), 1))
@@ -134,14 +129,16 @@ async def _with_sigterm(work: Coroutine[Any, Any, None]) -> None:
 def note(text: str) -> None:
     """Print to stderr, if it is open."""
     try:
-        print(text, file=sys.stderr)
-    except BrokenPipeError:
+        if sys.stderr:  # else `print` would write to stdout
+            print(text, file=sys.stderr)
+    except OSError:
         _discard(sys.stderr)
 
 
 def _discard(stream: TextIO) -> None:
     """Drop what the stream cannot write: Python would try again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if stream:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _fail(text: str, code: int = 1) -> NoReturn:
@@ -150,7 +147,7 @@ def _fail(text: str, code: int = 1) -> NoReturn:
 
 
 def _print_json(plain: Mapping[str, object]) -> None:
-    is_unicode = sys.stdout.encoding.lower().startswith("utf")
+    is_unicode = sys.stdout and sys.stdout.encoding.lower().startswith("utf")
     print(json.dumps(plain, ensure_ascii=not is_unicode, indent=2))
 
 
@@ -231,7 +228,7 @@ async def _generate(given: argparse.Namespace) -> None:
 
 async def _watched(events: AsyncGenerator[Event, None]) -> Generation:
     """Show events on stderr: a live table on a terminal, if rich is installed, else lines."""
-    if not (sys.stderr.isatty() and _has_rich()):
+    if not (sys.stderr and sys.stderr.isatty() and _has_rich()):
         return await plain_view.follow(events, note)
     from rich.console import Console
 

@@ -36,17 +36,26 @@ class Connections:
         peers, self._peers = self._peers, set()
         self._pausing = bool(peers)
         if peers:
-            shut(peers)
             asyncio.get_running_loop().call_later(_PAUSE_S, self._shut_all)
+            try:
+                shut(peers)
+            except OSError:  # no descriptor is left: again after the pause
+                self._peers |= peers
 
 
 def shut(peers: Collection[str]) -> None:
-    """Shut down the TCP connections with these peers."""
+    """Shut down the TCP connections with these peers.
+
+    Raises:
+        OSError: this process may open no more files.
+    """
     addresses = {_address(peer) for peer in peers}
     for path in _OPEN_FILES.iterdir():
         if not path.is_socket():  # `socket` would raise, and leave the duplicate open
             continue
         with suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(path.name))) as other:
+            if other.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
             host, port, *_ = other.getpeername()
             if (host.removeprefix(_IPV4_IN_IPV6), str(port)) in addresses:
                 other.shutdown(socket.SHUT_RDWR)

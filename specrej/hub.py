@@ -106,13 +106,30 @@ def pull(model: str, *, with_code: bool = False) -> ModelFiles:
         HubError: the model cannot be fetched, or files are damaged; those are removed.
         ValueError: as in `find`.
     """
-    name, file, _ = _parts(model)
+    name, file, revision = _parts(model)
     log.info("fetching %s", model)
-    with _hub_errors(model):
-        directory = _snapshot(model, with_code=with_code, local=False)
-    _check_digests(directory)
+    with _kept_reference(name, revision or "main"):
+        with _hub_errors(model):
+            directory = _snapshot(model, with_code=with_code, local=False)
+        _check_digests(directory)
     log.info("%s is at revision %s", name, directory.name)
     return _usable(name, directory, file)
+
+
+@contextmanager
+def _kept_reference(name: str, revision: str) -> Iterator[None]:
+    """Restore the commit that a revision stood for, if the new one cannot be fetched: the hub's
+    library stores it before the files, so that the old ones would not be found offline."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    file = Path(HF_HUB_CACHE, "models--" + name.replace("/", "--"), "refs", revision)
+    before = file.read_text() if file.is_file() else None
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            file.write_text(before)
+        raise
 
 
 def _parts(model: str) -> tuple[str, str, str | None]:

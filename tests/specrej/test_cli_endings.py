@@ -68,11 +68,12 @@ async def test_a_full_disk_is_one_line(address: str) -> None:
     assert (process.returncode, err) == (1, b"specrej: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize("redirection", ["2> >(exec true); wait $!", "2>/dev/full", "2>&-"])
 async def test_an_answer_is_printed_though_stderr_is_closed(
-    address: str, orchestrator: FakeOrchestrator
+    address: str, orchestrator: FakeOrchestrator, redirection: str
 ) -> None:
     orchestrator.events = (*EVENTS[:-1], c.Finished(ONE))
-    script = 'exec 2> >(exec true); wait $!; exec "$0" -m specrej.cli generate hi --address "$1"'
+    script = f'exec {redirection}; exec "$0" -m specrej.cli generate hi --address "$1"'
     process = await asyncio.create_subprocess_exec(
         *("bash", "-c", script, sys.executable, address), stdout=PIPE
     )

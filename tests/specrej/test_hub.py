@@ -230,6 +230,19 @@ def test_a_stored_model_needs_no_network(
         hub.find("tiny/llama")
 
 
+def test_a_failed_update_keeps_the_stored_model(
+    server: hubs.Hub, pull: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a service against a start without a model, after a newer one could not be fetched."""
+    server.add("tiny/llama", FILES)
+    fetched = Path(pull("tiny/llama").stdout.strip())
+    server.add("tiny/llama", {**FILES, "model.safetensors": b"newer"}, "main")
+    server.faults["model.safetensors"] = hubs.GONE
+    assert pull("tiny/llama").returncode == 1
+    hubs.use(monkeypatch, "http://127.0.0.1:9", tmp_path, is_offline=True)
+    assert hub.find("tiny/llama").directory == fetched
+
+
 @pytest.mark.parametrize(
     ("text", "is_name"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local.__main__ import main
 from deploy.local.processes import ProcessError, Processes
 from deploy.local.stack import Ports, Stack, _health, _is_ready
 
@@ -110,3 +111,15 @@ async def test_credentials_that_are_being_replaced_are_no_answer(tmp_path: Path)
 def test_the_page_of_a_gateway_with_tls_is_https() -> None:
     stack = Stack(gateway=True, environment={"SPECREJ_GATEWAY_TLS_CERT": "x.pem"})
     assert stack.gateway_url.startswith("https://")
+
+
+@pytest.mark.parametrize("flag", ["--port", "--redis-port", "--metrics-port"])
+@pytest.mark.parametrize("port", ["0", "65533"])
+def test_ports_are_checked(
+    flag: str, port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against half an hour of waiting for a service on another port."""
+    monkeypatch.setattr("sys.argv", ["specrej", "up", flag, port])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"{flag}: must be 1 .. 65532" in capsys.readouterr().err
