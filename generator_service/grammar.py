@@ -285,7 +285,10 @@ class Matchers:
         any token but those that end it, and is cut off at max_tokens.
         """
         masks = np.zeros((len(ids), self._vocabulary.num_words), np.uint32)
-        self._left_s += len(ids) * _TOKEN_S
+        # After a move from another generator, all tokens so far are read at once.
+        num_read = (self._states[c][1] if c in self._states else 0 for c in ids)
+        unread = (max(1, len(text) - n) for text, n in zip(texts, num_read, strict=True))
+        self._left_s += sum(unread) * _TOKEN_S
         self._most = max(self._most, len(ids))
         for candidate, text, mask in zip(ids, texts, masks, strict=True):
             if self._left_s > 0:

@@ -10,7 +10,6 @@ reward is read at the tokens that close the last turn.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from reward_service.causal_reward import CausalReward, Reading
 from reward_service.checkpoint import load_backbone, load_head
 from reward_service.conversation import Tokenized
+from reward_service.reward import finite_sum
 from reward_service.specs import ClassifierSpec, Resources, VLLMClassifierSpec
 from specrej import fingerprint
 
@@ -57,7 +57,7 @@ def num_read(token_ids: Sequence[int], pad_id: int | None) -> int:
 def weighted(spec: ClassifierSpec | VLLMClassifierSpec, logits: Sequence[float]) -> float:
     """The score of one text, from a logit per label."""
     pairs = zip(logits, spec.label_weights, strict=True)
-    return spec.transform(math.fsum(logit * weight for logit, weight in pairs))
+    return spec.transform(finite_sum([logit * weight for logit, weight in pairs]))
 
 
 def load_classifier(spec: ClassifierSpec, resources: Resources) -> CausalReward:

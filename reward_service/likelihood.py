@@ -11,7 +11,6 @@ An unfinished text is left open by default: closing it would score how likely it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from reward_service.causal_reward import CausalReward, CausalRewardSession, Read
 from reward_service.checkpoint import load_backbone
 from reward_service.conversation import Tokenized
 from reward_service.lm_head import LMHead
-from reward_service.reward import Reward
+from reward_service.reward import Reward, finite_sum
 from reward_service.specs import LikelihoodSpec, Resources
 from specrej.contracts import Candidate, Prompt, Scores
 
@@ -117,5 +116,5 @@ class _ContrastTask:
     def scores(self) -> Scores:
         own, reference = (task.scores() for task in self.tasks)
         pairs = zip(own.values, reference.values, strict=True)
-        values = tuple(math.fsum((value, -subtracted)) for value, subtracted in pairs)
+        values = tuple(finite_sum((value, -subtracted)) for value, subtracted in pairs)
         return Scores(values, own.computed_tokens + reference.computed_tokens)

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 class RemoteReward(Described, Protocol):
     """A reward that another server computes; called on the event loop, by any number at once."""
 
+    max_batch: int  # candidates that the server takes at once
+
     def open(self, prompt: Prompt) -> AbstractAsyncContextManager[Score]:
         """A session there.
 
@@ -49,7 +51,7 @@ class RemoteWorker(RewardWorker):
     """
 
     def __init__(self, reward: RemoteReward, queue_limit: int) -> None:
-        self._reward = reward
+        self._reward, self.max_batch = reward, reward.max_batch
         self._queue_limit = queue_limit
         self._num_calls = 0
         self._closed = False

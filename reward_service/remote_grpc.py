@@ -23,6 +23,7 @@ from specrej.backend.v1 import reward_pb2_grpc
 from specrej.channel import open_channel
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import NotFound, Unavailable
+from specrej.limits import MAX_BATCH
 from specrej.remote import RemoteRewards
 
 _POLL_S = 0.2  # between two calls to a service that loads its rewards
@@ -37,6 +38,7 @@ class GRPCReward:
         self.name = spec.name
         self.fingerprint = described.fingerprint
         self.description = described.description
+        self.max_batch = described.max_batch or MAX_BATCH
         self._timeout_s = spec.timeout_s
         self._channel = channel
         self._scorer = partial(RemoteRewards(channel).open, described.name)

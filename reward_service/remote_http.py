@@ -24,6 +24,7 @@ from specrej import fingerprint
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.credentials import may_use_proxy
 from specrej.errors import RewardInvalid, Unavailable
+from specrej.limits import MAX_BATCH
 from specrej.reloading_file import ReloadingFile
 
 _MAX_ANSWER_BYTES = 1 << 20
@@ -46,6 +47,7 @@ class HTTPReward:
             kind="http", url=spec.url, version=spec.version, **selecting
         )
         self.description = "The scores of a reward model behind HTTP."
+        self.max_batch = MAX_BATCH
         self._url, self._timeout_s = spec.url, spec.timeout_s
         self._secrets = {
             name: ReloadingFile((path,), partial(_read_value, path))
@@ -95,8 +97,9 @@ class HTTPReward:
         async with posting as response:
             async for part in response.aiter_raw():
                 answer += part  # bytes would be copied for each part
-                if len(answer) > _MAX_ANSWER_BYTES:
-                    raise httpx2.ReadError("too long")
+                if len(answer) > max(_MAX_ANSWER_BYTES, 64 * len(request["responses"])):
+                    answer.clear()  # no scores, then
+                    break
         return response.status_code, bytes(answer)
 
     def _scores(self, status: int, answer: bytes) -> Scores:

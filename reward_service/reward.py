@@ -6,6 +6,7 @@ pieces of several sessions: so a small batch never waits for the whole of a larg
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,14 @@ from typing import Any, Protocol, TypeVar
 from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 
 T = TypeVar("T", bound=Hashable)
+
+
+def finite_sum(terms: Sequence[float]) -> float:
+    """The sum; NaN, which no score may be, where it is infinite or undefined."""
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 class RewardLost(Exception):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from reward_service.reward import Described, whole_answers
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores
 from specrej.errors import Overloaded, RewardInvalid, Unavailable
+from specrej.limits import MAX_BATCH
 from specrej.telemetry import metrics, names
 
 _WARM_UP_PROMPT = Prompt.from_user("Hello?")
@@ -22,6 +23,8 @@ Score = Callable[[Sequence[Candidate]], Awaitable[Scores]]
 
 class RewardWorker(ABC):
     """Serves one reward to any number of callers."""
+
+    max_batch = MAX_BATCH  # candidates that it takes at once
 
     @property
     @abstractmethod

@@ -68,7 +68,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> pb.RewardServiceDescribeResponse:
         self.check_loaded()
         described = [
-            replace(worker.description, max_batch=self._max_batch)
+            replace(worker.description, max_batch=min(self._max_batch, worker.max_batch))
             for worker in self._workers.values()
         ]
         rewards = [wire.to_message(reward, pb.RewardDescription) for reward in described]

@@ -73,7 +73,8 @@ class VLLMClassifier:
 
     def _begin(self, turns: Turns, candidates: Sequence[Candidate]) -> TextTask:
         closed = [closes(candidate, self._spec.unfinished == "closed") for candidate in candidates]
-        tokenized = turns.tokenize([candidate.text for candidate in candidates], closed)
+        ends = [turns.last_part(candidate.text) for candidate in candidates]
+        tokenized = turns.tokenize(ends, closed)
         texts = [tokens.token_ids for tokens in tokenized]
         read = [tuple(text[: num_read(text, self._pad_id)]) for text in texts]
         unique, where = distinct(read)

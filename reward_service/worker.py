@@ -271,7 +271,7 @@ class Worker(RewardWorker):
             if pieces := take_fairly(tasks, self._reward.token_budget, given):
                 self._reward.compute(pieces)
         except BaseException as error:
-            if isinstance(error, RewardLost) or type(error).__name__ in _LOST:
+            if _is_lost(error):
                 raise  # ends the thread: health reports it, and other services score
             pairs = zip(sharing, given, strict=True)
             took_part = [batch for batch, tokens in pairs if tokens > batch.given] or sharing
@@ -290,9 +290,15 @@ class Worker(RewardWorker):
             try:
                 batch.future.set_result(batch.task.scores())
             except BaseException as error:
+                if _is_lost(error):  # a device fails as late as here
+                    raise
                 batch.session.close()
                 _fail(batch, error)
         return batch.future.done()
+
+
+def _is_lost(error: BaseException) -> bool:
+    return isinstance(error, RewardLost) or type(error).__name__ in _LOST
 
 
 def _begin(batch: _Batch) -> bool:

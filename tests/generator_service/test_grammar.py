@@ -153,6 +153,16 @@ def test_masks_that_take_too_long_give_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert not lost & {EOS, OTHER_END}
 
 
+def test_tokens_of_another_generator_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards an answer that conforms against a move, after which all tokens are read at once."""
+    monkeypatch.setattr("generator_service.grammar._FIRST_S", 0.0)
+    monkeypatch.setattr("generator_service.grammar._TOKEN_S", 1.0)
+    moved = matchers(WORDS)
+    for text in ("ab", "abc"):
+        moved.allowed([0], [tokens(text)])
+    assert 2.5 < moved._left_s < 3.0
+
+
 @pytest.mark.parametrize(
     ("output", "field", "reason"),
     [

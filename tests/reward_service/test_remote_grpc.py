@@ -43,6 +43,7 @@ async def test_scores_are_those_of_the_other_service(start: Start) -> None:
         described, toy = worker.description, ToyReward()
         assert (described.name, described.fingerprint) == ("r", toy.fingerprint)
         assert described.description == toy.description
+        assert worker.max_batch == 8  # larger batches would fail there
         assert await worker.score(PROMPT, ["aab", "", "b"]) == Scores(
             (2 / 3, 0.0, 0.0), 2, toy.fingerprint
         )

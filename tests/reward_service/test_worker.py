@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from reward_service.reward import Reward, RewardLost
+from reward_service.reward import Reward, RewardLost, WholeBatchTask
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
 from specrej.contracts import Candidate, Prompt, Scores
@@ -356,12 +357,19 @@ class AcceleratorError(RuntimeError):
 
 
 @pytest.mark.parametrize("error", [RewardLost("gone"), AcceleratorError("CUDA error")])
-async def test_a_reward_that_is_lost_is_unavailable_and_not_alive(error: Exception) -> None:
-    """Guards against a service that stays ready and fails every batch as INTERNAL."""
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_reward_that_is_lost_is_unavailable_and_not_alive(
+    error: Exception, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a service that stays ready and fails every batch as INTERNAL; a GPU may fail
+    where scores are read."""
     reward = Broken()
     async with started(reward) as worker:
         await worker.score(PROMPT, ["a"])
-        reward.error = error
+        if is_late:
+            monkeypatch.setattr(WholeBatchTask, "scores", mock.Mock(side_effect=error))
+        else:
+            reward.error = error
         for _ in range(2):
             with pytest.raises(Unavailable):
                 await asyncio.wait_for(worker.score(PROMPT, ["a"]), 20)
