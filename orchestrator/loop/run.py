@@ -317,12 +317,7 @@ class _Run:
         if not branching:
             alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), live, alpha)
         is_full = ended.ended_by is RoundEnd.SLOTS_FULL
-        position = ended.num_tokens
-        num_stalled = sum(
-            trace.decision_token == position and trace.ended_by is RoundEnd.SLOTS_FULL
-            for trace in state.rounds
-        )
-        release = rejection.num_released(live, position, num_stalled) if is_full else 0
+        release = self._num_released(ended, live) if is_full else 0
         cut = rejection.cut(
             # With branching no finished candidate is ranked out, and there may be thousands.
             state.scores(state.live if branching else state.ranked),
@@ -358,6 +353,12 @@ class _Run:
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
         state.fork(forks)
         return alpha, forks, pruned.freed_slots
+
+    def _num_released(self, ended: Round, live: int) -> int:
+        """Live candidates to reject because all slots are full."""
+        here = [trace for trace in self.state.rounds if trace.decision_token == ended.num_tokens]
+        num_stalled = sum(trace.ended_by is RoundEnd.SLOTS_FULL for trace in here)
+        return rejection.num_released(live, ended.num_tokens, num_stalled)
 
 
 def is_best_of_n(selection: Selection) -> bool:
