@@ -39,6 +39,7 @@ Handler = Callable[[HTTPRequest], Awaitable[Response]]
 _MAX_TOKEN_CHARACTERS = 4096  # a longer one would exceed grpc's bound of metadata
 _READ_S = 10.0  # for records and descriptions
 _CHECKED_S = 60.0  # between two looks at whether the orchestrator checks tokens
+_FAILED_S = 1.0  # after one that failed
 _CLIENT_LEFT = 499  # nginx's number
 _BEARER = {"token": {"type": "http", "scheme": "bearer"}}
 # Headers of replies that pages of other origins may read.
@@ -56,7 +57,8 @@ class Gateway:
         self._exposition = exposition
         self._bodies = Bodies(settings.max_body_bytes, settings.body_s)
         self._page = Page()
-        self._checks_tokens, self._known_until_s = False, 0.0
+        self._checks_tokens: bool | SpecrejError = False
+        self._known_until_s = 0.0
         self._checking = asyncio.Lock()
         self.is_ready = False
 
@@ -130,10 +132,14 @@ class Gateway:
         )
         try:
             if is_raw:
-                events = await self._events(http, call, token, shows_all=shows_all)
+                events = await self._events(
+                    http, call, token, shows_all=shows_all, shows_deltas=True
+                )
                 return raw_stream(events, call)
             if request.stream:
-                events = await self._events(http, call, token)
+                # Others have their whole text at the end: the run need not look after each token.
+                shows_deltas = call.num_choices == 1 and not call.wants_logprobs
+                events = await self._events(http, call, token, shows_deltas=shows_deltas)
                 return openai_stream(events, answer, request, call)
             generating = self._client.generate(
                 call.prompt, timeout_s=call.timeout_s, token=token, **call.options
@@ -150,11 +156,17 @@ class Gateway:
             return response_of(for_caller(error, "a request"), call.name_of)
 
     async def _events(
-        self, http: HTTPRequest, call: Call, token: str, *, shows_all: bool = False
+        self,
+        http: HTTPRequest,
+        call: Call,
+        token: str,
+        *,
+        shows_deltas: bool,
+        shows_all: bool = False,
     ) -> Events:
         """The events of a call; returns at the first one, or after `keep_alive_s` without one.
 
-        `shows_all`: with progress, and with the texts of candidates.
+        `shows_deltas`: with new text; `shows_all`: with progress, and the texts of candidates.
 
         Raises:
             SpecrejError: it failed before its first event.
@@ -164,7 +176,7 @@ class Gateway:
             call.prompt,
             timeout_s=call.timeout_s,
             token=token,
-            text_deltas=True,
+            text_deltas=shows_deltas,
             progress=shows_all,
             texts=shows_all,
             **call.options,
@@ -209,16 +221,26 @@ class Gateway:
     async def _is_token_checked(self) -> bool:
         """Whether the orchestrator refuses a random token."""
         async with self._checking:
-            if time.monotonic() < self._known_until_s:
-                return self._checks_tokens
-            try:
-                await self._client.record("", timeout_s=_READ_S, token=secrets.token_urlsafe())
-            except Unauthenticated:
-                self._checks_tokens = True
-            except (InvalidRequest, NotFound):
-                self._checks_tokens = False
-            self._known_until_s = time.monotonic() + _CHECKED_S
+            if time.monotonic() >= self._known_until_s:
+                self._checks_tokens = await self._try_token()
+                is_known = isinstance(self._checks_tokens, bool)
+                # Requests that wait here all get the error of one call, not one after the other.
+                self._known_until_s = time.monotonic() + (_CHECKED_S if is_known else _FAILED_S)
+        if isinstance(self._checks_tokens, SpecrejError):
+            raise self._checks_tokens.with_traceback(None)
         return self._checks_tokens
+
+    async def _try_token(self) -> bool | SpecrejError:
+        """Whether a random token is refused, or the error that leaves it open."""
+        try:
+            await self._client.record("", timeout_s=_READ_S, token=secrets.token_urlsafe())
+        except Unauthenticated:
+            return True
+        except (InvalidRequest, NotFound):
+            return False
+        except SpecrejError as error:
+            return error
+        return False
 
     async def _read(
         self, http: HTTPRequest, method: Callable[..., Coroutine[Any, Any, T]], *arguments: str

@@ -5,7 +5,6 @@ The formulas are those by which the engines reserve memory and admit sessions.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -55,7 +54,7 @@ class Capacity:
     """Memory and limits of a generator on one device; several devices are all alike.
 
     sizes: of the device's part of the model; usable_bytes: for weights, workspace and KV; device:
-    "cpu" or "cuda"; threads: on CPUs.
+    "cpu" or "cuda"; threads: of the own engine on CPUs.
     """
 
     sizes: ModelSizes
@@ -66,7 +65,7 @@ class Capacity:
     prefill_chunk: int
     device: str
     is_vllm: bool
-    threads: int = os.cpu_count() or 1
+    threads: int
 
     @property
     def dtype_bytes(self) -> int:

@@ -270,6 +270,7 @@ class Matchers:
         # By candidate, with the number of tokens that it has read.
         self._states: dict[int, tuple[LLMatcher, int]] = {}
         self._alone: set[int] = set()  # candidates whose tables no other one uses
+        self._lost: set[int] = set()  # candidates that are given up
         self._most = 1  # candidates at the same time
         self._left_s = _FIRST_S
 
@@ -286,18 +287,25 @@ class Matchers:
         """
         masks = np.zeros((len(ids), self._vocabulary.num_words), np.uint32)
         # After a move from another generator, all tokens so far are read at once.
-        num_read = (self._states[c][1] if c in self._states else 0 for c in ids)
-        unread = (max(1, len(text) - n) for text, n in zip(texts, num_read, strict=True))
+        rows = zip(ids, texts, masks, strict=True)
+        followed = [row for row in rows if row[0] not in self._lost]
+        num_read = (self._states[c][1] if c in self._states else 0 for c, _, _ in followed)
+        unread = (max(1, len(text) - n) for (_, text, _), n in zip(followed, num_read, strict=True))
         self._left_s += sum(unread) * _TOKEN_S
         self._most = max(self._most, len(ids))
-        for candidate, text, mask in zip(ids, texts, masks, strict=True):
-            if self._left_s > 0:
-                began = time.thread_time()
-                matcher = self._read(candidate, text)
+        for candidate, text, mask in followed:
+            if self._left_s <= 0:
+                self._lost.add(candidate)
+                continue
+            began = time.thread_time()
+            matcher = self._read(candidate, text)
+            self._set_next(mask, matcher)
+            if matcher.is_error() and candidate not in self._alone:
+                matcher = self._read_alone(candidate, text)
                 self._set_next(mask, matcher)
-                if matcher.is_error() and candidate not in self._alone:
-                    self._set_next(mask, self._read_alone(candidate, text))
-                self._left_s -= time.thread_time() - began
+            if matcher.is_error():
+                self._lost.add(candidate)
+            self._left_s -= time.thread_time() - began
         if excluded:
             rest = masks & ~self._vocabulary.mask(excluded)
             has_rest = rest.any(axis=1)
@@ -328,6 +336,8 @@ class Matchers:
                 states[number] = matcher.deep_copy(), num_read
         self._states = states
         self._alone = self._alone & {*ids} - {*forks.values()}
+        lost_forks = {number for number, parent in forks.items() if parent in self._lost}
+        self._lost = (self._lost & {*ids}) | lost_forks
 
     def _set_next(self, mask: Mask, matcher: LLMatcher) -> None:
         """Set bits [words] to the tokens that may come next, none after an error."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -39,15 +39,21 @@ def budget(device: torch.device, fraction: float, weights: int, workspace: int) 
 
 
 def _host() -> tuple[int, int]:
-    """Total and available bytes; in a container with a limit, the limit is the total."""
-    total, free = _meminfo("MemTotal"), _meminfo("MemAvailable")
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
-    return (total, free) if limit == "max" else (min(total, int(limit)), free)
+    """Total and available bytes; in a container with a limit, the limit is the total, of which its
+    other processes may use a part."""
+    total, free = (_value(_MEMINFO, name) * 1024 for name in ("MemTotal:", "MemAvailable:"))
+    file = _CGROUP / "memory.max"
+    limit = file.read_text().strip() if file.is_file() else "max"
+    if limit == "max":
+        return total, free
+    cached = _value(_CGROUP / "memory.stat", "inactive_file")  # which the kernel can free
+    used = int((_CGROUP / "memory.current").read_text()) - cached
+    return min(total, int(limit)), min(free, int(limit) - used)
 
 
-def _meminfo(name: str) -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        key, _, value = line.partition(":")
+def _value(file: Path, name: str) -> int:
+    for line in file.read_text().splitlines():
+        key, value, *_ = line.split()
         if key == name:
-            return int(value.split()[0]) * 1024
-    raise OSError(f"{_MEMINFO} has no line {name}")
+            return int(value)
+    raise OSError(f"{file} has no line {name}")

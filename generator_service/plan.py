@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ def parse_bytes(text: str) -> int:
     try:
         if match:
             return int(float(match[1]) * _UNITS[match[2]])
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
     raise argparse.ArgumentTypeError(f"{text!r}: use 80GiB, 80GB or a number of bytes")
 
@@ -41,6 +42,8 @@ def read_config(place: str | Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"{path}: must be a JSON object")
     return config
 
 
@@ -84,6 +87,7 @@ def _plan(given: argparse.Namespace) -> tuple[Capacity, int]:
         settings.prefill_chunk,
         device,
         is_vllm,
+        settings.threads or os.cpu_count() or 1,
     ).fitted(given.first)
     return planned, num_parameters(read)
 

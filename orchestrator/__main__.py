@@ -37,6 +37,10 @@ P = TypeVar("P", bound=Peer[Any])
 
 _BACKEND_POLL_S = 0.5
 
+# Between two refreshes of one answer; one that is not stored, such as of fewer candidates, leaves
+# it stale.
+_REFRESH_REST_S = 10.0
+
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT."""
@@ -100,7 +104,11 @@ def _orchestrator(
         lead_s=settings.lead_s,
         overlap_scoring=settings.overlap_scoring,
         shared_flights=SharedSingleFlight(cache) if settings.shared_flights else None,
-        refreshes=BackgroundTasks("refreshing a stale answer", deadline_s=settings.deadline_s),
+        refreshes=BackgroundTasks(
+            "refreshing a stale answer",
+            deadline_s=settings.deadline_s,
+            rest_s=min(_REFRESH_REST_S, settings.cache_ttl_s / 10),
+        ),
         shadows=Shadows(
             settings.shadow_share,
             max_slots=settings.shadow_slots,

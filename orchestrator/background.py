@@ -94,13 +94,18 @@ async def ended(task: asyncio.Task[Any]) -> None:
 class BackgroundTasks:
     """At most one task per key and `limit` in all, each cancelled after `deadline_s` seconds.
 
-    `purpose` names the work in the log line of a failure.
+    `purpose` names the work in the log line of a failure. A key whose task has ended has no other
+    one for `rest_s` seconds.
     """
 
-    def __init__(self, purpose: str, *, limit: int = 4, deadline_s: float = 600.0) -> None:
+    def __init__(
+        self, purpose: str, *, limit: int = 4, deadline_s: float = 600.0, rest_s: float = 0.0
+    ) -> None:
         self._purpose = purpose
         self._limit = limit
         self._deadline_s = deadline_s
+        self._rest_s = rest_s
+        self._resting: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -115,16 +120,17 @@ class BackgroundTasks:
         work: Callable[[], Awaitable[None]],
         context: contextvars.Context | None = None,
     ) -> None:
-        """Run `work`; do nothing if a task of `key` runs, the limit is reached, or after close.
+        """Run `work`; do nothing if a task of `key` runs or rests, at the limit, or after close.
 
         `context`: by default empty, so that the task inherits neither the span nor the deadline of
         a request.
         """
-        if self._closed or key in self._tasks or len(self._tasks) >= self._limit:
+        is_known = key in self._tasks or key in self._resting
+        if self._closed or is_known or len(self._tasks) >= self._limit:
             return
         task = asyncio.create_task(self._run(work), context=context or contextvars.Context())
         self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key))
+        task.add_done_callback(lambda _: self._end(key))
 
     async def aclose(self, patience_s: float = 0.0) -> None:
         """Wait `patience_s` seconds for all tasks, cancel the rest, and wait for their end."""
@@ -134,6 +140,12 @@ class BackgroundTasks:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+    def _end(self, key: str) -> None:
+        del self._tasks[key]
+        if self._rest_s:
+            self._resting.add(key)
+            asyncio.get_running_loop().call_later(self._rest_s, self._resting.discard, key)
 
     async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         try:

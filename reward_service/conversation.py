@@ -5,10 +5,10 @@ By the model's chat template, or by a plain format. Uses the tokenizer, no weigh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
@@ -26,10 +26,20 @@ SPLICE = "\ue000\ue001\ue000"
 
 # A placeholder for a spliced token, distinct from equal tokens of the text.
 _SPLICED = -1
-_ENCODED = 32  # texts at once
+_AT_ONCE = 32
 
 # An example of a response, to find what a template writes after it; in no template.
 _ANY_RESPONSE = "Response \ue002"
+
+
+T = TypeVar("T")
+
+
+def in_parts(texts: Sequence[T]) -> Iterator[Sequence[T]]:
+    """A few texts at once: each is written behind the whole prompt, and a tokenizer keeps several
+    values for each of its tokens."""
+    for at in range(0, len(texts), _AT_ONCE):
+        yield texts[at : at + _AT_ONCE]
 
 
 def without_splices(text: str) -> str:
@@ -116,11 +126,7 @@ class Conversation:
             raise InvalidRequest([Violation("prompt", reason)])
 
     def encode(self, rendered: Sequence[str]) -> list[list[int]]:
-        """Token ids, not cut. A few texts at once: of each, a tokenizer also keeps other values."""
-        parts = (rendered[at : at + _ENCODED] for at in range(0, len(rendered), _ENCODED))
-        return [token_ids for part in parts for token_ids in self._encode(part)]
-
-    def _encode(self, rendered: Sequence[str]) -> list[list[int]]:
+        """Token ids, not cut."""
         if self._by_tokenizer and (bos := self.tokenizer.bos_token):
             rendered = [text.removeprefix(bos) for text in rendered]
         splice, encode = self.splice, self._control_tokens.encode
@@ -193,11 +199,15 @@ class Turns:
 
     def tokenize(self, texts: Sequence[str], closed: Sequence[bool]) -> list[Tokenized]:
         """Each text as a turn; a closed one ends with what the template writes after a turn."""
-        rendered = self._conversation.render(self._prompt, texts)
-        open_turns = [text.removesuffix(self._closing) for text in rendered]
-        head_ids, tails = self._encode([*rendered, *open_turns])
-        pairs = zip(tails[: len(texts)], tails[len(texts) :], closed, strict=True)
-        return [self._tokenized(head_ids, *pair) for pair in pairs]
+        tokenized: list[Tokenized] = []
+        for part in in_parts(list(zip(texts, closed, strict=True))):
+            rendered = self._conversation.render(self._prompt, [text for text, _ in part])
+            open_turns = [text.removesuffix(self._closing) for text in rendered]
+            head_ids, tails = self._encode([*rendered, *open_turns])
+            pairs = zip(tails[: len(part)], tails[len(part) :], strict=True)
+            for (whole, open_turn), (_, is_closed) in zip(pairs, part, strict=True):
+                tokenized.append(self._tokenized(head_ids, whole, open_turn, is_closed))
+        return tokenized
 
     def _encode(self, rendered: Sequence[str]) -> tuple[list[int], list[list[int]]]:
         """The tokens with which all of these conversations begin, and those after them of each."""

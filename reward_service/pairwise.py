@@ -18,7 +18,7 @@ from torch import Tensor
 
 from reward_service.causal import CausalScorer, CausalTask, KeptSession, Tokens
 from reward_service.checkpoint import load_backbone
-from reward_service.conversation import load_conversation
+from reward_service.conversation import in_parts, load_conversation
 from reward_service.lm_head import LMHead, single_token
 from reward_service.reward import distinct
 from reward_service.specs import PairwiseSpec, Resources
@@ -59,15 +59,16 @@ class PairwiseReward:
         Raises:
             InvalidRequest: the model's template rejects it.
         """
-        if not pairs:
-            return []
         # Not by str.format: texts may hold braces.
         head, rest = self.spec.template.split("{context}")
         between, rest = rest.split("{a}")
         middle, end = rest.split("{b}")
         head += context + between
-        turns = [(Message("user", head + a + middle + b + end),) for a, b in pairs]
-        return self.conversation.encode(self.conversation.written(turns))
+        token_ids: list[list[int]] = []
+        for part in in_parts(pairs):
+            turns = [(Message("user", head + a + middle + b + end),) for a, b in part]
+            token_ids += self.conversation.encode(self.conversation.written(turns))
+        return token_ids
 
 
 class _PairwiseSession:

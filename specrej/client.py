@@ -70,7 +70,7 @@ T = TypeVar("T")
 Metadata = Sequence[tuple[str, str]]
 # Converting so many bytes of an event takes some milliseconds.
 _LARGE_BYTES = 8192
-_NAME, _TEXT = re.compile("[0-9a-z_.-]+"), re.compile("[ -~]*")
+_NAME, _TEXT = re.compile("[0-9a-z_.-]+(?<!-bin)"), re.compile("[ -~]*")
 
 
 def build_request(
@@ -182,12 +182,13 @@ class _Connection:
 
     def _metadata(self, span: _Span, token: str, metadata: Metadata) -> Metadata:
         """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext.
-        InvalidRequest: gRPC cannot send a name or value.
+        InvalidRequest: gRPC cannot send a name or value, or it is a token, which has rules.
         """
         for name, value in metadata:
-            is_binary = name.endswith("-bin")
-            if not (_NAME.fullmatch(name) and (is_binary or _TEXT.fullmatch(value))):
-                accepted = "lower-case names, and printable ASCII"
+            if name == "authorization":
+                raise InvalidRequest([Violation(f"metadata {name!a}", "is sent as token")])
+            if not (_NAME.fullmatch(name) and _TEXT.fullmatch(value)):
+                accepted = "lower-case names without -bin, and printable ASCII"
                 raise InvalidRequest([Violation(f"metadata {name!a}", f"gRPC sends {accepted}")])
         if not token:
             return (*span.metadata, *metadata)
@@ -293,6 +294,8 @@ class Client(_Connection):
                 if not isinstance(event, Finished):
                     raise InternalError("the stream ended without an answer")
             except SpecrejError as error:
+                if isinstance(event, Finished):  # the answer is there; only its status is lost
+                    return
                 if event:
                     raise
                 await attempts.after(error)

@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
+from specrej.errors import InvalidRequest, Violation
 from specrej.reloading_file import ReloadingFile
 
 TOKEN_VARIABLE = "SPECREJ_TOKEN"
 
 _PLAINTEXT = "a token would go to {} in plaintext: use TLS, or allow_plaintext_token"
+
+# Values of SPECREJ_TLS.
+_SWITCHES = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
+    ("false", "0", "no", "off", ""), False
+)
 
 # What HTTP allows in a bearer token (RFC 6750).
 _TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
@@ -37,15 +43,23 @@ class Credentials(TypedDict, total=False):
 
 
 def credentials_from(environment: Mapping[str, str]) -> Credentials:
-    """Credentials from environment variables: SPECREJ_TOKEN, SPECREJ_TLS_CA and so on."""
+    """Credentials from environment variables: SPECREJ_TOKEN, SPECREJ_TLS_CA and so on.
+
+    Raises:
+        InvalidRequest: SPECREJ_TLS is neither true nor false.
+    """
 
     def variable(name: str) -> str:
         return environment.get(f"SPECREJ_{name}", "")
 
+    tls = _SWITCHES.get(variable("TLS").strip().lower())
+    if tls is None:
+        accepted = ", ".join(filter(None, _SWITCHES))
+        raise InvalidRequest([Violation("SPECREJ_TLS", f"must be one of {accepted}")])
     return Credentials(
         token=environment.get(TOKEN_VARIABLE, ""),
         token_file=variable("TOKEN_FILE"),
-        tls=variable("TLS").lower() in ("1", "true", "yes", "on"),
+        tls=tls,
         tls_ca=variable("TLS_CA"),
         tls_cert=variable("TLS_CERT"),
         tls_key=variable("TLS_KEY"),

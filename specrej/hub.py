@@ -181,7 +181,10 @@ def _usable(name: str, directory: Path, file: str) -> ModelFiles:
         raise HubError(f"{name} has no config.json: it is not a model of transformers")
     shards = {path.name for path in directory.glob("*.safetensors")}
     if (index := directory / _INDEX).exists():
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            wanted = set(json.loads(index.read_text())["weight_map"].values())
+        except (AttributeError, KeyError, TypeError):
+            raise HubError(f"{name} has an index that names no weights") from None
         if missing := sorted(wanted - shards):
             raise HubError(f"{name} lacks {', '.join(missing[:3])}, which its index names")
     elif not shards:

@@ -211,16 +211,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         loop, refusal = asyncio.get_running_loop(), None
         timer: asyncio.TimerHandle
 
-        def check() -> None:
+        # Its own argument: a reference to itself would leave every call to the garbage collector.
+        def check(again: Callable[[Any], None]) -> None:
             nonlocal timer, refusal
             try:
                 admit()
-                timer = loop.call_later(_RECHECK_S, check)
+                timer = loop.call_later(_RECHECK_S, again, again)
             except Exception as error:
                 refusal = error
                 bound.reschedule(loop.time())
 
-        timer = loop.call_later(_RECHECK_S, check)
+        timer = loop.call_later(_RECHECK_S, check, check)
         try:
             async with asyncio.timeout(None) as bound:
                 yield

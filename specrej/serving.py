@@ -74,6 +74,8 @@ _LAGS_S = 60.0  # for which a measurement of the event loop counts
 # The time for messages in flight to arrive at a stopping server, and for its answers to leave.
 _SETTLING_S = 0.5
 
+_LOADING_OBJECTS = 100_000  # new ones between two garbage collections while a process loads
+
 # The time in which a call that has arrived begins.
 _BEGINNING_S = 0.05
 
@@ -174,9 +176,12 @@ class Server:
             await _within(_ENDING_S, self._prober.stop(0))
 
     async def _drain(self) -> None:
-        """Set NOT_SERVING, wait `drain_s` so that balancers choose other servers, then stop."""
+        """Set NOT_SERVING, wait `drain_s` so that balancers choose other servers, then stop.
+
+        A server that was never ready was in no balancer.
+        """
         self._end_readiness()
-        await asyncio.sleep(self._settings.drain_seconds)
+        await asyncio.sleep(self._settings.drain_seconds if self._is_warm else 0)
         await self.stop()
 
     def _end_readiness(self) -> None:
@@ -253,18 +258,20 @@ class Server:
 
 
 async def _load(warm_up: Callable[[], Awaitable[None]]) -> None:
-    """Await `warm_up` with garbage collection off, and exempt from it what was loaded.
+    """Await `warm_up` with rare garbage collection, and exempt from it what was loaded.
 
     The libraries of models are 360,000 objects that live as long as the process. To visit them
     takes 7 % of the processor time of a start, and 0.1 s of each later collection of all objects.
+    Calls leave cycles meanwhile, and an orchestrator may wait for its backends for hours.
     """
-    gc.disable()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(_LOADING_OBJECTS)
     try:
         await warm_up()
         gc.collect()
         gc.freeze()
     finally:
-        gc.enable()
+        gc.set_threshold(*thresholds)
 
 
 def _grpc_server(

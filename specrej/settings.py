@@ -58,7 +58,9 @@ class ProcessSettings(BaseSettings):
     )
     log_format: Literal["text", "json"] = Field("text", description="plain text or JSON lines")
     otlp_endpoint: str = Field(
-        "", description="OTLP gRPC collector URL for traces and metrics; empty: none"
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="OTLP gRPC collector URL for traces and metrics, http: or https:; empty: none",
     )
     metrics_port: Port = Field(0, description="HTTP port of a Prometheus endpoint; 0: none")
     metrics_host: str = Field("", description="address of that port; empty: that of host")

@@ -6,6 +6,7 @@ the `grpc-retry-pushback-ms` trailer. Other exceptions are INTERNAL with an opaq
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -40,11 +41,14 @@ _CODES: dict[type[errors.SpecrejError], grpc.StatusCode] = {
 
 # Parts of grpc's own messages for exceeded sizes, after which the same call would fail again.
 _TOO_LARGE = "message larger than max"
+_REQUEST_TOO_LARGE = ("SERVER: Received", "CLIENT: Sent")
 _TOO_MUCH_METADATA = "metadata size exceeds"
 
 # Limits of the trailers: beyond 8 KiB a client may, beyond 16 KiB it will see RESOURCE_EXHAUSTED
 # instead of the status.
 _MAX_TEXT_CHARACTERS = 1024
+
+_NUMBER = re.compile("[0-9]{1,18}")  # in metadata; Python refuses to read thousands of digits
 
 # A longer delay from a peer is passed on as one hour.
 _MAX_RETRY_S = 3600.0
@@ -119,9 +123,14 @@ def from_backend_error(failure: Any, backend: str) -> errors.SpecrejError:
         error,
         errors.Cancelled | errors.DeadlineExceeded | errors.SessionExpired | errors.OutOfOrder,
     ):
-        return errors.Unavailable(f"{backend} gave up: {error.message}")
+        text = f": {error.message}" if has_details(failure) else ""
+        return errors.Unavailable(f"{backend} gave up{text}")
     if isinstance(error, errors.Unauthenticated | errors.PermissionDenied):
         return errors.Unavailable(f"{backend} refused this service's token or certificate")
+    if isinstance(error, errors.NotFound) and not has_details(failure):
+        return errors.Unavailable(f"{backend} is not a service of this kind")
+    if isinstance(error, errors.InvalidRequest) and not has_details(failure):
+        return _failed(failure, backend)  # our caller's request is valid
     return without_foreign_text(error, failure, backend)
 
 
@@ -147,14 +156,22 @@ def without_foreign_text(
     if is_foreign and isinstance(error, errors.Unavailable):
         return errors.Unavailable(f"{backend} cannot be reached")
     if is_foreign and isinstance(error, errors.InternalError):
-        is_large = _TOO_LARGE in error.message
-        return errors.InternalError(f"{backend} failed{': message too large' * is_large}")
+        return _failed(failure, backend)
     if is_foreign and isinstance(error, errors.Overloaded):
         return errors.Overloaded(f"{backend} is busy", retry_after_s=error.retry_after_s or 0.0)
     return error
 
 
+def _failed(failure: Any, backend: str) -> errors.InternalError:
+    is_large = _TOO_LARGE in (failure.details() or "")
+    return errors.InternalError(f"{backend} failed{': message too large' * is_large}")
+
+
 def _exhausted(message: str, delay_s: float, metadata: dict[str, str]) -> errors.SpecrejError:
+    if _TOO_LARGE in message and message.startswith(_REQUEST_TOO_LARGE):
+        return errors.InvalidRequest(
+            [errors.Violation("request", "is larger than the server accepts")]
+        )
     if _TOO_LARGE in message or _TOO_MUCH_METADATA in message:
         return errors.InternalError(message)
     return errors.Overloaded(message, retry_after_s=delay_s, metadata=metadata)
@@ -165,7 +182,7 @@ def _invalid_request(
 ) -> errors.InvalidRequest:
     if reason != errors.SlotsExceeded.reason:
         return errors.InvalidRequest(violations, reason=reason, metadata=metadata)
-    numbers = {name: int(text) for name, text in metadata.items() if text.isdecimal()}
+    numbers = {name: int(text) for name, text in metadata.items() if _NUMBER.fullmatch(text)}
     return errors.SlotsExceeded(
         violations,
         max_candidates=numbers.get("candidates", 0),

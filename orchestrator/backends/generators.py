@@ -109,9 +109,8 @@ class FleetGenerator:
                     raise
 
     def _ranked(self, spec: SessionSpec) -> list[GeneratorBackend]:
-        needed = spec.n * spec.first_tokens
         prefix = prefix_of(spec.prompt, spec.cache_salt)
-        return self._fleet.ranked(prefix, lambda backend: _load(backend, needed), self._draw)
+        return self._fleet.ranked(prefix, lambda backend: _load(backend, spec), self._draw)
 
     def _all(self) -> list[GeneratorBackend]:
         return [*self._fleet.members(), *self._fleet.others()]
@@ -199,12 +198,17 @@ async def _entered(
     return SplitSession(sessions)
 
 
-def _load(backend: GeneratorBackend, needed_slots: int) -> float:
+def _load(backend: GeneratorBackend, spec: SessionSpec) -> float:
     """In sessions: those it has, those placed since its description, and the share of full slots.
 
-    Generators without the needed free slots come last: waiting is worse than sharing.
+    Generators without the needed free slots come last: waiting is worse than sharing, and so are
+    fewer candidates where their number is left open.
     """
     known: GeneratorDescription = backend.description
     sessions = known.sessions + known.waiting + backend.placed
-    is_full = known.slots.capacity - known.slots.owned < needed_slots
+    needed = spec.n * spec.first_tokens
+    if not spec.n:
+        most = max(1, spec.min_answers, known.auto_candidates)
+        needed = min(most * spec.first_tokens, known.slots.capacity // 2)
+    is_full = known.slots.capacity - known.slots.owned < needed
     return sessions + known.slots.owned / max(1, known.slots.capacity) + _FULL * is_full

@@ -237,7 +237,6 @@ class Orchestrator:
                 record.queued()
             lead.pause_timer()
             queue_ms = await self._admitted(plan, stack)
-            lead.note_progress()
             if record:
                 record.running()
             before_run_ms = _ms_since(plan.arrived)

@@ -57,6 +57,7 @@ class DeadlineController:
     _has_cut: bool = False  # to learn how long a step of fewer rows takes
     _has_begun: bool = False  # the prompt has been read
     _score_s: float = 0.0  # per candidate
+    num_discarded: int = 0  # of candidates that ended, and were rejected afterwards
     _num_ended: int = 0
     _num_grown_tokens: int = 0
 
@@ -195,7 +196,7 @@ class DeadlineController:
     @property
     def _least(self) -> int:
         """Candidates that must still finish, at least 1."""
-        return max(1, self.min_answers - self._num_ended)
+        return max(1, self.min_answers - (self._num_ended - self.num_discarded))
 
     def _num_kept(self, rows: int, alpha: float) -> int:
         return min(rows, num_kept(rows, alpha, self._least))

@@ -140,7 +140,9 @@ class Growth:
         if not self._ahead:
             return 0
         ahead, grown = self._ahead, self._ahead.candidates
-        num_tokens = sum(len(c.new_token_ids) for c in grown if c.id not in live)
+        dropped = [c for c in grown if c.id not in live]
+        num_tokens = sum(len(c.new_token_ids) for c in dropped)
+        self._deadline.num_discarded += sum(c.finish is not None for c in dropped)
         if not live:
             self._ahead = None
             return num_tokens + ahead.repeated_tokens  # otherwise the next round counts them

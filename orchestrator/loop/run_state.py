@@ -178,6 +178,7 @@ class RunState:
         if not may_degrade or not self.latest:
             raise DeadlineExceeded("too few answers were complete before the deadline")
         self.degradations.append(Degradation.DEADLINE)
+        self.live = {number for number in self.live if not self._is_copy(number)}
         for number in self.live:
             self.latest[number] = replace(self.latest[number], finish=FinishReason.LENGTH)
             # Scores of the last decision token; before the first one, the likelihood.
@@ -206,6 +207,11 @@ class RunState:
             self.forks[number] = parent, self.latest[parent].num_tokens
             self.tokens.fork(number, parent)
         self.live |= forks.keys()
+
+    def _is_copy(self, number: int) -> bool:
+        """Whether it is a fork that has no token of its own yet."""
+        _, num_tokens = self.forks.get(number, (number, -1))
+        return self.latest[number].num_tokens == num_tokens
 
     def root(self, number: int) -> int:
         """The initial candidate that `number` descends from; itself if it is no fork."""

@@ -104,6 +104,8 @@ class _Text(_Formatter):
             record.exc_text = cached
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        if not record.message.isprintable():  # of a peer, it could forge lines
+            record.message = json.dumps(record.message)
         values = {**_facts_of(record), **_span_ids()}
         return " ".join(
             [super().formatMessage(record), *(f"{key}={_plain(values[key])}" for key in values)]

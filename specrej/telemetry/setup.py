@@ -160,6 +160,7 @@ def _prometheus(outlets: _Outlets, settings: ProcessSettings) -> MetricReader:
 def _bound(server: Any) -> None:
     """Bound threads and time of scrapes: the port accepts every connection."""
     free, handle = BoundedSemaphore(_MAX_SCRAPES), server.process_request_thread
+    start = server.process_request
 
     def handle_one(request: Any, address: Any) -> None:
         ending = Timer(_SCRAPE_S, _shut, [request])
@@ -171,7 +172,14 @@ def _bound(server: Any) -> None:
             ending.cancel()
             free.release()
 
-    server.process_request_thread = handle_one
+    def start_one(request: Any, address: Any) -> None:
+        try:
+            start(request, address)
+        except BaseException:  # no thread could be started, which would release
+            free.release()
+            raise
+
+    server.process_request, server.process_request_thread = start_one, handle_one
     server.verify_request = lambda *_: free.acquire(blocking=False)
 
 

@@ -115,6 +115,7 @@ def test_a_plan_has_the_slots_that_vllm_allocates(
         prefill_chunk=256,
         device="cpu",
         is_vllm=True,
+        threads=1,
     )
     assert allocated["block_tokens"] == BLOCK_TOKENS["cpu"]
     assert allocated["kv_bytes"] == allocated["blocks"] * 32 * planned.slot_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -31,7 +32,7 @@ from tests.gateway.gateways import (
     request,
     tokens_file,
 )
-from tests.serving import listening
+from tests.serving import listening, until
 from tests.specrej.fakes import EVENTS, FakeOrchestrator
 
 CHAT = "/v1/chat/completions"
@@ -331,6 +332,29 @@ async def test_the_check_of_tokens_is_checked_once_a_minute(
                 assert (answer[0], len(tokens)) == (status, minute)
             server._gateway._known_until_s -= 60
     assert len({*tokens, "", "x"}) == 4
+
+
+async def test_requests_do_not_wait_one_after_the_other_for_the_check_of_tokens(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a line that grows while the orchestrator is away."""
+    tries: list[asyncio.Event] = []
+
+    async def record(request_id: str, *, timeout_s: float, token: str) -> None:
+        tries.append(asyncio.Event())
+        await tries[-1].wait()
+        raise errors.DeadlineExceeded("it does not answer")
+
+    async with gateway_at(address, allow_anonymous=False) as server:
+        monkeypatch.setattr(server._client, "record", record)
+        sent = [
+            asyncio.create_task(post(server.port, CHAT, BODY, authorization="Bearer x"))
+            for _ in range(5)
+        ]
+        await until(lambda: len(server._gateway._checking._waiters or ()) == 4)
+        tries[0].set()
+        assert {(await answer)[0] for answer in sent} == {504}
+    assert len(tries) == 1
 
 
 async def test_a_call_that_is_silent_at_first_streams(orchestrator: FakeOrchestrator) -> None:

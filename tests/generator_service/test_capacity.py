@@ -146,7 +146,7 @@ def capacity_of(
     weights = weight_bytes(read, device, devices, is_vllm=is_vllm)
     context = sizes.context_tokens
     own = sizes.split(devices)
-    return Capacity(own, weights, usable, context, 1024, 256, device, is_vllm)
+    return Capacity(own, weights, usable, context, 1024, 256, device, is_vllm, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -361,6 +361,7 @@ def test_the_command_prints_one_object(tmp_path: Path) -> None:
         (("--context-tokens", "8193"), "context_tokens must be at most the model's 8192"),
         (("--memory", "8GiB"), "does not fit: 7.2 GiB less 15.0 GiB of weights"),
         (("--memory", "8 GiBs"), "use 80GiB, 80GB or a number of bytes"),
+        (("--memory", "9" * 400), "use 80GiB, 80GB or a number of bytes"),
         (("--model", "missing"), "No such file"),
     ],
 )
@@ -368,6 +369,25 @@ def test_the_command_refuses(tmp_path: Path, arguments: tuple[str, ...], reason:
     code, output = run(tmp_path, LLAMA_3_8B, *arguments)
     assert code in (1, 2)
     assert reason in " ".join(output.split())
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    code, output = run(tmp_path, LLAMA_3_8B, "--model", str(tmp_path / "list.json"))
+    assert code == 2 and "must be a JSON object" in " ".join(output.split())
+
+
+def test_a_plan_for_cpus_has_the_threads_of_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against the slots of the machine that plans, which may have other cores."""
+    slots = []
+    for threads in ("2", "64"):
+        monkeypatch.setenv("SPECREJ_GENERATOR_THREADS", threads)
+        flags = ("--dtype", "float32", "--json")
+        long = LLAMA_3_8B | {"max_position_embeddings": 131_072}
+        slots.append(json.loads(run(tmp_path, long, *flags)[1])["slots"])
+    assert slots[0] > slots[1]
 
 
 @pytest.mark.parametrize(

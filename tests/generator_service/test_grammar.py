@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator_service import grammar
-from generator_service.grammar import Grammars, Matchers, TokenizerSpec, Vocabulary, unpacked
+from generator_service.grammar import (
+    CompiledGrammar,
+    Grammars,
+    Matchers,
+    TokenizerSpec,
+    Vocabulary,
+    unpacked,
+)
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
 from specrej.errors import InvalidRequest
 from tests.reward_service.tiny import make_tokenizer
@@ -151,6 +159,31 @@ def test_masks_that_take_too_long_give_up(monkeypatch: pytest.MonkeyPatch) -> No
     (lost,) = next_of(matchers(WORDS), tokens("ab"))
     assert {*tokens("xyz-1")} <= lost
     assert not lost & {EOS, OTHER_END}
+
+
+def test_a_candidate_that_is_given_up_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against time that grows with all tokens that are not read, and against a grammar that
+    is compiled anew for each fork of a candidate whose tokens do not conform."""
+    monkeypatch.setattr("generator_service.grammar._FIRST_S", -100.0)
+    monkeypatch.setattr("generator_service.grammar._TOKEN_S", 1.0)
+    states = matchers(WORDS)
+    for length in range(1, 200):
+        states.allowed([0], [tokens("a" * length)])
+    assert states._left_s < -95
+    monkeypatch.undo()
+    states, num_compiled = matchers(WORDS), 0
+    compiled = CompiledGrammar.of
+
+    def counted(*arguments: Any) -> CompiledGrammar:
+        nonlocal num_compiled
+        num_compiled += 1
+        return compiled(*arguments)
+
+    monkeypatch.setattr(CompiledGrammar, "of", counted)
+    for number in range(5):
+        states.allowed([number], [tokens("ax" + "b" * number)])
+        states.keep([number], {number + 1: number})
+    assert num_compiled == 1
 
 
 def test_tokens_of_another_generator_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +354,7 @@ def test_a_mask_does_not_depend_on_other_candidates(monkeypatch: pytest.MonkeyPa
     vocabulary = Vocabulary(SPEC.load(), [EOS, OTHER_END])
 
     def walked(num_candidates: int) -> list[set[int]]:
-        states = grammar.CompiledGrammar.of(source, vocabulary).matchers()
+        states = CompiledGrammar.of(source, vocabulary).matchers()
         randoms = [Random(number) for number in range(num_candidates)]
         texts: list[list[int]] = [[] for _ in randoms]
         seen = []

@@ -31,20 +31,24 @@ PENALTIES = {
 def host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, total: int, free: int, limit: int | str
 ) -> None:
-    """A machine of `total` bytes, of which `free` are free, and a container of `limit` bytes."""
+    """A machine of `total` bytes, of which `free` are free, and a container of `limit` bytes, in
+    which processes use 6 GiB, and files that the kernel can drop 1 GiB."""
     (tmp_path / "meminfo").write_text(
         f"MemTotal:   {total // 1024} kB\nMemFree: 1 kB\nMemAvailable: {free // 1024} kB\n"
     )
-    (tmp_path / "limit").write_text(f"{limit}\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{7 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {6 * GIB}\ninactive_file {GIB}\n")
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_CGROUP_LIMIT", tmp_path / "limit")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("total_gib", "free_gib", "limit", "fraction", "kv_gib"),
     [
         (16, 15, "max", 0.5, 16 / 2 - 1 - 2),
-        (64, 60, 8 * GIB, 0.5, 8 / 2 - 1 - 2),  # memory that the container may not use
+        (64, 60, 12 * GIB, 0.5, 12 / 2 - 1 - 2),  # memory that the container may not use
+        (64, 60, 10 * GIB, 0.9, 10 - 6 - 2),  # memory that the container's other processes use
         (16, 4, "max", 0.9, 4 - 2),  # memory that other processes use; the weights are loaded
     ],
 )

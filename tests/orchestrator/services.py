@@ -64,7 +64,7 @@ class Gate:
     """Open at first; while it is shut, `passed` waits. `held` counts the waiting calls."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.held = self._num_passed = 0
         self._open = asyncio.Event()
         self._open.set()
 
@@ -74,10 +74,19 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    async def let_one(self) -> None:
+        """Let the next call pass, and shut before any later one."""
+        await until(lambda: self.held == 1)
+        num_passed = self._num_passed
+        self.open()
+        self.shut()  # calls that wait already pass nevertheless
+        await until(lambda: self._num_passed > num_passed)
+
     async def passed(self) -> None:
         self.held += 1
         try:
             await self._open.wait()
+            self._num_passed += 1
         finally:
             self.held -= 1
 

@@ -41,6 +41,27 @@ async def test_one_task_per_key_and_a_limit() -> None:
     assert len(runs.steps) == 3
 
 
+async def test_a_key_rests() -> None:
+    """Guards against an answer that stays stale, and is made again after every hit."""
+    tasks, runs = BackgroundTasks("testing", rest_s=0.2), HeldRuns[None]()
+    tasks.start("a", runs.run)
+    await until(lambda: runs.running == 1)
+    runs.end(None)
+    await until(lambda: not tasks.num_running)
+    tasks.start("a", runs.run)
+    tasks.start("b", runs.run)
+    await until(lambda: runs.running == 1)
+    assert tasks.num_running == 1
+    runs.end(None)
+
+    def starts_again() -> bool:
+        tasks.start("a", runs.run)
+        return runs.running == 1
+
+    await until(starts_again)
+    runs.end(None)
+
+
 @pytest.mark.parametrize("error", [Unavailable("down"), TimeoutError(), ValueError("a bug")])
 async def test_a_failure_is_logged_and_frees_the_key(
     error: Exception, caplog: pytest.LogCaptureFixture

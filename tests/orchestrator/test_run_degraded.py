@@ -17,6 +17,7 @@ from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
 from specrej.contracts import (
     NO_FORKS,
     Algorithm,
+    Branching,
     Candidate,
     Degradation,
     Finished,
@@ -322,6 +323,19 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, int]) -> 
     left = await answer(whole, generator, FixedScorer(), time_left_s=1.0, clock=generator.clock)
     assert {c.id for c in left.candidates if c.finish is FinishReason.STOP} == complete
     assert left.usage.generated_tokens > 17 * len(complete)
+
+
+async def test_forks_that_have_not_grown_are_no_answers() -> None:
+    """Guards against several equal answers, copies of one survivor, instead of the second best."""
+    forked = lenient(n=8, max_tokens=64, schedule=GeometricSchedule(8), branching=Branching(8, 2))
+    selection = replace(forked.selection, return_candidates=8)
+    generator = FaultyGenerator(hangs_at=8)
+    generator.end_every = NEVER
+    got = await answer(
+        replace(forked, selection=selection), generator, FixedScorer(), time_left_s=1.0
+    )
+    assert Degradation.DEADLINE in got.degradations
+    assert len(got.candidates) == 2 == len({c.text for c in got.candidates})
 
 
 @pytest.mark.parametrize("is_last", [True, False])

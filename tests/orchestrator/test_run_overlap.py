@@ -139,6 +139,24 @@ async def test_scores_that_fail_in_a_cancelled_request_are_no_error_of_the_loop(
 
 
 @pytest.mark.usefixtures("at_once")
+async def test_an_answer_that_is_rejected_is_none() -> None:
+    """Guards against a deadline controller that counts on it: it would plan for fewer candidates
+    than must finish."""
+    deadline = DeadlineController(lambda position: position + 4, 8, min_answers=2)
+    async with ToyGenerator(end_every=3).open(SessionSpec(PROMPT, 4, Sampling(8), 8)) as session:
+        ahead = growth.Growth(session, deadline, lambda: 0.0)
+        await ahead.extend(0, 2, 4)
+        deadline.min_answers += deadline._num_ended
+        await ahead.while_waiting(asyncio.sleep(0.01), 2, 8, 4)
+        grown = ahead._ahead
+        assert grown
+        finished = {c.id for c in grown.candidates if c.finish}
+        assert finished and deadline._least < 2, "the case did not occur"
+        ahead.discard({c.id for c in grown.candidates} - finished)
+    assert deadline._least == 2
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_a_generator_that_fails_ahead_fails_the_next_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

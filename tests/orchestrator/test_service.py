@@ -5,6 +5,7 @@ Every test that uses `whole()` waits at its end until nothing runs, waits or own
 
 from __future__ import annotations
 
+import asyncio
 import re
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.calls import PROMPT, answer, events, generation, held, small_request
 from tests.orchestrator.services import Whole, whole
+from tests.serving import until
 
 
 async def test_a_stream_has_all_events_and_ends_with_the_unary_answer(service: Whole) -> None:
@@ -122,4 +124,19 @@ async def test_every_round_keeps_the_lead(service: Whole, monkeypatch: pytest.Mo
     monkeypatch.setattr(Flight, "note_progress", lambda flight: noted.append(flight))
     reply = await answer(service, small_request())
     assert len(reply.rounds) > 1, "the case did not occur"
-    assert len(noted) == len(reply.rounds) + 3  # the permit, and the first and the last event
+    assert len(noted) == len(reply.rounds) + 2  # the first and the last event
+
+
+async def test_a_leader_keeps_the_lead_while_it_waits_for_slots() -> None:
+    """Guards against equal sessions that queue behind each other in overload."""
+    async with whole(lead_s=0.05) as service:
+        gate = service.generator.gates["open"]
+        gate.shut()
+        running = [asyncio.create_task(answer(service, small_request())) for _ in range(2)]
+        await until(lambda: gate.held > 0)
+        # A lead that is lost lets the other request open a session within this time.
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await until(lambda: gate.held > 1)
+        gate.open()
+        assert sorted([(await reply).cached for reply in running]) == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,29 @@ def test_a_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> Non
     tokenized = turns.tokenize([f"answer {i}" for i in range(64)], [True] * 64)
     assert min(len(tokens.token_ids) for tokens in tokenized) > 20_000
     assert sum(encoded) < 20_000
+
+
+def test_conversations_are_written_a_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against gigabytes of text: each of up to 1,024 conversations has the whole prompt."""
+    made = conversation(make_tokenizer(None))
+    turns = made.turns(PROMPTS[0])
+    sizes: list[int] = []
+    written = made.written
+
+    def counted(conversations: Sequence[Sequence[Message]]) -> list[str]:
+        sizes.append(len(conversations))
+        return written(conversations)
+
+    monkeypatch.setattr(made, "written", counted)
+    texts = [f"answer {i}" for i in range(100)]
+    closed = [i % 2 == 0 for i in range(100)]
+    tokenized = turns.tokenize(texts, closed)
+    assert max(sizes) <= 32 and sum(sizes) == 100
+    expected = made.encode(made.render(PROMPTS[0], texts))
+    ends = [None if is_closed else -1 for is_closed in closed]
+    assert [tokens.token_ids for tokens in tokenized] == [
+        ids[:end] for ids, end in zip(expected, ends, strict=True)
+    ]
 
 
 def test_a_newline_that_joins_the_templates_is_no_step(tmp_path: Path) -> None:

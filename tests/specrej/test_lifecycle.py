@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 import grpc
@@ -106,15 +106,42 @@ async def test_an_ended_compute_thread_ends_the_process() -> None:
 
 async def test_loaded_objects_are_no_work_for_the_garbage_collector() -> None:
     """Guards against a start, and pauses under load, that visit all objects of a model."""
-    loaded, num_frozen = asyncio.Event(), gc.get_freeze_count()
+    loaded, num_frozen, thresholds = asyncio.Event(), gc.get_freeze_count(), gc.get_threshold()
     try:
         async with running(Server(ServiceSettings(), []), loaded):
-            await until(lambda: not gc.isenabled())
+            await until(lambda: gc.get_threshold()[0] > thresholds[0])
             loaded.set()
-            await until(gc.isenabled)
+            await until(lambda: gc.get_threshold() == thresholds)
             assert gc.get_freeze_count() > num_frozen
     finally:
         gc.unfreeze()
+
+
+async def test_calls_before_readiness_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against memory that each health check of a process that waits for hours, such as an
+    orchestrator without backends, would keep."""
+    monkeypatch.setattr(serving, "_LOADING_OBJECTS", 1000)
+    server, never = Server(ServiceSettings(), []), asyncio.Event()
+    async with running(server, never):
+        for _ in range(200):
+            await health_of(address(server))
+        ended = [one for one in gc.get_objects() if type(one) is asyncio.Timeout]
+    assert len(ended) < 100
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_server_that_was_never_ready_ends_without_a_drain(fails: bool) -> None:
+    """Guards against seconds before the error of each start that fails."""
+    server = Server(ServiceSettings(drain_s=300), [])
+
+    async def warm_up() -> None:
+        if fails:
+            raise OSError("no model")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    with pytest.raises(OSError, match="no model") if fails else nullcontext():
+        await asyncio.wait_for(server.run(warm_up), BOUND_S)
 
 
 async def test_recovery_while_loading_is_not_readiness() -> None:

@@ -12,6 +12,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import specrej.serving
+from specrej import Client, errors
 from specrej.backend.v1 import reward_pb2
 from specrej.backend.v1.reward_pb2_grpc import RewardServiceStub
 from specrej.channel import open_channel
@@ -122,3 +123,12 @@ async def test_metadata_above_the_limit_is_refused(stub: Any, reward: FakeReward
         assert (await failure_of(call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(reward.requests) == 4
     await stub.Score(request, timeout=10)
+
+
+async def test_a_request_larger_than_the_server_accepts(orchestrator: FakeOrchestrator) -> None:
+    async with (
+        listening(orchestrator.service(), max_message_bytes=4096) as address,
+        Client(address) as client,
+    ):
+        with pytest.raises(errors.InvalidRequest, match="larger than the server accepts"):
+            await client.generate("x" * 9000)

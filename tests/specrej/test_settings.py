@@ -93,6 +93,7 @@ def test_unusable_settings_stop_the_service(
         (("--tls-client-ca", ca), "tls_cert and tls_key are needed"),
         (("--tls-cert", cert, "--tls-key", key, "--allowed-clients=a"), "needs tls_client_ca"),
         (("--allowed-clients=a, b",), "allowed_clients"),
+        (("--otlp-endpoint", "collector:4317"), "otlp_endpoint"),
         (("--tls-cert", gone, "--tls-key", key), "gone"),
         (("--tls-cert", bad, "--tls-key", bad), "must be a PEM certificate"),
     ):

@@ -89,14 +89,22 @@ def failure(code: grpc.StatusCode, *trailers: tuple[str, str | bytes]) -> AioRpc
     return AioRpcError(code, Metadata(), Metadata(*trailers), "Unexpected <class 'X'>: /srv/a.py")
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL])
-def test_text_of_a_foreign_service_is_not_passed_on(
-    code: grpc.StatusCode,
-) -> None:
-    """Guards against a class name and a path on their way to a caller."""
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code.value[0]])
+def test_text_of_a_foreign_service_is_not_passed_on(code: grpc.StatusCode) -> None:
+    """Guards against a class name and a path on their way to a caller, and against a valid request
+    that a foreign service makes invalid."""
     error = from_backend_error(failure(code), "a reward")
-    assert isinstance(error, errors.InternalError)
-    assert error.message == "a reward failed"
+    assert isinstance(error, errors.InternalError | errors.Unavailable | errors.Overloaded)
+    assert error.message.startswith("a reward ") and "class" not in error.message
+
+
+def test_a_number_of_too_many_digits_is_none() -> None:
+    """Guards against a peer's metadata that Python refuses to read, instead of its status."""
+    error = errors.SlotsExceeded([errors.Violation("n", "too many")], max_candidates=7, capacity=9)
+    error.metadata["candidates"] = "9" * 5000
+    back = returned(error)
+    assert isinstance(back, errors.SlotsExceeded)
+    assert (back.max_candidates, back.capacity) == (0, 9)
 
 
 def test_a_message_above_a_limit_is_not_sent_again() -> None:
@@ -109,6 +117,12 @@ def test_a_message_above_a_limit_is_not_sent_again() -> None:
     text = "received metadata size exceeds hard limit (value length 20000 vs. 16384)"
     error = from_rpc_error(AioRpcError(code, Metadata(), Metadata(), text))
     assert isinstance(error, errors.InternalError)
+    text = "SERVER: Received message larger than max (9015 vs. 4096)"
+    too_large = AioRpcError(code, Metadata(), Metadata(), text)
+    error = from_rpc_error(too_large)  # the caller's own request
+    assert isinstance(error, errors.InvalidRequest) and "9015" not in error.message
+    error = from_backend_error(too_large, "a reward")
+    assert error.message == "a reward failed: message too large"
     busy = from_backend_error(failure(code), "a reward")
     assert isinstance(busy, errors.Overloaded) and busy.message == "a reward is busy"
 

@@ -19,7 +19,8 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from specrej import Client, RewardClient, errors
 from specrej.channel import open_channel
-from specrej.credentials import Credentials, TLSFiles
+from specrej.credentials import Credentials, TLSFiles, credentials_from
+from specrej.errors import InvalidRequest
 from tests.certificates import Authority, Pair, place
 from tests.serving import failure_of, listening
 from tests.specrej.fakes import FakeOrchestrator, FakeReward
@@ -230,3 +231,12 @@ def test_a_chain_expires_with_its_first_certificate(tmp_path: Path) -> None:
     long.cert.write_bytes(long.cert.read_bytes() + short.cert.read_bytes())
     assert TLSFiles(long.cert, long.key).read().expires == end.timestamp()
     assert TLSFiles(ca=authority.path).read().expires == math.inf
+
+
+def test_a_switch_is_true_or_false() -> None:
+    """Guards against prompts in plaintext after a value that was meant as true."""
+    assert credentials_from({"SPECREJ_TLS": "True "})["tls"]
+    assert not credentials_from({"SPECREJ_TLS": "0"})["tls"]
+    assert not credentials_from({})["tls"]
+    with pytest.raises(InvalidRequest, match="SPECREJ_TLS: must be one of true, 1"):
+        credentials_from({"SPECREJ_TLS": "y"})

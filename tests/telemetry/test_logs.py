@@ -95,8 +95,11 @@ def test_no_text_ends_a_line_or_controls_a_terminal(log: logging.Logger, as_json
     """Guards against lines that a prompt forges."""
     lines = lines_of(log, as_json=as_json)
     logs.log_facts(log, "request", {"text": "hi\u2028forged\x85\x9b2J"})
-    (line,) = lines.getvalue().splitlines()
-    assert line.isprintable() and r"\u2028forged\u0085" in line
+    log.info("a peer: %s", "hi\u2028forged\x85\x9b2J")
+    written = lines.getvalue().splitlines()
+    assert len(written) == 2
+    for line in written:
+        assert line.isprintable() and r"\u2028forged\u0085" in line
 
 
 @pytest.mark.parametrize(

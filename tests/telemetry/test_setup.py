@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
@@ -109,6 +110,25 @@ def test_scrapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             refused.settimeout(10)
             assert refused.recv(1) == b""
         assert threading.active_count() - num_before <= 2 * 2  # each with its timer
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_thread_that_cannot_start_holds_no_permit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a metrics port that refuses all scrapes after moments without threads."""
+    monkeypatch.setattr(setup, "_MAX_SCRAPES", 2)
+    server, thread = start_http_server(0, "127.0.0.1", CollectorRegistry())
+    with monkeypatch.context() as without_threads:
+        failing = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+        without_threads.setattr(server, "process_request", failing)
+        without_threads.setattr(server, "handle_error", lambda *_: None)
+        setup._bound(server)
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", server.server_port)) as refused:
+                refused.settimeout(20)
+                assert refused.recv(1) == b""
+    assert failing.call_count == 5
     server.shutdown()
     thread.join()
     server.server_close()

@@ -169,12 +169,9 @@ async def _answer_without(
     await until(lambda: any(toy.toy.ledger.num_sessions for toy in toys))
     lost = holder(toys)
     gate = toys[lost].gates[verb]
-    for _ in range(rounds_before):
-        gate.shut()
-        await until(lambda: gate.held == 1)
-        gate.open()
-        await until(lambda: gate.held == 0)
     gate.shut()
+    for _ in range(rounds_before):
+        await gate.let_one()
     await until(lambda: gate.held == 1)
     await running.servers[lost].kill()
     moved = await answering
@@ -343,8 +340,10 @@ async def test_a_session_whose_move_failed_moves_no_more(verb: str) -> None:
     assert sum(toy.num_opened for toy in toys) == 2
 
 
-async def test_a_generator_with_room_precedes_one_with_fewer_sessions() -> None:
-    """Guards against waiting behind one large session while three small ones leave room."""
+@pytest.mark.parametrize("n", [4, 0])
+async def test_a_generator_with_room_precedes_one_with_fewer_sessions(n: int) -> None:
+    """Guards against waiting behind one large session while three small ones leave room, and
+    against fewer candidates where their number is left open."""
     full, roomy = (HeldGenerator(1000, end_every=10**6) for _ in range(2))
     async with AsyncExitStack() as stack:
         large = await stack.enter_async_context(
@@ -354,7 +353,7 @@ async def test_a_generator_with_room_precedes_one_with_fewer_sessions() -> None:
         for _ in range(3):
             await stack.enter_async_context(roomy.toy.open(SessionSpec(PROMPT, 1, SAMPLING, 4)))
         running = await stack.enter_async_context(generators(full, roomy))
-        async with running.client.open(SessionSpec(PROMPT, 4, SAMPLING, 32)):
+        async with running.client.open(SessionSpec(PROMPT, n, SAMPLING, 32)):
             assert (full.num_opened, roomy.num_opened) == (0, 1)
 
 

@@ -200,10 +200,7 @@ async def test_a_part_lost_between_two_strides_of_a_round_has_no_candidates() ->
         gate.shut()
         within = WithinRounds(lambda event: None)  # strides of a few tokens
         answering = asyncio.ensure_future(answer(large, running.client, SCORER, within=within))
-        await until(lambda: gate.held == 1)
-        gate.open()
-        gate.shut()
-        await until(lambda: gate.held == 0)
+        await gate.let_one()
         await until(lambda: gate.held == 1)
         await running.servers[0].kill()
         first, *_ = (await answering).rounds
