@@ -64,10 +64,9 @@ class Engine:
     ) -> None:
         """`auto_candidates` bounds N where it is left to the engine.
 
-        A step takes at most `prefill_chunk` prompt tokens and the rows of `max_rows` candidates,
-        first tokens after prompts included (or of one session, if it has more). Prompts that no
-        session uses any more stay in up to `prefix_cache_slots` slots. `on_step` is called after
-        every step.
+        A step takes at most `prefill_chunk` prompt tokens and the rows of `max_rows` candidates
+        (or of one session, if it has more). Prompts that no session uses any more stay in up to
+        `prefix_cache_slots` slots. `on_step` is called after every step.
         """
         self._model = model
         self._capacity_slots = capacity_slots
@@ -228,17 +227,16 @@ class Engine:
 
     def _schedule(self) -> Batch:
         """Sessions that can grow by a token, longest waiting first, and prompts to be read."""
-        chunks = [*prompt_chunks(self.sessions.values(), self._prefill_chunk, self._max_rows)]
         batch: Batch = []
-        rows = sum(len(s.rows) for s, segment in chunks if s.ends_prompt(segment))
+        rows = 0
         growing = [s for s in self.sessions.values() if s.growing and not s.is_reading]
         for session in sorted(growing, key=lambda session: session.last_step):
-            if rows and rows + len(session.rows) > self._max_rows:
+            if batch and rows + len(session.rows) > self._max_rows:
                 continue
             if self._make_room(session):
                 batch.append((session, session.decode_rows()))
                 rows += len(session.rows)
-        return [*batch, *chunks]
+        return [*batch, *prompt_chunks(self.sessions.values(), self._prefill_chunk)]
 
     def _make_room(self, session: Session) -> bool:
         """Whether there is room for one more token per row; if the share is full, end the round.
@@ -261,7 +259,7 @@ class Engine:
             if not segment.stored:
                 session.unread().computed += segment.num_rows
                 self._tally.prefilled += segment.num_rows
-            if not session.ends_prompt(segment):
+            if segment.start + segment.num_rows < session.prompt_tokens:
                 return
             session.is_reading = False
             session.last_step = self._num_steps  # it has not waited longer than those that grow

@@ -103,10 +103,6 @@ class Session:
                 self.rows.pop()
         return before - len(self.rows)
 
-    def ends_prompt(self, segment: PrefillSegment) -> bool:
-        """Whether the prompt has no tokens after these."""
-        return segment.start + segment.num_rows == self.prompt_tokens
-
     def reserve(self, share: int) -> None:
         """Make room for one more token per row in a share of so many slots.
 
@@ -122,23 +118,19 @@ class Session:
 
 
 def prompt_chunks(
-    sessions: Iterable[Session], room: int, most_rows: int
+    sessions: Iterable[Session], room: int
 ) -> Iterator[tuple[Session, PrefillSegment]]:
     """Chunks of the first unread prompts, `room` tokens in all; a node that several share is read
-    by one of them. Sessions whose prompts end, and which draw their first tokens, have at most
-    `most_rows` rows in all, or are one."""
+    by one of them."""
     being_read: set[RadixNode[PromptKV]] = set()
-    rows = 0
     for session in sessions:
         if session.is_reading and room:
-            node, segment = session.unread(), session.chunk(room)
-            new_rows = len(session.rows) if session.ends_prompt(segment) else 0
-            is_too_much = rows and new_rows and rows + new_rows > most_rows
-            if not is_too_much and (node.is_computed or node not in being_read):
+            node = session.unread()
+            if node.is_computed or node not in being_read:
                 being_read.add(node)
+                segment = session.chunk(room)
                 yield session, segment
                 room -= segment.num_rows
-                rows += new_rows
 
 
 def _stores(node: RadixNode[PromptKV]) -> tuple[PromptKV, ...]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import pytest
 
 from gateway.answers import Answer
 from gateway.streaming import _part
-from tests.specrej.fakes import ONE
+from tests.gateway.gateways import BODY, CHAT, Connection, gateway_at, request
+from tests.specrej.fakes import ONE, FakeOrchestrator
 
 
 def test_a_part_has_the_same_lines_for_every_client() -> None:
@@ -23,3 +27,18 @@ def test_no_text_is_sent_twice() -> None:
     assert [*answer.delta("r", "the be\u2019")]
     rest, _ = answer.closing("r", ONE, include_usage=False)
     assert rest["choices"][0]["delta"] == {"content": "st"}
+
+
+@pytest.mark.parametrize(
+    ("body", "is_sent"),
+    [({}, True), ({"logprobs": True}, False), ({"n": 2, "specrej": {"n": 4}}, False)],
+)
+async def test_text_is_requested_where_it_is_sent(
+    orchestrator: FakeOrchestrator, address: str, body: dict[str, Any], is_sent: bool
+) -> None:
+    """Guards against a run that stops after each token for text that only comes at the end."""
+    async with gateway_at(address) as server:
+        for path in (CHAT, "/v1/specrej/stream"):
+            data = request(path, {**BODY, "stream": True, **body}, connection="close")
+            await (await Connection.open(server.port, data)).read_all()
+    assert [stream.text_deltas for stream in orchestrator.streams] == [is_sent, True]

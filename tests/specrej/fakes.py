@@ -151,6 +151,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[orchestrator_pb2.GenerateRequest] = []
+        self.streams: list[orchestrator_pb2.GenerateStreamRequest] = []
         self.tenants: list[str] = []  # of the requests
         self.times_left: list[float] = []
         self.failures: list[Exception] = []
@@ -178,6 +179,7 @@ class FakeOrchestrator(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def GenerateStream(  # type: ignore[override]  # noqa: N802 - the name of the rpc
         self, request: orchestrator_pb2.GenerateStreamRequest, context: Context
     ) -> None:
+        self.streams.append(request)
         if self.hangs and not self.failures:
             await context.write(wire.event_to_message(self.events[0]))
         await self._take(request.request, context)
