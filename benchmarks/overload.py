@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
-import numpy as np
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
@@ -29,6 +28,7 @@ from grpc_status import rpc_status
 from benchmarks.harness import TOYS, parse_arguments, report
 from deploy.local.stack import Stack
 from loadtest.arrivals import LATE_S, poisson, send_open_loop
+from loadtest.thresholds import percentile
 from specrej import Client, TokensSchedule
 from specrej.channel import open_channel
 from specrej.client import build_request
@@ -38,7 +38,7 @@ from specrej.v1 import orchestrator_pb2_grpc
 
 _RUNNING, _QUEUED = 4, 8
 _STEP_MS, _TOKENS = 10, 20
-_PROBE_EVERY_S = 0.25
+_PROBE_EVERY_S, _PROBE_TIMEOUT_S = 0.25, 10.0
 _LIGHT = {f"light-{number}": 0.1 for number in range(5)}  # loads by tenant
 _HEAVY = {"heavy": 4.0}
 _ENVIRONMENT = {
@@ -147,14 +147,13 @@ async def _mixed(
     )
     light = [a for a, (_, tenant) in zip(arrivals, times, strict=True) if tenant in _LIGHT]
     # Of all requests: a refusal must not improve it.
-    took_s = sorted(a.seconds if a.code == "OK" else math.inf for a in light)
-    p95_s = took_s[math.ceil(0.95 * len(took_s)) - 1]
+    took_s = Counter(a.seconds if a.code == "OK" else math.inf for a in light)
     return {
         "loads": dict(loads),
         "goodput": _goodput(arrivals, [at_s for at_s, _ in times], seconds),
         "light_arrivals": len(light),
         "light_codes": dict(sorted(Counter(arrival.code for arrival in light).items())),
-        "light_p95_ms": None if math.isinf(p95_s) else round(p95_s * 1e3, 1),
+        "light_p95_ms": _ms(percentile(took_s, 0.95)),
     }
 
 
@@ -209,13 +208,17 @@ async def _send(
 
 
 async def _probe_health(channel: grpc.aio.Channel, seconds: float) -> list[float]:
-    """Seconds of each health check."""
+    """Seconds of each health check; infinite for one that failed or did not reply SERVING."""
     stub: Any = health_pb2_grpc.HealthStub(channel)
     ends = time.perf_counter() + seconds
     took_s = []
     while (started := time.perf_counter()) < ends:
-        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
-        took_s.append(time.perf_counter() - started)
+        try:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
+            is_serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.aio.AioRpcError:
+            is_serving = False
+        took_s.append(time.perf_counter() - started if is_serving else math.inf)
         await asyncio.sleep(_PROBE_EVERY_S)
     return took_s
 
@@ -246,15 +249,19 @@ def _summary(
         "refusal_ms": _percentiles_ms([arrival.seconds for arrival in refused]),
         "refusals_with_retry_info": sum(arrival.has_retry_info for arrival in refused),
         "health_ms": _percentiles_ms(health_s),
+        "health_failed": health_s.count(math.inf),
     }
 
 
-def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
+def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None] | None:
     """None without a measurement."""
-    if not seconds:
-        return None
-    values = np.percentile(np.asarray(seconds) * 1e3, [50, 99, 100])
-    return dict(zip(("p50", "p99", "max"), (round(float(v), 1) for v in values), strict=True))
+    shares, counts = {"p50": 0.5, "p99": 0.99, "max": 1.0}, Counter(seconds)
+    return {name: _ms(percentile(counts, of)) for name, of in shares.items()} if counts else None
+
+
+def _ms(seconds: float) -> float | None:
+    """None for what is not finite, which JSON has no number for."""
+    return round(seconds * 1e3, 1) if math.isfinite(seconds) else None
 
 
 def _row(point: dict[str, Any]) -> Sequence[object]:
@@ -272,8 +279,14 @@ def _row(point: dict[str, Any]) -> Sequence[object]:
         point["refusals_with_retry_info"],
         both("refusal_ms"),
         f"{point['missed']:.1%}",
-        f"{point['health_ms']['max']:.0f}" if point["health_ms"] else "",
+        _health(point),
     )
+
+
+def _health(point: dict[str, Any]) -> str:
+    if failed := point["health_failed"]:
+        return f"{failed} failed"
+    return f"{point['health_ms']['max']:.0f}" if point["health_ms"] else ""
 
 
 if __name__ == "__main__":
