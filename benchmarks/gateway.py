@@ -16,7 +16,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from benchmarks.harness import PROMPTS, parse_arguments, report, running
+from benchmarks.harness import PROMPTS, alternate, parse_arguments, report, running
 from specrej import Client
 from specrej.contracts import CacheControl
 
@@ -65,14 +65,11 @@ async def _medians_ms(http: AsyncOpenAI, client: Client, arguments: Any) -> dict
         await client.generate(prompt, n=n, max_tokens=new, seed=seed, cache=bypass)
 
     calls: dict[str, Callable[[int], Awaitable[None]]] = {"http": by_http, "grpc": by_grpc}
-    times_ms: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(arguments.pairs + 2):
-        for name, call in sorted(calls.items(), reverse=number % 2 == 1):
-            started = time.perf_counter()
-            await call(number)
-            if number >= 2:  # the first ones warm up
-                times_ms[name].append((time.perf_counter() - started) * 1e3)
-    return {name: round(statistics.median(values), 2) for name, values in times_ms.items()}
+    measured = await alternate(calls, arguments.pairs)
+    return {
+        name: round(statistics.median(seconds for seconds, _ in of) * 1e3, 2)
+        for name, of in measured.items()
+    }
 
 
 async def _streams(http: AsyncOpenAI, n: int, new: int) -> dict[str, Any]:

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.harness import log, parse_arguments, report, round_of, timed
-from deploy.local.machine import describe_machine
+from benchmarks.harness import log, parse_arguments, provenance, report, round_of, timed
 from experiments.models import generation_of
 from generator_service.settings import GeneratorSettings
 from generator_service.vllm_generator import VLLMGenerator, load_vllm
@@ -105,7 +104,7 @@ def main() -> None:
     save_model(arguments.out / _AGREEMENT)
     _save_shape(arguments.out / arguments.shape, SHAPES[arguments.shape])
     result = Result(arguments.out / "gpu-check.json")
-    result.add(device=_device(), shape=arguments.shape, **describe_machine())
+    result.add(device=_device(), shape=arguments.shape, **provenance())
     result.add(conformance=None if arguments.skip_conformance else _conformance(arguments.out))
     asyncio.run(_measure(arguments, result))
     (arguments.out / "gpu-check.md").write_text("\n".join(_page(result)) + "\n")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,6 +102,44 @@ def interleave(
     return results
 
 
+async def alternate(
+    calls: Mapping[str, Callable[[int], Awaitable[T]]], rounds: int, settle_s: float = 0.0
+) -> dict[str, list[tuple[float, T]]]:
+    """Seconds and results of calls by turns, in every second round in the opposite order.
+
+    A call gets the number of its round; round 0 warms up and is dropped. Before each call comes a
+    pause of `settle_s` seconds.
+    """
+    measured: dict[str, list[tuple[float, T]]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in sorted(calls.items(), reverse=number % 2 == 1):
+            await asyncio.sleep(settle_s)
+            started = time.perf_counter()
+            result = await call(number)
+            seconds = time.perf_counter() - started
+            if number:
+                measured[name].append((seconds, result))
+    return measured
+
+
+def run_cases(cases: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
+    """The results of all cases, and the reasons of those that failed; Ctrl-C ends the rest."""
+    results: dict[str, T] = {}
+    failed: dict[str, str] = {}
+    for name, run in cases.items():
+        try:
+            results[name] = run()
+        except KeyboardInterrupt:
+            failed[name] = "interrupted"
+            break
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            log(f"{name} failed: {failed[name]}")
+        else:
+            log(f"{name}: {results[name]}")
+    return results, failed
+
+
 def medians(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in columns.items()}
 
@@ -158,11 +198,20 @@ def report(
     result: Mapping[str, Any],
     notes: Iterable[str] = (),
 ) -> None:
-    """Print a table, notes and, as the last line, one JSON object of the result and the machine."""
+    """Print a table, notes and, as the last line, one JSON object with day and machine."""
+    print_table(title, headings, rows)
+    for note in notes:
+        print(note)
+    print(json.dumps({**result, **provenance()}))
+
+
+def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     table = Table(*headings, title=title)
     for row in rows:
         table.add_row(*map(str, row))
     Console(width=140).print(table)
-    for note in notes:
-        print(note)
-    print(json.dumps({**result, **describe_machine()}))
+
+
+def provenance() -> dict[str, str | int]:
+    """The day in UTC, and the machine: a part of every result."""
+    return {"date": datetime.now(UTC).date().isoformat(), **describe_machine()}

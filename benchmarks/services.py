@@ -1,27 +1,31 @@
 """The cost of services and gRPC: `make bench-services`.
 
 The same requests are answered through three processes and by `run()` within this process, by turns
-and with the same seeds, so with the same tokens. Then one request of 1,024 candidates goes through
-the services.
+and with the same seeds, so with the same tokens. Idle threads sleep in all of these processes. Then
+one request of 1,024 candidates goes through the services.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import time
+from functools import partial
 from typing import Any
 
 from benchmarks.harness import (
     PROMPTS,
+    SETTLE_S,
+    alternate,
     full_length,
     medians,
     parse_arguments,
     report,
+    rounded,
     running,
 )
 from experiments.models import Models, generation_of, in_process
 from orchestrator.loop.run import run
+from specrej import Client, threads
 from specrej.contracts import (
     CacheControl,
     Generation,
@@ -42,8 +46,9 @@ def main() -> None:
         __doc__,
         n=(64, "candidates"),
         new=(128, "new tokens per candidate"),
-        rounds=(3, "measured rounds"),
+        rounds=(4, "measured rounds; in every second one the services come first"),
     )
+    threads.bound_spinning()
     result = asyncio.run(_measure(arguments))
     seconds = result["seconds"]
     report(
@@ -59,38 +64,36 @@ def main() -> None:
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {"services": [], "in_process": []}
-    shares: list[float] = []
     async with in_process((_REWARD,)) as models, running() as (_, client):
-        for number in range(arguments.rounds + 1):
-            prompt = PROMPTS[number % len(PROMPTS)]
-            options = full_length(arguments.n, arguments.new, seed=number)
-            started = time.perf_counter()
-            remote = await client.generate(prompt, **options)
-            between = time.perf_counter()
-            local = await _in_process(arguments, prompt, number, models)
-            ended = time.perf_counter()
-            assert remote.usage.generated_tokens == local.usage.generated_tokens
-            if number:  # the first round warms up
-                seconds["services"].append(round(between - started, 3))
-                seconds["in_process"].append(round(ended - between, 3))
-                shares.append(round(remote.timings.score_ms / remote.timings.total_ms, 4))
+        calls = {
+            "services": partial(_by_services, arguments, client),
+            "in_process": partial(_in_process, arguments, models),
+        }
+        measured = await alternate(calls, arguments.rounds, SETTLE_S)
         many = await client.generate(PROMPTS[0], **full_length(_MANY, 16, seed=0))
+    remote, local = ([generation for _, generation in of] for of in measured.values())
+    tokens = [[generation.usage.generated_tokens for generation in of] for of in (remote, local)]
+    assert tokens[0] == tokens[1]
+    seconds = {name: rounded((s for s, _ in of), 3) for name, of in measured.items()}
     median = medians(seconds)
+    shares = (generation.timings.score_ms / generation.timings.total_ms for generation in remote)
     return {
         "ratio": round(median["services"] / median["in_process"], 4),
         "seconds": seconds,
-        "scoring_share": shares,
+        "scoring_share": rounded(shares, 4),
         "many": {"n": many.n, "generated_tokens": many.usage.generated_tokens},
     }
 
 
-async def _in_process(
-    arguments: argparse.Namespace, prompt: str, seed: int, models: Models
-) -> Generation:
+async def _by_services(arguments: argparse.Namespace, client: Client, number: int) -> Generation:
+    options = full_length(arguments.n, arguments.new, seed=number)
+    return await client.generate(PROMPTS[number % len(PROMPTS)], **options)
+
+
+async def _in_process(arguments: argparse.Namespace, models: Models, number: int) -> Generation:
     request = GenerationRequest(
-        prompt=Prompt.from_user(prompt),
-        sampling=Sampling(max_tokens=arguments.new, seed=seed, ignore_eos=True),
+        prompt=Prompt.from_user(PROMPTS[number % len(PROMPTS)]),
+        sampling=Sampling(max_tokens=arguments.new, seed=number, ignore_eos=True),
         selection=Selection(n=arguments.n, rewards=(WeightedReward(_REWARD),)),
         cache=CacheControl.BYPASS,
     )

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import interleave, parse_arguments, prompt_ids, report
+from benchmarks.harness import (
+    alternate,
+    interleave,
+    parse_arguments,
+    prompt_ids,
+    report,
+    run_cases,
+)
 from benchmarks.vllm_verbs import Case
 
 
@@ -56,12 +66,47 @@ def test_runs_take_turns_and_the_first_round_is_dropped() -> None:
     assert results == {"a": [2, 4], "b": [3, 5]}
 
 
+async def test_every_second_round_has_the_opposite_order() -> None:
+    """Guards a side that always runs on what the other one left in the caches."""
+    order: list[str] = []
+
+    async def call(name: str, number: int) -> int:
+        order.append(f"{name}{number}")
+        return number
+
+    measured = await alternate({"b": partial(call, "b"), "a": partial(call, "a")}, rounds=2)
+    assert order == ["a0", "b0", "b1", "a1", "a2", "b2"]
+    assert {name: [result for _, result in of] for name, of in measured.items()} == {
+        "a": [1, 2],
+        "b": [1, 2],
+    }
+    assert all(seconds >= 0 for of in measured.values() for seconds, _ in of)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "finished"),
+    [
+        (OSError("no memory"), "OSError: no memory", {"first": 1, "last": 3}),
+        (KeyboardInterrupt(), "interrupted", {"first": 1}),
+    ],
+)
+def test_a_failed_case_leaves_the_results_of_others(
+    error: BaseException, reason: str, finished: dict[str, int]
+) -> None:
+    def fails() -> int:
+        raise error
+
+    cases: dict[str, Callable[[], int]] = {"first": lambda: 1, "fails": fails, "last": lambda: 3}
+    assert run_cases(cases) == (finished, {"fails": reason})
+
+
 def test_last_line_is_one_json_object_with_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     report("speeds", ("engine", "tokens/s"), [("ours", 7)], {"ours": 7}, notes=["a note"])
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
     assert result["ours"] == 7
     assert result["cores"] >= 1
+    assert result["date"] == f"{datetime.now(UTC):%Y-%m-%d}"
     assert lines[-2] == "a note"
     assert any("ours" in line and "7" in line for line in lines[:-2])
 
