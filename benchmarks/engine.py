@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import MODEL, log, parse_arguments, prompt_ids, report, timed
+from benchmarks.harness import MODEL, parse_arguments, prompt_ids, report, run_cases, timed
 from generator_service.commands import OpenCommand, PrefixBatch
 from generator_service.engine import Engine
 from generator_service.engine_thread import EngineThread
@@ -63,7 +64,7 @@ _FIGURES = {
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure and report; a figure that fails is reported, and the others are measured."""
     rounds = parse_arguments(__doc__, rounds=(3, "measured rounds")).rounds
     model = CausalLM.load(MODEL, "cpu")
     measures: dict[str, Callable[[], dict[str, float]]] = {
@@ -73,19 +74,19 @@ def main() -> None:
         "structured": lambda: _structured(model, rounds),
         "memory": _memory_in_own_process,
     }
-    results = {}
-    for name, measure in measures.items():
-        results[name] = measure()
-        log(f"{name}: {results[name]}")
+    results, failed = run_cases(measures)
     report(
         "the engine on the embedded model",
         ("what", "figure", "details"),
         [
             (text, f"{results[name][figure]:.3f}", results[name])
             for name, (figure, text) in _FIGURES.items()
+            if name in results
         ],
-        results,
+        {"results": results, "failed": failed},
+        notes=[f"{name} failed: {reason}" for name, reason in failed.items()],
     )
+    sys.exit(bool(failed))
 
 
 def products_seconds(products: Sequence[Any], rows: int) -> float:

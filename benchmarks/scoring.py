@@ -2,14 +2,15 @@
 
 A classifier with the embedded backbone and a random head scores growing candidates of one prompt,
 round after round: incrementally, and from scratch with transformers, which reads prompt and prefix
-of every candidate again. Then 64 finished texts are scored once, by ours, by transformers' pipeline
-and by vLLM's pooling runner (`--texts` does only this). All take turns; seconds are medians. Takes
-15 minutes.
+of every candidate again. Then 64 finished texts are scored at once, against transformers' pipeline
+and against vLLM's pooling runner (`--texts` does only this). Both sides take turns; seconds are
+medians. Takes 15 minutes.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +30,9 @@ from benchmarks.harness import (
     medians,
     parse_arguments,
     report,
+    run_cases,
 )
 from benchmarks.workers.engines import vllm_pooling
-from benchmarks.workers.process import WorkerError
 from reward_service.causal_reward import CausalReward
 from reward_service.classifier import load_classifier
 from reward_service.encoder import plan
@@ -58,35 +59,34 @@ Outcome = tuple[list[float], int]
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure and report; a comparison that fails is reported, and the others are measured."""
     arguments = parse_arguments(
         __doc__,
         rounds=(3, "measured rounds"),
         texts=(False, "only the 64 finished texts"),
     )
-    results: dict[str, dict[str, float]] = {}
+    rounds = arguments.rounds
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         make_classifier(directory)
         spec = ClassifierSpec(name="bt", directory=directory)
         ours = load_classifier(spec, Resources(token_budget=_TOKEN_BUDGET))
-        for name, (decision_tokens, alpha) in {} if arguments.texts else _SCHEDULES.items():
-            rounds = make_rounds(ours.conversation.tokenizer, decision_tokens, alpha)
-            plain = Plain(directory, ours)
-            runs: dict[str, Callable[[], Outcome]] = {
-                "ours": partial(_incrementally, ours, rounds),
-                "theirs": partial(_from_scratch, plain, rounds),
-            }
-            results[f"{name}: from scratch"] = _compare(runs, arguments.rounds)["theirs"]
-            log(f"{name}: {results[f'{name}: from scratch']}")
-        for name, result in _compare_texts(ours, directory, arguments.rounds).items():
-            results[f"64 texts: {name}"] = result
+        cases: dict[str, Callable[[], dict[str, float]]] = {
+            f"{name}: from scratch": partial(_growing, ours, directory, schedule, rounds)
+            for name, schedule in ({} if arguments.texts else _SCHEDULES).items()
+        }
+        texts = list(make_rounds(ours.conversation.tokenizer, (128,), 0.5)[0].values())
+        for name, case in (("transformers pipeline", _pipeline), ("vLLM pooling", _pooling)):
+            cases[f"64 texts: {name}"] = partial(case, ours, directory, texts, rounds)
+        results, failed = run_cases(cases)
     report(
         f"scoring, N={_N}: ours as a share of theirs",
         ("what", "tokens", "seconds", "largest difference of scores"),
         [_row(name, result) for name, result in results.items()],
-        {"results": results},
+        {"results": results, "failed": failed},
+        notes=[f"{name} failed: {reason}" for name, reason in failed.items()],
     )
+    sys.exit(not results)  # vLLM may be missing
 
 
 def make_classifier(directory: Path) -> None:
@@ -157,73 +157,81 @@ def _from_scratch(plain: Plain, rounds: Rounds) -> Outcome:
     return [value for scores, _ in outcomes for value in scores], sum(n for _, n in outcomes)
 
 
-def _compare_texts(ours: CausalReward, directory: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Ours, transformers' pipeline in batches of 16 (its fastest), and vLLM if it is there."""
-    texts = list(make_rounds(ours.conversation.tokenizer, (128,), 0.5)[0].values())
+def _at_once(reward: CausalReward, texts: Sequence[str]) -> Outcome:
+    scored = score(reward, _PROMPT, texts)
+    return list(scored.values), scored.computed_tokens
+
+
+def _growing(
+    ours: CausalReward, directory: Path, schedule: tuple[Sequence[int], float], rounds: int
+) -> dict[str, float]:
+    """Candidates of a schedule, against the model in plain transformers."""
+    growing = make_rounds(ours.conversation.tokenizer, *schedule)
+    theirs = partial(_from_scratch, Plain(directory, ours), growing)
+    return _compare(partial(_incrementally, ours, growing), theirs, rounds)
+
+
+def _pipeline(
+    ours: CausalReward, directory: Path, texts: Sequence[str], rounds: int
+) -> dict[str, float]:
+    """Finished texts, against transformers' pipeline in batches of 16, its fastest."""
     rendered = ours.conversation.render(_PROMPT, texts)
-    token_ids = ours.conversation.encode(rendered)
-    num_tokens = sum(map(len, token_ids))
+    num_tokens = sum(map(len, ours.conversation.encode(rendered)))
     scorer: Any = pipeline("text-classification", model=str(directory), device="cpu")
     scorer.tokenizer.pad_token = scorer.tokenizer.eos_token
     scorer.model.config.pad_token_id = scorer.tokenizer.pad_token_id
 
-    def by_ours() -> Outcome:
-        scored = score(ours, _PROMPT, texts)
-        return list(scored.values), scored.computed_tokens
-
-    def by_pipeline() -> Outcome:
+    def theirs() -> Outcome:
         outputs = scorer(
             rendered, function_to_apply="none", batch_size=16, add_special_tokens=False
         )
         return [output["score"] for output in outputs], num_tokens
 
-    runs: dict[str, Callable[[], Outcome | float]] = {
-        "ours": by_ours,
-        "transformers pipeline": by_pipeline,
-    }
-    spec = vllm_pooling(directory, context_tokens=512)
-    worker = None
+    return _compare(partial(_at_once, ours, texts), theirs, rounds)
+
+
+def _pooling(
+    ours: CausalReward, directory: Path, texts: Sequence[str], rounds: int
+) -> dict[str, float]:
+    """Finished texts, against vLLM's pooling runner.
+
+    Raises:
+        WorkerError: vLLM is missing, or its scores differ.
+    """
+    worker = vllm_pooling(directory, context_tokens=512).start(torch.get_num_threads())
     try:
-        worker = spec.start(torch.get_num_threads())
         log(f"vLLM: {worker.ready()}")
         # The worker compares the scores and fails if they differ by a thousandth.
-        request = {"token_ids": token_ids, "scores": by_ours()[0]}
+        token_ids = ours.conversation.encode(ours.conversation.render(_PROMPT, texts))
+        request = {"token_ids": token_ids, "scores": _at_once(ours, texts)[0]}
         worker.measure(request)
-        runs["vLLM pooling"] = partial(worker.measure, request)
-    except WorkerError as error:
-        log(f"vLLM is missing: {error}")
-    try:
-        return _compare(runs, rounds)
+        return _compare(partial(_at_once, ours, texts), partial(worker.measure, request), rounds)
     finally:
-        if worker:
-            worker.stop()
+        worker.stop()
 
 
 def _compare(
-    runs: Mapping[str, Callable[[], Outcome | float]], rounds: int
-) -> dict[str, dict[str, float]]:
-    """Every other run against "ours", by name. A run that returns a float measured its seconds."""
+    ours: Callable[[], Outcome], theirs: Callable[[], Outcome | float], rounds: int
+) -> dict[str, float]:
+    """Ours against theirs, which may measure its seconds itself and return them."""
     outcomes: dict[str, Outcome] = {}
 
-    def measured(name: str) -> float:
+    def measured(name: str, run: Callable[[], Outcome | float]) -> float:
         started = time.perf_counter()
-        outcome = runs[name]()
+        outcome = run()
         seconds = time.perf_counter() - started
         if isinstance(outcome, float):
             return outcome
         outcomes[name] = outcome
         return seconds
 
-    median = medians(interleave({name: partial(measured, name) for name in runs}, rounds, SETTLE_S))
+    runs = {"ours": partial(measured, "ours", ours), "theirs": partial(measured, "theirs", theirs)}
+    median = medians(interleave(runs, rounds, SETTLE_S))
     return {
-        name: {
-            "seconds_ratio": round(median["ours"] / median[name], 3),
-            "seconds": round(median["ours"], 3),
-            "their_seconds": round(median[name], 3),
-            **(_differences(outcomes["ours"], outcomes[name]) if name in outcomes else {}),
-        }
-        for name in runs
-        if name != "ours"
+        "seconds_ratio": round(median["ours"] / median["theirs"], 3),
+        "seconds": round(median["ours"], 3),
+        "their_seconds": round(median["theirs"], 3),
+        **(_differences(**outcomes) if "theirs" in outcomes else {}),
     }
 
 

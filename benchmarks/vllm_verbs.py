@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from benchmarks.harness import (
     prompt_ids,
     report,
     rounded,
+    run_cases,
 )
 from benchmarks.workers.engines import all_engines
 from benchmarks.workers.process import WorkerProcess
@@ -66,7 +68,7 @@ class Case:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure and report; an N that fails is reported, and the others are measured."""
     arguments = parse_arguments(
         __doc__,
         model=(MODEL, "folder of the weights"),
@@ -84,22 +86,27 @@ def main() -> None:
             stack.callback(worker.stop)
         versions = {name: worker.ready() for name, worker in workers.items()}
         numbers = itertools.count()
-        results = [_measure(workers, n, arguments, numbers) for n in arguments.n]
+        results, failed = run_cases(
+            {f"n={n}": partial(_measure, workers, n, arguments, numbers) for n in arguments.n}
+        )
     report(
         f"tokens/s of {arguments.new} tokens (median of the rounds)",
         (
             *("N", "bare", "verbs", "verbs / bare", "bare, cut", "verbs, cut", "verbs / bare"),
             *(() if arguments.without_own else ("own", "own, cut", "own / verbs")),
         ),
-        map(_row, results),
+        map(_row, results.values()),
         {
-            "cases": results,
+            "cases": [*results.values()],
+            "failed": failed,
             "model": arguments.model.name,
             "new_tokens": arguments.new,
             "threads": arguments.threads,
             "versions": versions,
         },
+        notes=[f"{case} failed: {reason}" for case, reason in failed.items()],
     )
+    sys.exit(bool(failed))
 
 
 def _workers(arguments: argparse.Namespace) -> Iterator[tuple[str, WorkerProcess]]:
