@@ -6,25 +6,39 @@ services score prefixes with it while they generate; the same reward service sco
 of peers, within their seconds. optillm chooses by ratings of its own. A second judge, which no
 system optimises, scores the answers afterwards. A peer that cannot be installed or started, fails,
 or takes more than --limit seconds for an answer is reported as not available.
+
+Ctrl-C, or a failure, ends with a report of the answers so far; the same command continues with the
+missing ones. Statistics are over the prompts that all systems answered.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import hashlib
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answer_points import HEADINGS, Answer, Case, points, table_rows, write_picture
-from benchmarks.harness import MODEL, SETTLE_S, log, parse_arguments, report
+from benchmarks.answer_points import (
+    HEADINGS,
+    PAIRED_HEADINGS,
+    Answer,
+    Case,
+    differences,
+    paired_rows,
+    points,
+    table_rows,
+    write_picture,
+)
+from benchmarks.answer_record import Record
+from benchmarks.harness import MODEL, SETTLE_S, log, parse_arguments, print_table, report
 from benchmarks.workers.engines import EngineSpec, answering_engines
 from benchmarks.workers.process import WorkerError, WorkerProcess
 from deploy.local.machine import describe_machine
@@ -32,7 +46,13 @@ from deploy.local.stack import Ports, Stack
 from experiments.prompts import DEFAULT_PROMPTS, Item, read_prompts
 from specrej import Client, Message, Prompt, SpecrejError
 from specrej.client import Options, RewardClient
-from specrej.contracts import Algorithm, Branching, CacheControl
+from specrej.contracts import (
+    Algorithm,
+    Branching,
+    CacheControl,
+    GeneratorDescription,
+    RewardDescription,
+)
 from specrej.limits import MAX_BATCH
 
 # Systems of this project: the options of their requests, by N.
@@ -64,10 +84,16 @@ Judge = Callable[[Prompt, str], Awaitable[tuple[float, float]]]
 class Peer:
     """A worker process, started before its first answer and again after a failure."""
 
-    def __init__(self, spec: EngineSpec, server: Peer | None, limit_s: float) -> None:
-        """`server`: the peer whose server this one calls."""
+    def __init__(
+        self,
+        spec: EngineSpec,
+        server: Peer | None,
+        limit_s: float,
+        versions: dict[str, str] | None = None,
+    ) -> None:
+        """`server`: the peer whose server this one calls; `versions`: of its earlier answers."""
         self.spec = spec
-        self.versions: dict[str, str] = {}
+        self.versions = {} if versions is None else versions
         self._server = server
         self._limit_s = limit_s
         self._worker: WorkerProcess | None = None
@@ -117,7 +143,10 @@ class Peer:
             log(f"starting {self.spec.name}")
             try:
                 self._worker = self.spec.start(len(os.sched_getaffinity(0)))
-                self.versions = await asyncio.to_thread(self._worker.ready)
+                versions = await asyncio.to_thread(self._worker.ready)
+                if self.versions not in ({}, versions):
+                    raise WorkerError(f"{versions} now, {self.versions} in earlier answers")
+                self.versions.update(versions)
             except WorkerError as error:
                 self.stop()
                 self._missing = f"{self.spec.name} does not start: {error}"
@@ -139,29 +168,37 @@ class Bench:
     unavailable: dict[Case, str] = field(default_factory=dict)
 
     async def answer(self, item: Item, max_tokens: int) -> None:
-        """Add an answer of every system whose turn it is, at every N that is available."""
-        for name, system in self.systems.items():
-            for n in self.ns[name]:
-                if (name, n) in self.unavailable or item.number % self.every.get(name, 1):
-                    continue
-                try:
-                    if name in self.prepare:
-                        await self.prepare[name](item)
-                    await asyncio.sleep(self.settle_s)
-                    started = time.perf_counter()
-                    text, tokens = await system(item, n, max_tokens)
-                    seconds = time.perf_counter() - started
-                    judges = await self.judge(item.prompt, text)
-                except (WorkerError, SpecrejError) as error:
-                    self.unavailable[name, n] = str(error)
-                    log(f"{item.id}: {name} n={n} is not available: {error}")
-                    continue
-                log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {judges[0]:.3f}")
-                self.answers.append(Answer(name, n, item.id, seconds, tokens, *judges, text))
+        """Add the missing answers to a prompt."""
+        for name, n in self.missing(item):
+            try:
+                if name in self.prepare:
+                    await self.prepare[name](item)
+                await asyncio.sleep(self.settle_s)
+                started = time.perf_counter()
+                text, tokens = await self.systems[name](item, n, max_tokens)
+                seconds = time.perf_counter() - started
+                judges = await self.judge(item.prompt, text)
+            except (WorkerError, SpecrejError) as error:
+                self.unavailable[name, n] = str(error)
+                log(f"{item.id}: {name} n={n} is not available: {error}")
+                continue
+            log(f"{item.id}: {name} n={n}: {seconds:.1f} s, {tokens} tokens, {judges[0]:.3f}")
+            self.answers.append(Answer(name, n, item.id, seconds, tokens, *judges, text))
+
+    def missing(self, item: Item) -> list[Case]:
+        """Available cases whose turn it is, and which have not answered the prompt."""
+        answered = {(a.system, a.n) for a in self.answers if a.prompt_id == item.id}
+        return [
+            (name, n)
+            for name in self.systems
+            if item.number % self.every.get(name, 1) == 0
+            for n in self.ns[name]
+            if (name, n) not in self.unavailable and (name, n) not in answered
+        ]
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure and report; an interruption or a failure ends with a report, too."""
     arguments = parse_arguments(
         __doc__,
         prompts=(100, "most prompts: those of experiments, then those of --more"),
@@ -175,30 +212,32 @@ def main() -> None:
         limit=(120.0, "most seconds for an answer of a peer"),
         sparse=(8, f"{' and '.join(SLOW)} answer one prompt in so many"),
         more=(Path("../shared/data/alpaca_farm_60.json"), "more prompts, if the file exists"),
-        out=(Path("build/answer"), "files to write, without .json and .svg"),
+        out=(Path("build/answer"), "files to write, without .json and .svg; a file is continued"),
     )
+    sparse = SLOW if arguments.sparse > 1 else ()
+    record = Record(_file(arguments, "json"), sparse)
+    interrupted = False
     try:
-        items = read_items([DEFAULT_PROMPTS, arguments.more], arguments.prompts)
-        bench = asyncio.run(_run(arguments, items))
+        asyncio.run(_run(arguments, read_items([DEFAULT_PROMPTS, arguments.more]), record))
     except ValueError as error:
         sys.exit(f"bench-answer: {error}")
-    measured = points(bench.answers, bench.unavailable)
-    title = f"{len(items)} prompts, {arguments.max_tokens} new tokens, reward {arguments.reward}"
-    write_picture(_file(arguments, "svg"), measured, title)
-    specs = answering_engines(MODEL, 0, _CONTEXT_TOKENS, most=0)
-    rows = table_rows(measured, {spec.name: spec.settings for spec in specs}, bench.unavailable)
-    report(f"{title}: means per answer", HEADINGS, rows, _result(arguments, len(items), bench))
-    sys.exit(int(any(name in OURS for name, _ in bench.unavailable)))
+    except KeyboardInterrupt:
+        interrupted = True
+        log("interrupted: the same command continues")
+    finally:
+        if record.answers or record.unavailable:
+            _report(arguments, record)
+    sys.exit(130 if interrupted else int(any(name in OURS for name, _ in record.unavailable)))
 
 
-def read_items(files: Sequence[Path], most: int) -> list[Item]:
-    """The first prompts of the files that exist, each with a system turn.
+def read_items(files: Sequence[Path]) -> list[Item]:
+    """All prompts of the files that exist, each with a system turn.
 
     Raises:
         ValueError: a file is not valid.
     """
     items = []
-    for item in read_prompts([path for path in files if path.exists()], most):
+    for item in read_prompts([path for path in files if path.exists()]):
         turns = item.prompt.turns
         system = () if turns[0].role == "system" else (SYSTEM_TURN,)
         items.append(replace(item, prompt=Prompt(messages=(*system, *turns))))
@@ -245,7 +284,7 @@ async def _ours(
     return generation.best.text, generation.usage.generated_tokens
 
 
-async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
+async def _run(arguments: argparse.Namespace, items: Sequence[Item], record: Record) -> None:
     """Start the services, let all systems answer all prompts, store answers after each prompt."""
     ns = parse_systems(arguments.systems, arguments.n)
     most = max(map(max, ns.values()))
@@ -257,46 +296,98 @@ async def _run(arguments: argparse.Namespace, items: Sequence[Item]) -> Bench:
         RewardClient(stack.reward_address, timeout_s=_TIMEOUT_S) as rewards,
         AsyncExitStack() as exits,
     ):
-        peers = _peers(arguments.limit, most)
+        # Stable: the reward that chooses is the first, the next one judges.
+        judges = sorted(await rewards.describe(), key=lambda one: one.name != arguments.reward)
+        model = (await client.describe()).generator
+        _check_names(arguments, ns, judges, model)
+        record.resume(_settings(arguments, items, model, judges))
+        peers = _peers(arguments.limit, most, record)
         for peer in peers.values():
             exits.callback(peer.stop)
-        judges = [reward.name for reward in await rewards.describe()]
-        judges.sort(key=lambda name: name != arguments.reward)  # stable: it is the first
         systems = _systems(client, rewards, arguments.reward, peers)
-        for given, known in (([*ns], [*systems]), ([arguments.reward], judges)):
-            if unknown := [name for name in given if name not in known]:
-                raise ValueError(f"{unknown[0]}: must be one of {', '.join(known)}")
-        if len(judges) < 2:
-            raise ValueError("the services must serve two rewards: the second one judges")
-        model = (await client.describe()).generator.model
-        if model != MODEL.name and not ns.keys().isdisjoint(PEERS):
-            raise ValueError(f"the services answer with {model}, the peers with {MODEL.name}")
-
-        async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
-            both = [await rewards.score(prompt, [text], reward=name) for name in judges[:2]]
-            return both[0].values[0], both[1].values[0]
-
-        chosen = {name: systems[name] for name in ns}
         prepare = {
             name: partial(peer.prepare, rewards, arguments.reward) for name, peer in peers.items()
         }
-        warm_up = Bench(chosen, {name: few[:1] for name, few in ns.items()}, judge, prepare=prepare)
+        bench = Bench(
+            {name: systems[name] for name in ns},
+            ns,
+            partial(_judge, rewards, [judge.name for judge in judges[:2]]),
+            dict.fromkeys(SLOW, arguments.sparse),
+            prepare,
+            answers=record.answers,
+            unavailable=record.unavailable,
+        )
+        items = items[: arguments.prompts]
+        used = {name for item in items for name, _ in bench.missing(item)}
+        first = {name: few[:1] for name, few in ns.items() if name in used}
+        chosen = {name: systems[name] for name in first}
+        warm_up = Bench(chosen, first, bench.judge, {}, prepare, unavailable=record.unavailable)
         await warm_up.answer(items[0], max_tokens=8)
-        every = dict.fromkeys(SLOW, arguments.sparse)
-        bench = Bench(chosen, ns, judge, every, prepare, unavailable=warm_up.unavailable)
-        for number, item in enumerate(items, start=1):
+        for item in items:
             await bench.answer(item, arguments.max_tokens)
-            _store(arguments, number, bench, peers)
-    return bench
+            record.store()
 
 
-def _peers(limit_s: float, most: int) -> dict[str, Peer]:
+def _check_names(
+    arguments: argparse.Namespace,
+    systems: Iterable[str],
+    judges: Sequence[RewardDescription],
+    model: GeneratorDescription,
+) -> None:
+    """Raises ValueError if a system, the reward, a second judge or the peers' model is missing."""
+    rewards = [judge.name for judge in judges]
+    for given, names in (([*systems], [*OURS, *PEERS]), ([arguments.reward], rewards)):
+        if unknown := [name for name in given if name not in names]:
+            raise ValueError(f"{unknown[0]}: must be one of {', '.join(names)}")
+    if len(judges) < 2:
+        raise ValueError("the services must serve two rewards: the second one judges")
+    if model.model != MODEL.name and not set(PEERS).isdisjoint(systems):
+        raise ValueError(f"the services answer with {model.model}, the peers with {MODEL.name}")
+
+
+def _settings(
+    arguments: argparse.Namespace,
+    items: Sequence[Item],
+    model: GeneratorDescription,
+    judges: Sequence[RewardDescription],
+) -> dict[str, Any]:
+    """What all answers of a file have in common."""
+    services = ("SPECREJ_GENERATOR_", "SPECREJ_ORCHESTRATOR_", "SPECREJ_REWARD_")
+    environment = [item for item in os.environ.items() if item[0].startswith(services)]
+    specs = answering_engines(MODEL, 0, _CONTEXT_TOKENS, most=0)
+    return {
+        "model": f"{model.model} {model.fingerprint}",
+        "max_tokens": arguments.max_tokens,
+        "reward": arguments.reward,
+        "judges": [f"{judge.name} {judge.fingerprint}" for judge in judges[:2]],
+        "systems": {name: str(options(64)) for name, options in OURS.items()}
+        | {spec.name: spec.settings for spec in specs},
+        "prompts": _digest(items),
+        "environment": _digest(sorted(environment)),
+        "machine": describe_machine(),
+    }
+
+
+def _digest(values: Sequence[object]) -> str:
+    return hashlib.sha256(repr([*values]).encode()).hexdigest()[:16]
+
+
+async def _judge(
+    rewards: RewardClient, names: Sequence[str], prompt: Prompt, text: str
+) -> tuple[float, float]:
+    """See `Judge`."""
+    first, second = [await rewards.score(prompt, [text], reward=name) for name in names]
+    return first.values[0], second.values[0]
+
+
+def _peers(limit_s: float, most: int, record: Record) -> dict[str, Peer]:
     """All peers by name, for at most so many candidates; none is started yet."""
     server, *others = answering_engines(MODEL, Ports.free().orchestrator, _CONTEXT_TOKENS, most)
-    peers = {server.name: Peer(server, None, limit_s)}
+    versions = {spec.name: record.versions.setdefault(spec.name, {}) for spec in (server, *others)}
+    peers = {server.name: Peer(server, None, limit_s, versions[server.name])}
     for spec in others:
         called = peers[server.name] if "url" in spec.options else None
-        peers[spec.name] = Peer(spec, called, limit_s)
+        peers[spec.name] = Peer(spec, called, limit_s, versions[spec.name])
     return peers
 
 
@@ -309,38 +400,27 @@ def _systems(
     }
 
 
-def _result(arguments: argparse.Namespace, num_prompts: int, bench: Bench) -> dict[str, Any]:
-    """The content of the JSON line."""
-    measured = points(bench.answers, bench.unavailable)
-    size = {"prompts": num_prompts, "max_tokens": arguments.max_tokens}
-    unavailable = {f"{name} n={n}": why for (name, n), why in bench.unavailable.items()}
-    return {
-        **size,
-        "points": [asdict(point) for point in measured],
-        "unavailable": unavailable,
-    }
-
-
 def _file(arguments: argparse.Namespace, kind: str) -> Path:
     """Not `with_suffix`, which would replace what follows a point in the name."""
     out: Path = arguments.out
     return out.with_name(f"{out.name}.{kind}")
 
 
-def _store(
-    arguments: argparse.Namespace, num_prompts: int, bench: Bench, peers: Mapping[str, Peer]
-) -> None:
-    """Write the result so far, with all answers."""
-    result = {
-        **_result(arguments, num_prompts, bench),
-        **describe_machine(),
-        "reward": arguments.reward,
-        "versions": {name: peer.versions for name, peer in peers.items()},
-        "answers": [asdict(answer) for answer in bench.answers],
-    }
-    path = _file(arguments, "json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+def _report(arguments: argparse.Namespace, record: Record) -> None:
+    """Write both files and print the tables."""
+    record.store()
+    result = record.result()
+    measured, paired = points(record.compared), differences(record.compared)
+    size = f"{result['prompts']} prompts, {arguments.max_tokens} new tokens"
+    title = f"{size}, reward {arguments.reward}"
+    write_picture(_file(arguments, "svg"), measured, title)
+    if paired:
+        against = f"difference from {paired[0].base}, paired by prompt"
+        print_table(against, PAIRED_HEADINGS, paired_rows(paired))
+    specs = answering_engines(MODEL, 0, _CONTEXT_TOKENS, most=0)
+    settings = {spec.name: spec.settings for spec in specs}
+    rows = table_rows(measured, settings, record.unavailable)
+    report(f"{title}: means per answer", HEADINGS, rows, result)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from experiments.studies.statistics import mean
+from experiments.trajectories import FloatArray
 
 HEADINGS = (
     *("system", "N", "prompts", "seconds", "tokens"),
     *("reward", "95 %", "judge 2", "words", "remark"),
+)
+PAIRED_HEADINGS = (
+    *("system", "N", "prompts", "reward, 95 %", "judge 2, 95 %"),
+    *("seconds, share", "tokens, share"),
 )
 # A system, and its N.
 Case = tuple[str, int]
@@ -58,27 +63,100 @@ class Point:
     words: float
 
 
-def points(answers: Sequence[Answer], unavailable: Iterable[Case] = ()) -> list[Point]:
-    """One per system and N in order of their first answers, without those that failed later."""
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A point against `base`, over the `prompts` that both answered.
+
+    Differences of means with 95 % intervals as of `Point`, and quotients of sums.
+    """
+
+    system: str
+    n: int
+    base: str
+    prompts: int
+    reward: float
+    reward_low: float | None
+    reward_high: float | None
+    second_judge: float
+    second_judge_low: float | None
+    second_judge_high: float | None
+    seconds_ratio: float
+    tokens_ratio: float
+
+
+def complete(
+    answers: Iterable[Answer], unavailable: Iterable[Case] = (), sparse: Collection[str] = ()
+) -> list[Answer]:
+    """The answers to prompts that every system answered at every N.
+
+    Cases that failed later are left out. Systems in `sparse` answer some of the prompts only.
+    """
+    failed = set(unavailable)
+    kept = [answer for answer in answers if (answer.system, answer.n) not in failed]
+    prompts: dict[Case, set[str]] = {}
+    for answer in kept:
+        prompts.setdefault((answer.system, answer.n), set()).add(answer.prompt_id)
+    full = [ids for (system, _), ids in prompts.items() if system not in sparse]
+    common = set.intersection(*(full or prompts.values())) if prompts else set()
+    return [answer for answer in kept if answer.prompt_id in common]
+
+
+def points(answers: Sequence[Answer]) -> list[Point]:
+    """One per system and N in order of their first answers."""
     cases = dict.fromkeys((answer.system, answer.n) for answer in answers)
-    kept = [case for case in cases if case not in set(unavailable)]
-    return [_point(*case, [a for a in answers if (a.system, a.n) == case]) for case in kept]
+    return [_point(*case, [a for a in answers if (a.system, a.n) == case]) for case in cases]
 
 
 def _point(system: str, n: int, answers: Sequence[Answer]) -> Point:
-    reward = mean(np.array([answer.reward for answer in answers]))
-    low, high = (None if math.isnan(edge) else round(edge, 5) for edge in (reward.low, reward.high))
     return Point(
         system,
         n,
         len(answers),
         round(_mean(answer.seconds for answer in answers), 3),
         round(_mean(answer.tokens for answer in answers), 1),
-        round(reward.value, 5),
-        low,
-        high,
+        *_with_interval(np.array([answer.reward for answer in answers])),
         round(_mean(answer.second_judge for answer in answers), 5),
         round(_mean(len(answer.text.split()) for answer in answers), 1),
+    )
+
+
+def _with_interval(values: FloatArray) -> tuple[float, float | None, float | None]:
+    """The mean and its interval."""
+    of = mean(values)
+    low, high = (None if math.isnan(edge) else round(edge, 5) for edge in (of.low, of.high))
+    return round(of.value, 5), low, high
+
+
+def differences(answers: Iterable[Answer], base: str = "vllm") -> list[Difference]:
+    """Of all other points from that of the largest N of a system; none without its answers."""
+    cases: dict[Case, dict[str, Answer]] = {}
+    for answer in answers:
+        cases.setdefault((answer.system, answer.n), {})[answer.prompt_id] = answer
+    largest = max((n for system, n in cases if system == base), default=0)
+    theirs = cases.pop((base, largest), {})
+    pairs = {
+        case: [(ours[prompt], theirs[prompt]) for prompt in theirs if prompt in ours]
+        for case, ours in cases.items()
+    }
+    name = f"{base} n={largest}"
+    return [_difference(case, name, paired) for case, paired in pairs.items() if paired]
+
+
+def _difference(case: Case, base: str, paired: Sequence[tuple[Answer, Answer]]) -> Difference:
+    def columns(figure: str) -> FloatArray:
+        return np.array([[getattr(answer, figure) for answer in pair] for pair in paired], float).T
+
+    (reward, of_base), (judge, its_judge) = map(columns, ("reward", "second_judge"))
+    seconds, tokens = (columns(figure).sum(axis=1) for figure in ("seconds", "tokens"))
+    quality = (*_with_interval(reward - of_base), *_with_interval(judge - its_judge))
+    return Difference(
+        case[0],
+        case[1],
+        base,
+        len(paired),
+        *quality,
+        round(float(seconds[0] / seconds[1]), 4),
+        round(float(tokens[0] / tokens[1]), 4),
     )
 
 
@@ -87,13 +165,24 @@ def table_rows(
 ) -> Iterator[Sequence[object]]:
     """A row per point, then one per system and N that is not available."""
     for p in measured:
-        has_interval = p.reward_low is not None
-        interval = f"{p.reward_low:.3f} .. {p.reward_high:.3f}" if has_interval else "-"
+        interval = _interval(p.reward_low, p.reward_high) or "-"
         quality = (f"{p.reward:.3f}", interval, f"{p.second_judge:.3f}", f"{p.words:.0f}")
         cost = (f"{p.seconds:.2f}", f"{p.tokens:.0f}")
         yield (p.system, p.n, p.prompts, *cost, *quality, remarks.get(p.system, ""))
     for (system, n), reason in unavailable.items():
         yield (system, n, *["-"] * (len(HEADINGS) - 3), f"not available: {reason}")
+
+
+def paired_rows(paired: Iterable[Difference]) -> Iterator[Sequence[object]]:
+    """A row per difference."""
+    for d in paired:
+        reward = f"{d.reward:+.3f} {_interval(d.reward_low, d.reward_high)}"
+        judge = f"{d.second_judge:+.3f} {_interval(d.second_judge_low, d.second_judge_high)}"
+        yield (d.system, d.n, d.prompts, reward, judge, d.seconds_ratio, d.tokens_ratio)
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{low:.3f} .. {high:.3f}"
 
 
 def write_picture(path: Path, points: Sequence[Point], title: str) -> None:

@@ -1,83 +1,29 @@
-"""The comparison of answers: points, table, picture, unavailable systems, and a run on toys."""
+"""The comparison of answers: turns, unavailable systems, and runs on toys."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, field, replace
+import signal
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from benchmarks import answer
-from benchmarks.answer_points import (
-    HEADINGS,
-    Answer,
-    Point,
-    points,
-    table_rows,
-    write_picture,
-)
+from benchmarks.answer_points import Answer
+from benchmarks.answer_record import Record
 from benchmarks.workers.engines import EngineSpec, answering_engines
 from benchmarks.workers.process import WorkerError, WorkerProcess
-from experiments.prompts import Item
+from experiments.prompts import DEFAULT_PROMPTS, Item
 from specrej import Prompt, Unavailable
 from specrej.contracts import Scores
 
 ITEM = Item("one", 0, Prompt.from_user("One?"))
 ANSWER = Answer("vllm", 4, "one", 2.0, 100, 0.5, -1.0, "three short words")
-
-
-def _answers(rewards: list[float]) -> list[Answer]:
-    return [
-        replace(ANSWER, prompt_id=str(i), reward=reward, tokens=100 + i)
-        for i, reward in enumerate(rewards)
-    ]
-
-
-def test_point_is_the_mean_over_prompts_with_its_interval() -> None:
-    (point,) = points(_answers([0.1, 0.2, 0.3, 0.4, 0.5]))
-    assert (point.prompts, point.seconds, point.tokens, point.words) == (5, 2.0, 102.0, 3.0)
-    assert (point.reward, point.second_judge) == (0.3, -1.0)
-    assert point.reward_low is not None
-    assert point.reward_high is not None
-    assert 0.1 <= point.reward_low < 0.3 < point.reward_high <= 0.5
-
-
-def test_interval_of_few_prompts_is_null_in_valid_json() -> None:
-    """NaN is no JSON."""
-    (point,) = points(_answers([0.1, 0.2, 0.3]))
-    line = json.dumps(asdict(point), allow_nan=False)
-    assert json.loads(line)["reward_low"] is None
-
-
-def test_case_that_failed_later_is_a_row_and_no_point() -> None:
-    """A mean over the prompts before the failure would be compared with one over all."""
-    answers = [*_answers([0.1, 0.2]), replace(ANSWER, n=8)]
-    unavailable = {("vllm", 4): "out of memory", ("optillm", 4): "optillm does not start: none"}
-    measured = points(answers, unavailable)
-    assert [(point.system, point.n) for point in measured] == [("vllm", 8)]
-    rows = list(table_rows(measured, {"vllm": "server"}, unavailable))
-    assert {len(row) for row in rows} == {len(HEADINGS)}
-    assert [(row[0], row[1], row[-1]) for row in rows] == [
-        ("vllm", 8, "server"),
-        ("vllm", 4, "not available: out of memory"),
-        ("optillm", 4, "not available: optillm does not start: none"),
-    ]
-
-
-def test_picture_is_drawn_from_recorded_points(tmp_path: Path) -> None:
-    line: dict[str, Any] = json.loads(json.dumps(asdict(points(_answers([0.1, 0.5, 0.3, 0.2]))[0])))
-    recorded = Point(**line)
-    without_interval = replace(recorded, n=8, reward_low=None, reward_high=None)
-    path = tmp_path / "new" / "answer.svg"
-    write_picture(path, [recorded, without_interval, replace(recorded, system="specrej")], "title")
-    intervals = '<g id="LineCollection_'
-    assert path.read_text().count(intervals) == 2 * 2  # systems, costs
-    write_picture(path, [], "nothing is available")
-    assert intervals not in path.read_text()
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "4,,8", "1e9", "99999"])
@@ -104,7 +50,7 @@ async def test_slots_hold_the_most_candidates(
     monkeypatch.setattr(answer, "Stack", stack)
     given = argparse.Namespace(systems=systems, n="4", max_tokens=32)
     with pytest.raises(InterruptedError, match=str(32 * most + 8 * answer._CONTEXT_TOKENS)):
-        await answer._run(given, [])
+        await answer._run(given, [], Record(Path()))
 
 
 def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
@@ -113,7 +59,7 @@ def test_every_conversation_begins_with_a_system_turn(tmp_path: Path) -> None:
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
     }
     path.write_text(json.dumps(["Why?", own]))
-    items = answer.read_items([path, tmp_path / "absent.json"], 10)
+    items = answer.read_items([path, tmp_path / "absent.json"])
     assert [item.number for item in items] == [0, 1]
     systems = [item.prompt.turns[0] for item in items]
     assert systems[0] == answer.SYSTEM_TURN
@@ -150,6 +96,60 @@ async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
     assert [a.tokens for a in bench.answers if (a.system, a.n) == ("works", 4)] == [32, 32]
 
 
+async def test_stored_answers_are_not_requested_again() -> None:
+    calls: list[tuple[str, int]] = []
+
+    async def works(item: Item, n: int, max_tokens: int) -> tuple[str, int]:
+        calls.append((item.id, n))
+        return "text", n
+
+    stored = [replace(ANSWER, system="works", n=n, prompt_id=ITEM.id) for n in (2, 8)]
+    ns = {"works": [2, 4, 8]}
+    judge = judge_of(Rewards())
+    bench = answer.Bench({"works": works}, ns, judge, settle_s=0.0, answers=stored)
+    for name in (ITEM.id, "another"):
+        await bench.answer(replace(ITEM, id=name), max_tokens=8)
+    assert calls == [(ITEM.id, 4), *(("another", n) for n in ns["works"])]
+    assert len(bench.answers) == 6
+
+
+def test_settings_are_what_changes_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the answers of two settings in one file."""
+    monkeypatch.delenv("SPECREJ_GENERATOR_DTYPE", raising=False)
+    arguments = argparse.Namespace(max_tokens=8, reward="r")
+    model: Any = SimpleNamespace(model="m", fingerprint="1")
+    judges: Any = [SimpleNamespace(name=name, fingerprint="1") for name in ("r", "second", "third")]
+
+    def settings() -> dict[str, Any]:
+        return answer._settings(arguments, [ITEM], model, judges)
+
+    first = settings()
+    assert json.loads(json.dumps(first)) == settings()
+    monkeypatch.setenv("SPECREJ_PROMPT", "")  # set by make
+    judges.pop()
+    assert settings() == first
+    monkeypatch.setenv("SPECREJ_GENERATOR_DTYPE", "float32")
+    monkeypatch.setitem(cast("dict[str, Any]", answer.OURS), "specrej", lambda n: {"alpha": n})
+    model.fingerprint = judges[1].fingerprint = "2"
+    arguments.max_tokens = 16
+    other = settings()
+    assert [name for name in first if first[name] != other[name]] == [
+        *("model", "max_tokens", "judges", "systems", "environment"),
+    ]
+
+
+async def test_a_peer_of_another_version_adds_no_answers() -> None:
+    """Guards against two versions of a peer in one curve."""
+    spec = Spec("vllm", "", {"clock": [0.0]})
+    rewards: Any = Rewards()
+    earlier = answer.Peer(spec, None, 60.0, {"vllm": "0"})
+    with pytest.raises(WorkerError, match=r"{'vllm': '1'} now, {'vllm': '0'} in earlier"):
+        await earlier.answer(rewards, "r", ITEM, 4, 8)
+    for versions in ({}, {"vllm": "1"}):
+        await answer.Peer(spec, None, 60.0, versions).answer(rewards, "r", ITEM, 4, 8)
+        assert versions == {"vllm": "1"}
+
+
 async def test_peer_without_its_server_has_the_servers_reason(tmp_path: Path) -> None:
     """A missing server is started once, not once per N."""
     server = answer.Peer(EngineSpec("vllm", "", {}, home=tmp_path / "none"), None, 1.0)
@@ -168,7 +168,7 @@ class Worker:
 
     def ready(self) -> dict[str, str]:
         self.clock[0] += 100
-        return {}
+        return {"vllm": "1"}
 
     def exchange(self, message: dict[str, Any], until: float) -> dict[str, Any]:
         if "scores" in message:
@@ -255,17 +255,23 @@ def test_all_peers_have_an_engine() -> None:
     assert specs[0].options["max_num_seqs"] == 512
 
 
-@pytest.mark.e2e
-def test_run_on_toys_ends_with_the_json_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """The services of this project, and a peer whose environment does not exist."""
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Services with toys, and no environments of peers."""
     monkeypatch.setenv("SPECREJ_GENERATOR_MODEL", "toy")
     toys = [{"name": name, "kind": "toy"} for name in ("toy", "second")]
     monkeypatch.setenv("SPECREJ_REWARD_REWARDS", json.dumps(toys))
     monkeypatch.setattr("benchmarks.workers.engines.PEERS", tmp_path)
     monkeypatch.setattr("benchmarks.workers.engines.VLLM", tmp_path)
     monkeypatch.setattr(answer, "MODEL", Path("toy"))
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("toys")
+def test_run_on_toys_ends_with_the_json_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The services of this project, and a peer whose environment does not exist."""
     systems = ",".join((*answer.OURS, "its_hub"))
     out = tmp_path / "answer_0.5"  # what follows the point stays
     given = (
@@ -295,3 +301,41 @@ def test_run_on_toys_ends_with_the_json_line(
     assert list(json.loads(capsys.readouterr().out.splitlines()[-1])["unavailable"]) == [
         "specrej n=5000"
     ]
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("toys")
+def test_a_run_that_ends_early_reports_and_continues(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Ctrl-C amid the second prompt, then a failure amid the third one, then the rest."""
+    calls: list[tuple[int, int]] = []
+    ours = answer._ours
+
+    async def ends_early(*arguments: Any) -> tuple[str, int]:
+        *_, item, n, _ = arguments
+        calls.append((item.number, n))
+        if calls[1:] == [(0, 2), (0, 4), (1, 2), (1, 4)]:
+            signal.raise_signal(signal.SIGINT)
+        if calls[1:] == [(1, 4), (2, 2)]:
+            raise ZeroDivisionError
+        return await ours(*arguments)
+
+    monkeypatch.setattr(answer, "_ours", ends_early)
+    given = "--prompts 3 --max-tokens 8 --reward toy --systems specrej=2+4 --out"
+    monkeypatch.setattr("sys.argv", ["bench", *given.split(), f"{tmp_path / 'answer'}"])
+    ends: list[type[BaseException]] = [SystemExit, ZeroDivisionError, SystemExit]
+    for num_prompts, exit_type in enumerate(ends, start=1):
+        calls.clear()
+        with pytest.raises(exit_type) as ended:
+            answer.main()
+        assert getattr(ended.value, "code", None) == {1: 130, 3: 0}.get(num_prompts)
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert [point["prompts"] for point in result["points"]] == [num_prompts] * 2
+        assert result["prompts"] == num_prompts
+    assert calls[1:] == [(2, 2), (2, 4)]  # the first call warms up
+    stored = json.loads((tmp_path / "answer.json").read_text())
+    assert [(a["prompt_id"], a["n"]) for a in stored["answers"]] == [
+        (item.id, n) for item in answer.read_items([DEFAULT_PROMPTS])[:3] for n in (2, 4)
+    ]
+    assert "date" in stored
