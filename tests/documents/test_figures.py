@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
-import numpy as np
 import pytest
 
+from benchmarks.answer_points import Answer, Difference, differences
 from experiments.branching import compare
-from experiments.studies.statistics import Estimate, mean
-from experiments.trajectories import FloatArray
+from experiments.studies.statistics import Estimate
 from tests.documents.blocks import ROOT
 
-_OURS = ("specrej", "specrej-branching")
 _STUDIES = ROOT / "experiments/results/128/studies-128-tokens-relevance.md"
 
 
@@ -30,6 +29,12 @@ def _studies(header: str) -> dict[str, list[str]]:
     rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
     key = 1 if header.startswith(("**Compute", "**Speculative")) else 0
     return {row[key]: row for row in rows[2:]}
+
+
+def _paired(result: dict[str, Any]) -> dict[tuple[str, int], Difference]:
+    """The differences from vLLM's last point, by system and N."""
+    answers = [Answer(**answer) for answer in result["answers"]]
+    return {(d.system, d.n): d for d in differences(answers)}
 
 
 def test_choosing_quotes_the_studies() -> None:
@@ -66,6 +71,18 @@ def test_comparison_quotes_the_benchmark() -> None:
         engines = ("specrej", "vllm", "llamacpp", "transformers")
         for engine, figure in zip(engines, figures, strict=True):
             assert abs(speeds[engine, n] - float(figure)) < 0.6
+
+
+def test_only_4_bits_exceed_the_bound_of_the_products() -> None:
+    page = " ".join((ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split())
+    result = json.loads((ROOT / "benchmarks/results/peers_tiles.json").read_text())
+    bounds = result["gemm_bound_tokens_per_s"]
+    above = [row for row in result["results"] if row["tokens_per_s"] > bounds[str(row["n"])]]
+    assert [(row["engine"], row["n"]) for row in above] == [("llamacpp", 1)]
+    figures = (
+        f"{above[0]['tokens_per_s']:.0f} tokens per second where the bound is {bounds['1']:.0f}"
+    )
+    assert figures in page
 
 
 def test_vllm_quotes_the_check() -> None:
@@ -132,28 +149,23 @@ def test_comparison_quotes_the_answers() -> None:
             f"{p['words']:.0f}",
         )
         assert f"| {' | '.join(map(str, (*cells, *quality)))} |" in page
-    paired = {(a["system"], a["n"], a["prompt_id"]): a for a in result["answers"]}
-    prompts = [prompt for system, n, prompt in paired if (system, n) == ("vllm", 64)]
-
-    def of(system: str, figure: str) -> FloatArray:
-        return np.array([paired[system, 64, prompt][figure] for prompt in prompts])
-
-    def share(system: str, figure: str) -> str:
-        return f"in {of(system, figure).sum() / of('vllm', figure).sum():.2f} of the"
-
-    def above(system: str, figure: str, digits: int) -> tuple[str, str]:
-        found = mean(of(system, figure) - of("vllm", figure))
-        edges = f"{found.low:.{digits}f} to {found.high:.{digits}f}"
-        return f"{found.value:.{digits}f}", edges
-
+    paired = _paired(result)
+    assert len(paired) == 13 and {d.base for d in paired.values()} == {"vllm n=64"}
+    own, forked = (paired[system, 64] for system in ("specrej", "specrej-branching"))
     text = " ".join(page.split())
-    (own, edges), (forked, forked_edges) = (above(s, "reward", 3) for s in _OURS)
     assert (
-        f"{own} above that of vLLM at N = 64 (95 %: {edges}), {share(_OURS[0], 'seconds')}" in text
-    )
-    assert f"seconds and {share(_OURS[0], 'tokens').removeprefix('in ')} tokens" in text
-    assert f"with branching {forked} ({forked_edges}) {share(_OURS[1], 'seconds')} seconds" in text
-    judged = [f"{value} ({edges})" for value, edges in (above(s, "second_judge", 2) for s in _OURS)]
+        f"{own.reward:.3f} above that of vLLM at N = 64"
+        f" (95 %: {own.reward_low:.3f} to {own.reward_high:.3f}),"
+        f" in {own.seconds_ratio:.2f} of the seconds and {own.tokens_ratio:.2f} of the tokens"
+    ) in text
+    assert (
+        f"with branching {forked.reward:.3f} ({forked.reward_low:.3f} to {forked.reward_high:.3f})"
+        f" in {forked.seconds_ratio:.2f} of the seconds"
+    ) in text
+    judged = [
+        f"{d.second_judge:.2f} ({d.second_judge_low:.2f} to {d.second_judge_high:.2f})"
+        for d in (own, forked)
+    ]
     assert " and ".join(judged) in text
 
 
@@ -168,24 +180,24 @@ def test_comparison_and_readme_quote_the_answers_to_100_prompts() -> None:
         interval = f"{p['reward']:.3f} ({p['reward_low']:.3f} to {p['reward_high']:.3f})"
         cells = (p["system"], p["n"], f"{p['seconds']:.2f}", f"{p['tokens']:.0f}", interval)
         assert f"| {' | '.join(map(str, cells))} | {p['second_judge']:.3f} |" in page
-    answers = {(a["system"], a["n"], a["prompt_id"]): a for a in run["answers"]}
-    prompts = [prompt for system, n, prompt in answers if (system, n) == ("vllm", 64)]
-
-    def of(system: str, n: int, figure: str) -> FloatArray:
-        return np.array([answers[system, n, prompt][figure] for prompt in prompts])
-
-    for (system, n), shown in (
+    paired = _paired(run)
+    for case, shown in (
         (("specrej-branching", 24), "the difference is {}, in {} of the seconds"),
         (("specrej-branching", 32), "it is {} above, in {} of the seconds"),
         (("specrej", 64), "at N = 64 is {} from it, in {} of the seconds"),
     ):
-        d = mean(of(system, n, "reward") - of("vllm", 64, "reward"))
-        share = of(system, n, "seconds").sum() / of("vllm", 64, "seconds").sum()
-        interval = f"{d.value:.3f} ({d.low:.3f} to {d.high:.3f})"
-        assert shown.format(interval, f"{share:.2f}") in page.replace("95 %: ", "")
-        if n == 24:
-            text = f"of 24 candidates it reaches vLLM's reward of 64 in {share:.2f} of the seconds"
-            assert text in readme and d.low < 0 < d.high
+        d = paired[case]
+        interval = f"{d.reward:.3f} ({d.reward_low:.3f} to {d.reward_high:.3f})"
+        shown = shown.format(interval, f"{d.seconds_ratio:.2f}")
+        assert shown in page.replace("95 %: ", "")
+    d = paired["specrej-branching", 24]
+    share = f"of 24 candidates it reaches vLLM's reward of 64 in {d.seconds_ratio:.2f} of the"
+    assert f"{share} seconds" in readme
+    assert f"in {d.seconds_ratio:.2f} of the seconds and {d.tokens_ratio:.2f} of the tokens" in page
+    interval = f"{d.second_judge:.2f} ({d.second_judge_low:.2f} to {d.second_judge_high:.2f})"
+    assert f"By `harmless` the answers differ by {interval}" in page
+    assert d.reward_low is not None and d.reward_high is not None
+    assert d.reward_low < 0 < d.reward_high
 
 
 def test_the_readme_quotes_the_answers() -> None:
