@@ -55,12 +55,25 @@ from specrej.contracts import (
 )
 from specrej.limits import MAX_BATCH
 
-# Systems of this project: the options of their requests, by N.
-OURS: Mapping[str, Callable[[int], Options]] = {
-    "specrej": lambda n: Options(),
-    # An eighth of N goes on at a decision token, with forks up to half of N.
-    "specrej-branching": lambda n: Options(branching=Branching(max(2, n // 2), max(1, n // 8))),
-    "specrej-best-of-n": lambda n: Options(algorithm=Algorithm.BEST_OF_N),
+_LONG_TOKENS = 512
+
+
+def _branching(n: int, max_tokens: int) -> Options:
+    """Settings that docs/branching.md recommends for the length of the answers.
+
+    An eighth of N goes on at a decision token, with forks up to half of N; for long answers a
+    twelfth, with forks up to N that become fewer as rounds become longer.
+    """
+    if max_tokens >= _LONG_TOKENS:
+        return Options(branching=Branching(n, max(1, n // 12), taper=1.0))
+    return Options(branching=Branching(max(2, n // 2), max(1, n // 8)))
+
+
+# Systems of this project: the options of their requests, by N and max_tokens.
+OURS: Mapping[str, Callable[[int, int], Options]] = {
+    "specrej": lambda *_: Options(),
+    "specrej-branching": _branching,
+    "specrej-best-of-n": lambda *_: Options(algorithm=Algorithm.BEST_OF_N),
 }
 PEERS = ("vllm", "its_hub", "optillm", "transformers")
 # Peers that take minutes for an answer; they answer one prompt in --sparse.
@@ -264,7 +277,12 @@ def parse_systems(systems: str, n: str) -> dict[str, list[int]]:
 
 
 async def _ours(
-    client: Client, own: Callable[[int], Options], reward: str, item: Item, n: int, max_tokens: int
+    client: Client,
+    own: Callable[[int, int], Options],
+    reward: str,
+    item: Item,
+    n: int,
+    max_tokens: int,
 ) -> tuple[str, int]:
     """An answer of this project's services, see `System`. Peers choose by the reward alone.
 
@@ -272,7 +290,7 @@ async def _ours(
         SpecrejError: there is none.
     """
     request: Options = {
-        **own(n),
+        **own(n, max_tokens),
         "rewards": {reward: 1.0},
         "prefer_complete": False,
         "n": n,
@@ -360,7 +378,7 @@ def _settings(
         "max_tokens": arguments.max_tokens,
         "reward": arguments.reward,
         "judges": [f"{judge.name} {judge.fingerprint}" for judge in judges[:2]],
-        "systems": {name: str(options(64)) for name, options in OURS.items()}
+        "systems": {name: str(own(64, arguments.max_tokens)) for name, own in OURS.items()}
         | {spec.name: spec.settings for spec in specs},
         "prompts": _digest(items),
         "environment": _digest(sorted(environment)),

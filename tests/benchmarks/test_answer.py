@@ -129,7 +129,7 @@ def test_settings_are_what_changes_answers(monkeypatch: pytest.MonkeyPatch) -> N
     judges.pop()
     assert settings() == first
     monkeypatch.setenv("SPECREJ_GENERATOR_DTYPE", "float32")
-    monkeypatch.setitem(cast("dict[str, Any]", answer.OURS), "specrej", lambda n: {"alpha": n})
+    monkeypatch.setitem(cast("dict[str, Any]", answer.OURS), "specrej", lambda n, _: {"alpha": n})
     model.fingerprint = judges[1].fingerprint = "2"
     arguments.max_tokens = 16
     other = settings()
