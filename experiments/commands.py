@@ -170,7 +170,7 @@ async def replay(arguments: argparse.Namespace) -> None:
         complete = "yes" if run.finish is FinishReason.STOP else "no"
         answer = (prompt.prompt_id, run.answer, run.score, complete, run.highest)
         row = (*answer, run.regret, run.generated_tokens, run.best_of_n_tokens)
-        rounds = [(trace.decision_token, trace.num_live) for trace in run.rounds]
+        rounds = [(trace.decision_token, len(trace.survivors)) for trace in run.rounds]
         rows.append(row)
         result.append({**dict(zip(headings, row, strict=True)), "rounds": rounds})
     table = Table("replay", setting.name, headings, tuple(rows))

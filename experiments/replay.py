@@ -20,13 +20,7 @@ from experiments.trajectories import FloatArray, IntArray, OffGrid, Trajectories
 from orchestrator.loop.composition import LIKELIHOOD
 from orchestrator.loop.rejection import cut, num_released, rank
 from orchestrator.loop.schedule import first_round_tokens, next_decision_token
-from specrej.contracts import (
-    Algorithm,
-    FinishReason,
-    GeometricSchedule,
-    RoundEnd,
-    Schedule,
-)
+from specrej.contracts import Algorithm, FinishReason, GeometricSchedule, Schedule
 
 
 def decision_tokens(schedule: Schedule, max_tokens: int) -> tuple[int, ...]:
@@ -76,18 +70,9 @@ class ReplayedRound:
     survivors: the candidates that are live in the next round.
     """
 
-    number: int
     decision_token: int
-    ended_by: RoundEnd
     num_started: int
-    num_finished: int
-    num_rejected: int
-    num_live: int
-    best_score: float
-    session_slots: int
-    freed_slots: int
     generated_tokens: int
-    alpha: float
     survivors: tuple[int, ...]
 
 
@@ -218,7 +203,7 @@ class _Request:
     def _round(self) -> ReplayedRound:
         """Extend, score, reject; see `_Run.round` in `orchestrator.loop.run`."""
         started, start = self._live, self._position
-        ended_by, self._position = self._end_of_round()
+        self._position, is_full = self._end_of_round()
         lengths = np.minimum(self._num_tokens[started], self._position)
         has_ended = self._num_tokens[started] <= self._position
         finished, grown = started[has_ended], started[~has_ended]
@@ -227,57 +212,37 @@ class _Request:
         self._scored_lengths += lengths.tolist()
         # 0 + 1 + ... + (length - 1), less the sum for the tokens of earlier rounds.
         self._attended_tokens += int((lengths * (lengths - 1) - start * (start - 1)).sum()) // 2
-        self._live, scores = self._survivors(grown, ended_by)
-        stored = max(0, self._position - 1)  # the newest token is stored when the next is drawn
+        self._live = self._survivors(grown, is_full=is_full)
         return ReplayedRound(
-            number=len(self._rounds) + 1,
             decision_token=self._position,
-            ended_by=ended_by,
             num_started=len(started),
-            num_finished=len(finished),
-            num_rejected=len(grown) - len(self._live),
-            num_live=len(self._live),
-            best_score=self._best_score(scores),
-            session_slots=self._prompt_tokens + len(grown) * stored,
-            freed_slots=(len(grown) - len(self._live)) * stored,
             generated_tokens=int((lengths - start).sum()),
-            alpha=self._alpha,
             survivors=tuple(self._ids[self._live].tolist()),
         )
 
-    def _best_score(self, scores: FloatArray) -> float:
-        """Of answers that reached their end and of prefixes with these scores."""
-        first = self._final[self._ended & ~self._ranks_last]
-        ranked = np.concatenate([first, scores])
-        return float((ranked if len(ranked) else self._final[self._ended]).max())
-
-    def _survivors(self, grown: IntArray, ended_by: RoundEnd) -> tuple[IntArray, FloatArray]:
-        """Cut the ranking; returns the candidates that stay live and their scores."""
+    def _survivors(self, grown: IntArray, *, is_full: bool) -> IntArray:
+        """Cut the ranking; returns the candidates that stay live. is_full: slots end the round."""
         if not len(grown):
-            return grown, np.empty(0)
-        partial = self._replayer.partial(self._position)[self._ids[grown]]
+            return grown
         live = grown.tolist()
+        partial = self._replayer.partial(self._position)[self._ids[grown]]
         scores = self._ranked | dict(zip(live, partial.tolist(), strict=True))
-        is_full = ended_by is RoundEnd.SLOTS_FULL
         release = num_released(len(live), self._position) if is_full else 0
         kept = cut(scores, set(live), self._alpha, release=release).kept
         survives = np.fromiter((row in kept for row in live), np.bool_, len(live))
         self._ranked = {row: score for row, score in self._ranked.items() if row in kept}
-        return grown[survives], partial[survives]
+        return grown[survives]
 
-    def _end_of_round(self) -> tuple[RoundEnd, int]:
-        """Reason and position of the round's end; see `generator_service.engine`."""
+    def _end_of_round(self) -> tuple[int, bool]:
+        """Where the round ends, and whether full slots end it; see `generator_service.engine`."""
         lengths = self._num_tokens[self._live]
         until = self._max_tokens
         if self._setting.algorithm is not Algorithm.BEST_OF_N:
             until = next_decision_token(self._setting.schedule, self._position, self._max_tokens)
         full = self._full_at(lengths, until)
         if full is not None:
-            return RoundEnd.SLOTS_FULL, self._on_grid(full)
-        longest = int(lengths.max())
-        if longest <= until:
-            return RoundEnd.ALL_FINISHED, longest
-        return RoundEnd.DECISION_TOKEN, until
+            return self._on_grid(full), True
+        return min(until, int(lengths.max())), False
 
     def _full_at(self, lengths: IntArray, until: int) -> int | None:
         """The first position, before `until`, at which the live candidates cannot grow by a token.
