@@ -137,13 +137,8 @@ async def time_prompt(
 
 def _fields(prompt: Trajectories, setting: Setting) -> Line:
     """The fields that identify a run."""
-    schedule = Plan(setting.n, setting.alpha, setting.schedule).name
-    if setting.schedule.kind == "memory":
-        schedule = f"memory of {setting.slots} slots"
-    elif setting.slots:
-        schedule += f", {setting.slots} slots"
-    if setting.algorithm is Algorithm.BEST_OF_N:
-        schedule = "no cuts"
+    slots = f", {setting.slots} slots" if setting.slots else ""
+    is_cut = setting.algorithm is not Algorithm.BEST_OF_N
     return {
         "prompt_id": prompt.prompt_id,
         "reward": setting.reward,
@@ -151,7 +146,7 @@ def _fields(prompt: Trajectories, setting: Setting) -> Line:
         "algorithm": setting.algorithm.value,
         "n": setting.n,
         "alpha": setting.alpha,
-        "schedule": schedule,
+        "schedule": f"{setting.schedule}{slots}" if is_cut else "no cuts",
         "slots": setting.slots,
         "prefer_complete": setting.prefer_complete,
     }

@@ -72,7 +72,7 @@ class Matched:
     @property
     def default(self) -> Match:
         """The service's default with the largest N, which was fixed before any measurement."""
-        usual = [match for match in self.matches if match.schedule == Plan(0, 0, DOUBLING).name]
+        usual = [match for match in self.matches if match.schedule == str(DOUBLING)]
         return min(usual or self.matches, key=lambda match: (abs(match.alpha - 0.5), -match.n))
 
     def tables(self) -> tuple[Table, ...]:

@@ -51,16 +51,9 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The schedule as text."""
-        match self.schedule:
-            case GeometricSchedule(first, factor):
-                cuts = f"from {first}, x{factor:g}"
-            case TokensSchedule(tokens):
-                cuts = "at " + ", ".join(map(str, tokens))
-            case MemorySchedule():
-                cuts = ""
-        memory = f"memory for {self.memory_tokens} each" if self.memory_tokens else ""
-        return "; ".join(filter(None, (cuts, memory))) or "no cuts"
+        """The schedule as text, and the memory."""
+        memory = f", slots for {self.memory_tokens} each" if self.memory_tokens else ""
+        return f"{self.schedule}{memory}"
 
     def decision_tokens(self, max_tokens: int) -> tuple[int, ...] | None:
         """The decision tokens before the limit; None where full slots end rounds."""

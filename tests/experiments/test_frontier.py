@@ -91,7 +91,7 @@ def test_luck_among_settings_is_not_recommended() -> None:
     for seed in range(10):
         prompts = collection(8, 32, positions=(16, 32, 64), seed=17 * seed)
         side = study(prompts, alphas).sides[1]
-        kept += side.recommended in {frontier.BEST_OF_N, "N = 32, alpha 0.5, from 16, x2"}
+        kept += side.recommended in {frontier.BEST_OF_N, "N = 32, alpha 0.5, geometric:16,2"}
     assert kept >= 8
 
 

@@ -354,17 +354,17 @@ def test_plans_cut_where_prefixes_were_scored() -> None:
     assert chosen[0].n == 64
     assert len({plan.name for plan in chosen}) == 6
     coarse = [trajectories(n=16, positions=(32, 64))]
-    assert {plan.name for plan in plans.plans(coarse, WALK)} == {"from 32, x2", "at 32"}
+    assert {plan.name for plan in plans.plans(coarse, WALK)} == {"geometric:32,2", "tokens:32"}
     assert len({plan.name for plan in plans.plans(coarse, "likelihood")}) == 6
     single = Plan(8, 0.5, TokensSchedule((4, 9)))
-    assert (single.name, single.decision_tokens(64)) == ("at 4, 9", (4, 9))
+    assert (single.name, single.decision_tokens(64)) == ("tokens:4,9", (4, 9))
 
 
 def test_plans_have_the_memory_of_their_name() -> None:
-    """Guards against a floor of one whole answer, which made "memory for 16 each" 20 each."""
+    """Guards against a floor of one whole answer, which made "slots for 16 each" 20 each."""
     prompts = [trajectories(n=64, max_tokens=320, positions=(16, 32, 320))]
     by_memory = [plan for plan in plans.plans(prompts, WALK) if plan.memory_tokens]
     assert {plan.n for plan in by_memory} == {64, 32}  # 16 x 16 is less than an answer
-    assert {plan.name for plan in by_memory} == {"memory for 16 each"}
+    assert {plan.name for plan in by_memory} == {"memory:16, slots for 16 each"}
     for plan in by_memory:
         assert plan.setting(WALK, 10).slots == 10 + plan.n * 16

@@ -122,7 +122,7 @@ def test_compact_tables_have_the_default_only(out: Path) -> None:
         rows = text[start:].split("\n\n")[1].splitlines()[2:]
         of_settings = [row for row in rows if "| no cuts |" not in row]
         assert len(of_settings) == len(ALPHAS)
-        assert all("| 64 |" in row and "| from 16, x2 |" in row for row in of_settings)
+        assert all("| 64 |" in row and "| geometric:16,2 |" in row for row in of_settings)
 
 
 def test_summary_equals_the_results(out: Path) -> None:
@@ -136,7 +136,7 @@ def test_summary_equals_the_results(out: Path) -> None:
         usual = next(
             match
             for match in matches
-            if (match["n"], match["alpha"], match["schedule"]) == (64, 0.5, "from 16, x2")
+            if (match["n"], match["alpha"], match["schedule"]) == (64, 0.5, "geometric:16,2")
         )
         assert float(row["tokens, ratio (95 %)"]) == usual["ratio"]["value"]
         assert float(row["tokens, ratio (95 %), low"]) == usual["ratio"]["low"]
