@@ -97,8 +97,8 @@ def _live(subparsers: Any) -> None:
         "live", help="time real requests, and compare them with replays", description=_RESUME
     )
     parser.add_argument("--trajectories", type=Path, default=_TRAJECTORIES)
-    parser.add_argument("--out", type=Path, default=_ROOT / "live.json")
-    parser.add_argument("--limit", type=int, default=3, help="number of prompts")
+    parser.add_argument("--out", type=Path, default=_ROOT / "live.jsonl")
+    parser.add_argument("--limit", type=int, default=3, help="number of prompts; 0: all")
     parser.add_argument("--n", type=_numbers, default=(8, 64), help="numbers, by comma")
     parser.add_argument("--alpha", type=float, action="append", help="repeatable; default 0.5")
     parser.add_argument(

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from deploy.local.machine import describe_machine
+from experiments.json_lines import Line
 from experiments.models import Models, unique_salt
 from experiments.prompts import Item
 from experiments.settings import Settings
@@ -23,7 +24,6 @@ from experiments.trajectories import (
     BoolArray,
     FloatArray,
     IntArray,
-    Line,
     PrefixScores,
     Store,
     Trajectories,

@@ -24,6 +24,7 @@ from experiments import branching as branchings
 from experiments import collect as collecting
 from experiments import live as live_runs
 from experiments.flops import recorded
+from experiments.json_lines import Line
 from experiments.models import Models, in_process, remote
 from experiments.prompts import Item, read_prompts
 from experiments.replay import Replayer, Setting
@@ -32,7 +33,7 @@ from experiments.studies import frontier as frontiers
 from experiments.studies import prefixes
 from experiments.studies.plans import DOUBLING, measure_all
 from experiments.studies.tables import Table, shown, to_json
-from experiments.trajectories import Line, Store, Trajectories, load
+from experiments.trajectories import Store, Trajectories, load
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej.contracts import FinishReason
 
@@ -203,7 +204,6 @@ async def live(arguments: argparse.Namespace) -> None:
     if head is None:
         raise ValueError(f"{arguments.trajectories} holds no trajectories yet")
     collected = Settings.from_json(head["settings"])
-    runs = live_runs.Runs(arguments.out, head)
     async with _models(arguments, collected.rewards) as models:
         if models.identity() != head["identity"]:
             raise ValueError("these models are not those of the collection")
@@ -215,7 +215,8 @@ async def live(arguments: argparse.Namespace) -> None:
             arguments.kv_slots,
             prefer_complete=not arguments.reward_alone,
         )
-        for prompt in itertools.islice(store, arguments.limit):
+        runs = live_runs.Runs(arguments.out, head)
+        for prompt in itertools.islice(store, arguments.limit or None):
             await live_runs.time_prompt(prompt, collected, settings, models, runs)
     compared = [run["as_replayed"] for run in runs.all if "as_replayed" in run]
     counts = {"runs": len(runs.all), "replayed": len(compared), "as_replayed": sum(compared)}

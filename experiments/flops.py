@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.json_lines import Line
 from experiments.replay import Replayed, Replayer, Setting
-from experiments.trajectories import FloatArray, Line
+from experiments.trajectories import FloatArray
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej.contracts import Algorithm
 

@@ -2,17 +2,16 @@
 
 A replay yields tokens and rewards, but no seconds. So some prompts of a collection are answered
 again with the same seeds, by the loop that serves requests. The algorithms alternate on every
-prompt, so that a slow minute of the machine affects all of them. Each run is stored as it ends:
+prompt, so that a slow minute of the machine affects all of them. Each run is stored as it ends. The
+first line of the file has the machine and the collection, each further one a run:
 
-    {"machine": "...", "collection": {...}, "runs": [{"prompt_id": "...", "reward": "relevance",
-      "max_tokens": 128, "algorithm": "best-of-n", "n": 64, "alpha": 0.0, "schedule": "no cuts",
-      "slots": 0, "prefer_complete": true, "seconds": 12.5, "score": 0.71, "complete": true,
-      "tokens": 5120, "as_replayed": true}, ...]}
+    {"prompt_id": "...", "reward": "relevance", "max_tokens": 128, "algorithm": "best-of-n",
+      "n": 64, "alpha": 0.0, "schedule": "no cuts", "slots": 0, "prefer_complete": true,
+      "seconds": 12.5, "score": 0.71, "complete": true, "tokens": 5120, "as_replayed": true}
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploy.local.machine import describe_machine
+from experiments.json_lines import Line, add_line, read_lines
 from experiments.models import Models
 from experiments.replay import NeverFits, Replayer, Setting
 from experiments.settings import Settings
-from experiments.studies.plans import Plan
-from experiments.trajectories import Line, OffGrid, Trajectories
+from experiments.trajectories import OffGrid, Trajectories
 from specrej.contracts import (
     Algorithm,
     FinishReason,
@@ -67,7 +66,7 @@ def settings_of(
 
 
 class Runs:
-    """A file of live runs, rewritten after every run."""
+    """A file of live runs."""
 
     def __init__(self, path: Path, head: Line) -> None:
         """Resume the file if it exists.
@@ -77,21 +76,16 @@ class Runs:
         """
         self._path = path
         machine = ", ".join(f"{name} {value}" for name, value in describe_machine().items())
-        self._about = {"machine": machine, "collection": head}
-        self.all: list[Line] = []
-        if path.exists():
-            stored = json.loads(path.read_text("utf-8"))
-            self.all = stored.pop("runs", [])
-            if stored != self._about:
-                raise ValueError(f"{path} has another collection or machine: choose another file")
+        about = {"machine": machine, "collection": head}
+        if not (lines := read_lines(path)):
+            add_line(path, about)
+        elif lines[0] != about:
+            raise ValueError(f"{path} has another collection or machine: choose another file")
+        self.all = lines[1:]
 
     def add(self, run: Line) -> None:
-        """Store a run. If interrupted, the file is either unchanged or complete."""
         self.all.append(run)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._about | {"runs": self.all}, indent=1) + "\n", "utf-8")
-        temporary.replace(self._path)
+        add_line(self._path, run)
 
 
 async def time_prompt(

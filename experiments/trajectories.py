@@ -8,7 +8,6 @@ written before the line, so an interrupted collection can resume with the prompt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -18,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.json_lines import Line, add_line, read_lines
 from orchestrator.loop.composition import LIKELIHOOD
 from specrej.contracts import Message, Prompt
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
-Line = dict[str, Any]
 
 _FILE = "trajectories.jsonl"
 _SCALARS = ("prompt_id", "prompt_tokens", "max_tokens", "seed")  # fields stored as they are
@@ -167,8 +166,7 @@ class Store:
 
     def begin(self, head: Line) -> None:
         """Start a collection; `head` is its first line and must have "settings"."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(head) + "\n", "utf-8")
+        add_line(self._path, head)
 
     def add(self, trajectories: Trajectories) -> None:
         """Append a prompt."""
@@ -178,11 +176,7 @@ class Store:
         with temporary.open("wb") as file:
             np.savez_compressed(file, **_arrays(trajectories))
         temporary.replace(path)
-        line = _line(trajectories) | {"arrays": name}
-        with self._path.open("a", encoding="utf-8") as file:
-            # After an interrupted write, end the incomplete line so that this one can be parsed.
-            file.write("" if self._path.read_bytes().endswith(b"\n") else "\n")
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        add_line(self._path, _line(trajectories) | {"arrays": name})
 
     def head(self) -> Line | None:
         """The first line; None if the collection does not exist.
@@ -190,31 +184,20 @@ class Store:
         Raises:
             ValueError: the file is not a collection.
         """
-        lines = self._complete_lines()
+        lines = read_lines(self._path)
         if lines and "settings" not in lines[0]:
             raise ValueError(f"{self._path} is not a collection of trajectories")
         return lines[0] if lines else None
 
     def lines(self) -> list[Line]:
         """One line per stored prompt, without its arrays."""
-        return self._complete_lines()[1:]
+        return read_lines(self._path)[1:]
 
     def __iter__(self) -> Iterator[Trajectories]:
         """The stored prompts, loaded one at a time."""
         for line in self.lines():
             with np.load(self._directory / line["arrays"]) as arrays:
                 yield _trajectories(line, arrays)
-
-    def _complete_lines(self) -> list[Line]:
-        """The lines that parse; an interrupted write leaves one that does not."""
-        lines = []
-        # Bytes, since an incomplete line may not be valid UTF-8.
-        for line in self._path.read_bytes().split(b"\n") if self._path.exists() else []:
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                continue
-        return lines
 
 
 def load(directory: Path, reward: str = LIKELIHOOD) -> tuple[Trajectories, ...]:

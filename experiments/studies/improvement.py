@@ -8,15 +8,14 @@ replays, by the reward alone; seconds come from live runs (`experiments.live`), 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from experiments.json_lines import read_lines
 from experiments.studies.best_of_n import curve, doublings
 from experiments.studies.plans import Measured
 from experiments.studies.statistics import Estimate, expected_first, mean
@@ -94,15 +93,15 @@ def read_live(path: Path) -> Live:
     Raises:
         ValueError: the file does not hold live runs.
     """
-    stored: Any = json.loads(path.read_text("utf-8"))
     names = {field.name for field in fields(LiveRun)}
     try:
+        head, *lines = read_lines(path)
         runs = [
             LiveRun(**{name: value for name, value in run.items() if name in names})
-            for run in stored["runs"]
+            for run in lines
         ]
-        return Live(str(stored.get("machine", "")), tuple(runs))
-    except (TypeError, KeyError, AttributeError) as error:
+        return Live(str(head["machine"]), tuple(runs))
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} does not hold live runs: {error}") from error
 
 

@@ -15,6 +15,7 @@ import pytest
 from experiments import live
 from experiments.__main__ import main
 from experiments.commands import by_length
+from experiments.json_lines import read_lines
 from experiments.trajectories import Trajectories, load
 from specrej import cli
 from specrej.contracts import Generation
@@ -141,42 +142,46 @@ def test_settings_are_replayed_and_recommended(run: Run, collected: Path) -> Non
 
 
 def test_live_requests_equal_their_replays(run: Run, collected: Path) -> None:
-    path = collected.parent / "live.json"
-    result = run("live", "--trajectories", collected, "--limit", 2, "--n", "4,16", "--out", path)
+    path = collected.parent / "live.jsonl"
+    command = ("live", "--trajectories", collected, "--n", "4,16", "--out", path)
+    result = run(*command, "--limit", 2)
     assert result["runs"] == 2 * 2 * 4  # prompts, rewards, settings
     assert result["as_replayed"] == result["replayed"] == result["runs"]
-    runs = json.loads(path.read_text())["runs"]
+    runs = read_lines(path)[1:]
     assert {run["algorithm"] for run in runs} == {"best-of-n", "speculative-rejection"}
     assert all(run["seconds"] > 0 for run in runs)
+    assert run(*command, "--limit", 0)["runs"] == 4 * 2 * 4  # all prompts
 
 
 def test_live_resumes_with_missing_runs(
     run: Run, refusal: Callable[..., str], collected: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against an interruption that loses the runs timed before."""
-    path = collected.parent / "live.json"
+    path = collected.parent / "live.jsonl"
     command = ("live", "--trajectories", collected, "--limit", 1, "--n", "4", "--out", path)
     answer = live._answer
 
     async def fail_after_three(prompt: Trajectories, *rest: Any) -> Generation:
-        if path.exists() and len(json.loads(path.read_text())["runs"]) == 3:
+        if len(read_lines(path)) == 1 + 3:
             raise ValueError("cut off")
         return await answer(prompt, *rest)
 
     with monkeypatch.context() as patched:
         patched.setattr(live, "_answer", fail_after_three)
         assert "cut off" in refusal(*command)
-    before = json.loads(path.read_text())["runs"]
-    assert len(before) == 3
+    before = read_lines(path)
+    assert len(before) == 1 + 3
+    with path.open("a") as file:
+        file.write('{"prompt_id": "00')  # the fourth was cut off within its line
     assert run(*command)["runs"] == 4
-    assert json.loads(path.read_text())["runs"][:3] == before
+    assert read_lines(path)[: 1 + 3] == before
     # Another schedule is another run; another collection needs another file and its own models.
     assert run(*command, "--schedule", "geometric:8,2")["runs"] == 6
     head = collected / "trajectories.jsonl"
     head.write_text(head.read_text().replace('"date": "', '"date": "not ', 1))
     assert "choose another file" in refusal(*command)
     head.write_text(head.read_text().replace('"generator": "toy-40"', '"generator": "other"'))
-    other = ("--trajectories", collected, "--out", collected / "other.json")
+    other = ("--trajectories", collected, "--out", collected / "other.jsonl")
     assert "not those of the collection" in refusal("live", *other)
 
 
@@ -184,15 +189,15 @@ def test_live_memory_schedule_needs_slots(
     run: Run, refusal: Callable[..., str], collected: Path
 ) -> None:
     """The slots are too few for Best-of-N, which is left out."""
-    path = collected.parent / "live.json"
+    path = collected.parent / "live.jsonl"
     command = (
         *("live", "--trajectories", collected, "--limit", 1, "--n", "32", "--out", path),
         *("--schedule", "memory"),
     )
     assert "needs --kv-slots" in refusal(*command)
     result = run(*command, "--kv-slots", 600)
-    runs = {run["reward"]: run for run in json.loads(path.read_text())["runs"]}
-    assert {run["schedule"] for run in runs.values()} == {"memory of 600 slots"}
+    runs = {run["reward"]: run for run in read_lines(path)[1:]}
+    assert {run["schedule"] for run in runs.values()} == {"memory:16, 600 slots"}
     assert runs["likelihood"]["as_replayed"]
     assert result["runs"] == 2
 
