@@ -2,31 +2,40 @@
 
 Forks draw tokens that no collection has, so nothing is replayed. On every prompt all systems run in
 turn, with the same seed. The answer is the candidate with the highest reward, complete or not. Each
-run is one line of the file; `judges` are other rewards, which no cut has used:
+run is one line of the file. `judges` are other rewards, which no cut has used; `run_id` is equal in
+all runs of one call of the command:
 
     {"prompt_id": "...", "reward": "relevance", "max_tokens": 128, "system": "branching 32/16,4",
       "tokens": 2192, "seconds": 5.4, "score": 0.77, "answer_tokens": 81, "mean_logprob": -1.2,
-      "judges": {"harmless": -0.3}, "source": "9f86d081884c7d65"}
+      "judges": {"harmless": -0.3}, "source": "9f86d081884c7d65", "run_id": "6e340b9cffb37a98",
+      "machine": {"processor": "...", "cores": 2, ...}}
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from deploy.local.machine import describe_machine
+from experiments.json_lines import Line, add_line, read_lines
 from experiments.models import Models
 from experiments.prompts import Item
 from experiments.settings import Settings
-from experiments.studies.statistics import Estimate, bootstrap, mean
-from experiments.studies.tables import Cell, Table
-from experiments.trajectories import FloatArray, IntArray, Line, prompt_line
+from experiments.studies.matched import matched_cost
+from experiments.studies.statistics import Estimate, bootstrap, interval, mean, resamples
+from experiments.studies.tables import Cell, Table, shown
+from experiments.trajectories import FloatArray, IntArray, prompt_line
 from orchestrator.loop.scoring import RequestScorer
 from specrej.contracts import (
     Branching,
@@ -38,8 +47,10 @@ from specrej.contracts import (
 
 _BRANCHING = "branching"
 _KEYS = ("prompt_id", "reward", "max_tokens", "system")  # that identify a run
-_FIGURES = ("tokens", "score", "seconds", "answer_tokens")
-_NONE = Estimate(float("nan"))
+_FIGURES = ("tokens", "score", "answer_tokens")
+_UNKNOWN = (Estimate(float("nan")), float("nan"), float("nan"))
+
+Columns = Mapping[str, NDArray[Any]]  # [prompts] figures of a system's runs, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,47 +76,44 @@ async def measure(
     systems: Sequence[System],
     models: Models,
 ) -> list[Line]:
-    """All runs, those of an earlier call of the same file first.
+    """The runs of these systems on these prompts; those in the file are not repeated.
 
     Raises:
-        ValueError: the file has a run of another prompt, sampling or model under the same key.
+        ValueError: the file has runs of another prompt, sampling or model to compare them with.
     """
-    stored = _stored(out)
-    done = {tuple(run[key] for key in _KEYS): run.get("source") for run in stored}
+    stored = {tuple(run[key] for key in _KEYS): run for run in read_lines(out)}
+    for item, reward in itertools.product(items, settings.rewards):
+        of = (item.id, reward, settings.max_tokens)
+        beside = [run for key, run in stored.items() if key[:-1] == of]
+        is_continued = any((*of, system.name) not in stored for system in systems)
+        for run in beside:
+            own = _source(item, settings, models, run)
+            # Runs of earlier versions have no source. They are reported, but not added to.
+            if run.get("source", None if is_continued else own) != own:
+                why = "has runs of another prompt, sampling or model, or of an unknown one"
+                do = "choose another file, or name all rewards of this one"
+                raise ValueError(f"{out}: {item.id} {why}: {do}")
+    about = {"run_id": secrets.token_hex(8), "machine": describe_machine()}
+    runs = []
     for number, item in enumerate(items, 1):
-        source = _source(item, settings, models)
-        for reward in settings.rewards:
-            for system in systems:
-                key = (item.id, reward, settings.max_tokens, system.name)
-                if key in done:
-                    if done[key] not in (None, source):  # none: of earlier versions
-                        why = "was answered with another prompt, sampling or model"
-                        raise ValueError(f"{out}: {item.id} {why}: choose another file")
-                    continue
+        for reward, system in itertools.product(settings.rewards, systems):
+            key = (item.id, reward, settings.max_tokens, system.name)
+            if key not in stored:
                 made = await _timed(item, settings, system, reward, models)
-                stored.append(dict(zip(_KEYS, key, strict=True)) | made | {"source": source})
-                with out.open("a") as file:
-                    file.write(json.dumps(stored[-1]) + "\n")
+                made = dict(zip(_KEYS, key, strict=True)) | made
+                made["source"] = _source(item, settings, models, made)
+                stored[key] = made | about
+                add_line(out, stored[key])
+            runs.append(stored[key])
         print(f"[{number}/{len(items)}] {item.id}", file=sys.stderr, flush=True)
-    return stored
+    return runs
 
 
-def _source(item: Item, settings: Settings, models: Models) -> str:
-    """A digest of what determines a run beside its key."""
-    of = (prompt_line(item.prompt), asdict(settings.sampling(item.number)), models.identity())
+def _source(item: Item, settings: Settings, models: Models, run: Line) -> str:
+    """A digest of what determines a run beside its key: its own reward and judges among others."""
+    identity = models.identity({run["reward"], *run["judges"]})
+    of = (prompt_line(item.prompt), asdict(settings.sampling(item.number)), identity)
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _stored(out: Path) -> list[Line]:
-    """The runs of an earlier call. A last line that it did not finish is cut off."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a+") as file:
-        file.seek(0)
-        text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        if len(whole) < len(text):
-            file.truncate(len(whole.encode()))
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 async def _timed(
@@ -144,6 +152,9 @@ def compare(runs: Sequence[Line], reward: str) -> tuple[Table, Table]:
     that rejection needs for branching's mean reward.
 
     Judges differ in standard deviations over all answers; seconds are medians of ratios.
+
+    Raises:
+        ValueError: no prompt has a run of every system.
     """
     columns, judges = _columns([run for run in runs if run["reward"] == reward])
     # In the order of N: values of a file that was continued later may come first.
@@ -153,18 +164,21 @@ def compare(runs: Sequence[Line], reward: str) -> tuple[Table, Table]:
     differences: list[tuple[Cell, ...]] = []
     for name, of in columns.items():
         judged = "; ".join(f"{judge} {of[judge].mean():.3f}" for judge in judges)
-        ratio = _NONE if name in rejection else times_fewer(of, [*rejection.values()])
-        rows.append((name, *(mean(of[key]) for key in _FIGURES), ratio, judged))
+        ratio = _UNKNOWN if name in rejection else times_fewer(of, [*rejection.values()])
+        rows.append((name, *(mean(of[key]) for key in _FIGURES), *ratio, judged))
         for n, against in rejection.items() if name not in rejection else ():
             changes = [mean(of[key] - against[key]) for key in ("score", "answer_tokens")]
             moves = [mean((of[judge] - against[judge]) / sd) for judge, sd in judges.items()]
-            differences.append((f"{name}, {n}", *changes, _median(of, against), *moves))
+            differences.append((f"{name}, {n}", *changes, *_seconds(of, against), *moves))
     num_prompts = len(next(iter(columns.values()))["tokens"])
     caption = f"{reward}, {num_prompts} prompts, by reward alone"
-    headings = ("system", "tokens", "reward", "seconds", "answer tokens", "times fewer", "judges")
+    headings = (
+        *("system", "tokens", "reward", "answer tokens", "times fewer"),
+        *("draws below the least N", "draws beyond the largest N", "judges"),
+    )
     headings_of_differences = (
         *("systems", "reward", "answer tokens", "seconds, median of ratios"),
-        *(f"{judge}, sd" for judge in judges),
+        *("prompts timed together", *(f"{judge}, sd" for judge in judges)),
     )
     return (
         Table("differences", caption, headings_of_differences, tuple(differences)),
@@ -177,20 +191,22 @@ def _candidates(system: str) -> int:
     return int(system.rpartition(" ")[2])
 
 
-def _columns(
-    runs: Sequence[Line],
-) -> tuple[dict[str, dict[str, FloatArray]], dict[str, float]]:
+def _columns(runs: Sequence[Line]) -> tuple[dict[str, Columns], dict[str, float]]:
     """Figures by system, one value per prompt that every system has answered, in the order of their
-    ids; and each judge's standard deviation over all answers."""
+    ids; and the standard deviation over all answers of each judge that all runs have."""
     by_system: dict[str, dict[str, Line]] = {}
     for one in runs:
-        flat = one | one["judges"] | {"logprob": one["mean_logprob"]}
+        flat = {"run_id": ""} | one | one["judges"] | {"logprob": one["mean_logprob"]}
         by_system.setdefault(one["system"], {})[one["prompt_id"]] = flat
-    complete = sorted(set.intersection(*(set(of) for of in by_system.values())))
-    judges = sorted({*runs[0]["judges"], "logprob"})
-    columns = {
-        name: {key: np.array([of[p][key] for p in complete], float) for key in (*_FIGURES, *judges)}
-        for name, of in by_system.items()
+    prompt_ids = sorted({one["prompt_id"] for one in runs})
+    complete = [p for p in prompt_ids if all(p in of for of in by_system.values())]
+    if not complete:
+        raise ValueError("no prompt has a run of every system")
+    judges = sorted({*set.intersection(*(set(one["judges"]) for one in runs)), "logprob"})
+    names = ("run_id", "seconds", *_FIGURES, *judges)
+    columns: dict[str, Columns] = {
+        system: {name: np.array([of[p][name] for p in complete]) for name in names}
+        for system, of in by_system.items()
     }
     deviations = {
         judge: float(np.std([column[judge] for column in columns.values()])) or 1.0
@@ -199,32 +215,41 @@ def _columns(
     return columns, deviations
 
 
-def _median(own: Mapping[str, FloatArray], other: Mapping[str, FloatArray]) -> Estimate:
-    ratios = own["seconds"] / other["seconds"]
-    return bootstrap(len(ratios), lambda prompts: np.median(ratios[prompts], axis=-1))
+def _seconds(own: Columns, other: Columns) -> tuple[Cell, int]:
+    """The median of ratios over the prompts that both answered in one run, and their number."""
+    together = (own["run_id"] == other["run_id"]) & (own["run_id"] != "")
+    ratios = own["seconds"][together] / other["seconds"][together]
+    if not len(ratios):
+        return "not measured together", 0
+    median = bootstrap(len(ratios), lambda prompts: np.median(ratios[prompts], axis=-1))
+    return median, len(ratios)
 
 
-def times_fewer(
-    own: Mapping[str, FloatArray], others: Sequence[Mapping[str, FloatArray]]
-) -> Estimate:
+def times_fewer(own: Columns, others: Sequence[Columns]) -> tuple[Cell, float, float]:
     """The tokens that the others need for the mean reward of `own`, divided by the tokens of `own`.
 
-    `others` are in the order of N; between two of them, rewards are interpolated linearly in the
-    logarithm of tokens. If none reaches the reward, the tokens of the last are a lower bound. NaN
-    without others.
+    `others` are in the order of N; their tokens are those of `matched_cost`: infinite ("beyond") if
+    none has the reward. If the first one has it, the ratio of its tokens is an upper bound: "below"
+    it. Then the shares of resampled prompts in which the first one has it, and in which none has.
+    NaN without others.
     """
+    if not others:
+        return _UNKNOWN
+    num_prompts = len(own["score"])
 
-    def ratio(prompts: IntArray) -> FloatArray:
-        tokens = np.log([other["tokens"][prompts].mean(axis=-1) for other in others])
-        rewards = np.maximum.accumulate([other["score"][prompts].mean(axis=-1) for other in others])
-        target = own["score"][prompts].mean(axis=-1)
-        flat = zip(
-            target.reshape(-1),
-            rewards.reshape(len(others), -1).T,
-            tokens.reshape(len(others), -1).T,
-            strict=True,
+    def figures(prompts: IntArray) -> FloatArray:
+        """[3, draws] the ratio, whether it is below, and whether it is beyond."""
+        tokens, rewards = (
+            np.stack([other[name][prompts].mean(axis=-1) for other in others], axis=-1)
+            for name in ("tokens", "score")
         )
-        reached = np.array([np.interp(*one) for one in flat]).reshape(target.shape)
-        return np.asarray(np.exp(reached) / own["tokens"][prompts].mean(axis=-1))
+        rising = np.maximum.accumulate(rewards, axis=-1)
+        cost = matched_cost(tokens, rising, own["score"][prompts].mean(axis=-1))
+        ratio = cost / own["tokens"][prompts].mean(axis=-1)
+        return np.stack([ratio, cost <= tokens[:, 0], np.isinf(cost)])
 
-    return bootstrap(len(own["score"]), ratio) if others else _NONE
+    value, is_below, _ = figures(np.arange(num_prompts)[None])[:, 0]
+    ratios, below, beyond = figures(resamples(num_prompts))
+    ratio = interval(float(value), ratios, num_prompts)
+    shares = float(below.mean()), float(beyond.mean())
+    return (f"below {shown(float(value))}" if is_below else ratio), *shares

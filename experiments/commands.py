@@ -238,7 +238,6 @@ async def branching(arguments: argparse.Namespace) -> None:
     served = dict.fromkeys(name for name in names if name != LIKELIHOOD)
     async with _models(arguments, tuple(served)) as models:
         runs = await branchings.measure(arguments.out, items, settings, systems, models)
-    runs = [run for run in runs if run["max_tokens"] == settings.max_tokens]
     for reward in names:
         for table in branchings.compare(runs, reward):
             _print(table, {"reward": reward, "rows": table.rows, "headings": table.headings})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,9 +52,11 @@ class Models:
     rewards: tuple[RewardDescription, ...]
     sizes: Mapping[str, Sizes] = field(default_factory=dict)
 
-    def identity(self) -> dict[str, str]:
-        """Names and fingerprints, which must be equal when a collection is resumed."""
-        fingerprints = {f"reward {reward.name}": reward.fingerprint for reward in self.rewards}
+    def identity(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """Names and fingerprints of the generator and of these rewards, by default of all. They
+        must be equal when a collection is resumed."""
+        chosen = [reward for reward in self.rewards if names is None or reward.name in names]
+        fingerprints = {f"reward {reward.name}": reward.fingerprint for reward in chosen}
         model = {"model": self.description.model, "generator": self.description.fingerprint}
         return model | fingerprints
 

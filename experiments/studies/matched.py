@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from experiments.studies.best_of_n import Curve, curve, doublings
-from experiments.studies.plans import DOUBLING, Measured, Plan
+from experiments.studies.plans import DOUBLING, Measured
 from experiments.studies.statistics import Estimate, bounded_mean, interval, resamples
 from experiments.studies.tables import Table
 from experiments.trajectories import FloatArray, IntArray, Trajectories
@@ -114,15 +115,17 @@ def study(
     )
 
 
-def matched_n(ns: Sequence[int], rewards: FloatArray, targets: FloatArray) -> FloatArray:
-    """[draws] the least N with a reward of at least the target, interpolated linearly over log N.
+def matched_cost(costs: ArrayLike, rewards: FloatArray, targets: FloatArray) -> FloatArray:
+    """[draws] the least cost with a reward of at least the target, such as N or tokens.
 
-    rewards: [draws, len(ns)], rising with N. targets: [draws]. 1 if a single answer is as good;
-    infinite if the largest N is not.
+    Between two costs, rewards are interpolated linearly over the logarithm of the cost.
+
+    costs: [any] or [draws, any], rising. rewards: [draws, any], rising with cost. targets: [draws].
+    The first cost if it is as good; infinite if the last one is not.
     """
     matched = np.empty(len(targets))
-    logs = np.log2(np.array(ns, dtype=np.float64))
-    for i, (row, target) in enumerate(zip(rewards, targets, strict=True)):
+    rows = zip(np.broadcast_to(costs, rewards.shape), rewards, targets, strict=True)
+    for i, (known, row, target) in enumerate(rows):
         # Sums in another order may differ in the last bits.
         slack = 1e-9 * abs(row[-1] - row[0])
         is_as_good = row >= target - slack
@@ -130,10 +133,10 @@ def matched_n(ns: Sequence[int], rewards: FloatArray, targets: FloatArray) -> Fl
         if not is_as_good[first]:
             matched[i] = math.inf
         elif first == 0:
-            matched[i] = ns[0]
+            matched[i] = known[0]
         else:
-            part = (target - row[first - 1]) / (row[first] - row[first - 1])
-            matched[i] = 2 ** (logs[first - 1] + min(part, 1.0) * (logs[first] - logs[first - 1]))
+            between = slice(first - 1, first + 1)
+            matched[i] = np.exp(np.interp(target, row[between], np.log(known[between])))
     return matched
 
 
@@ -165,7 +168,7 @@ class _Costs:
     def ratios(self, prompts: IntArray) -> FloatArray:
         """[3, draws]: the matched N, and the ratios of tokens and FLOPs; `prompts` [draws, any]."""
         rewards = self.known.rewards[prompts].mean(axis=1)
-        n = matched_n(self.known.ns, rewards, self.measured.rewards[prompts].mean(axis=1))
+        n = matched_cost(self.known.ns, rewards, self.measured.rewards[prompts].mean(axis=1))
         single = self.known.tokens[prompts, 0].mean(axis=1)
         prompt_flops, answer_flops = self.full_flops[prompts].mean(axis=1).T
         tokens = n * single / self.measured.tokens[prompts].mean(axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from benchmarks.answer_points import Answer, Difference, differences
 from experiments.branching import compare
-from experiments.studies.statistics import Estimate
+from experiments.json_lines import read_lines
+from experiments.studies.statistics import Estimate, quotient
 from tests.documents.blocks import ROOT
 
 _STUDIES = ROOT / "experiments/results/128/studies-128-tokens-relevance.md"
@@ -121,18 +123,27 @@ def test_vllm_quotes_the_check_of_a_gpu() -> None:
 )
 def test_branching_quotes_its_runs(max_tokens: int, reward: str, system: str) -> None:
     page = (ROOT / "docs/branching.md").read_text(encoding="utf-8")
-    path = ROOT / f"experiments/results/branching_{max_tokens}.jsonl"
-    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    runs = read_lines(ROOT / f"experiments/results/branching_{max_tokens}.jsonl")
+    runs.sort(key=lambda run: str(run["prompt_id"]))
     _, systems = compare(runs, reward)
     rows = {str(row[0]): row for row in systems.rows}
     quoted = rf"^\| {max_tokens} \| {reward}.*\| {system}:"
     for name in (f"branching {system}", "N = 64", "N = 128"):
         tokens, score = (cell.value for cell in rows[name][1:3] if isinstance(cell, Estimate))
         quoted += rf" {score:.3f} with {tokens:,.0f}\b.*\|"
-    ratio = rows[f"branching {system}"][5]
-    assert isinstance(ratio, Estimate)
-    interval = rf"{ratio.value:.2f} \({ratio.low:.2f} to {ratio.high:.2f}\)"
-    assert re.search(rf"{quoted}[a-z ]*{interval} \|$", page, re.MULTILINE)
+    ratio, below, beyond = rows[f"branching {system}"][4:7]
+    assert isinstance(ratio, Estimate) and isinstance(beyond, float) and below == 0
+    assert math.isinf(ratio.high)  # all of them are "at least"
+    # Beyond N = 128, its tokens are a lower bound.
+    most, own = (
+        np.array([r["tokens"] for r in runs if (r["reward"], r["system"]) == (reward, name)], float)
+        for name in ("N = 128", f"branching {system}")
+    )
+    bound = quotient(most, own)
+    value = f"at least {bound.value:.2f}" if math.isinf(ratio.value) else f"{ratio.value:.2f}"
+    low = bound.low if math.isinf(ratio.low) else ratio.low
+    quoted += rf" {value} \(at least {low:.2f}\) \| {100 * beyond:.0f} % \|$"
+    assert re.search(quoted, page, re.MULTILINE), quoted
 
 
 def test_comparison_quotes_the_answers() -> None:

@@ -25,7 +25,7 @@ from experiments.studies.improvement import (
     improvement_score,
     read_live,
 )
-from experiments.studies.matched import Match, expected_saving, matched_n
+from experiments.studies.matched import Match, expected_saving, matched_cost
 from experiments.studies.plans import DOUBLING, MEMORY, Measured, Plan, groups
 from experiments.trajectories import FloatArray, Trajectories
 from specrej.contracts import GeometricSchedule, Schedule, TokensSchedule
@@ -126,7 +126,7 @@ def test_best_of_n_compared_with_itself(seed: int, n: int) -> None:
     own = best_of_n.curve(prompts, WALK, [n]).rewards
     ns = best_of_n.doublings(16)
     rewards = best_of_n.curve(prompts, WALK, ns).rewards.mean(axis=0)[None]
-    assert matched_n(ns, rewards, own.mean(axis=0))[0] == pytest.approx(n)
+    assert matched_cost(ns, rewards, own.mean(axis=0))[0] == pytest.approx(n)
     if n > 1:
         score = improvement_score(own[:, 0], base_of(prompts, WALK, n))
         assert (score.value, score.low, score.high) == pytest.approx((100, 100, 100))
@@ -144,11 +144,14 @@ def test_best_of_n_compared_with_itself(seed: int, n: int) -> None:
         ([0.0, 2.0, 2.0, 3.0], 2.5, 2**2.5),  # a line begins at the last N of a flat part
     ],
 )
-def test_matched_n_is_interpolated_over_log_n(
+def test_matched_cost_is_interpolated_over_its_logarithm(
     rewards: list[float], target: float, n: float
 ) -> None:
-    matched = matched_n((1, 2, 4, 8), np.array([rewards]), np.array([float(target)]))
-    assert matched[0] == pytest.approx(n)
+    ns, targets = (1, 2, 4, 8), np.array([float(target)] * 2)
+    assert matched_cost(ns, np.array([rewards] * 2), targets) == pytest.approx([n, n])
+    # Costs of each draw.
+    costs = np.array([ns, [10 * n for n in ns]])
+    assert matched_cost(costs, np.array([rewards] * 2), targets) == pytest.approx([n, 10 * n])
 
 
 def test_run_without_rejection_matches_best_of_n() -> None:
