@@ -46,7 +46,9 @@ async def run_all(arguments: argparse.Namespace) -> None:
     # Imported here, since figures need matplotlib and the other commands do not.
     from experiments import report
 
-    root = arguments.out
+    root, grid = arguments.out, _collection_settings(arguments).grid
+    if off_grid := sorted(set(arguments.lengths) - set(grid)):
+        raise ValueError(f"--lengths {off_grid}: not of the grid, {', '.join(map(str, grid))}")
     arguments.out = root / "trajectories"
     await collect(arguments)
     prompts, head = load(arguments.out), Store(arguments.out).head() or {}
@@ -88,6 +90,8 @@ def _notes(head: Line) -> dict[str, str]:
 async def collect(arguments: argparse.Namespace) -> None:
     """Collect what is missing."""
     settings = _collection_settings(arguments)
+    if arguments.chunk < 1:
+        raise ValueError("--chunk must be at least 1")
     items = read_prompts(arguments.prompts, arguments.limit)
     store = Store(arguments.out)
     remaining = collecting.missing(store, settings, items)

@@ -208,6 +208,8 @@ def test_live_memory_schedule_needs_slots(
         (["collect", "--rewards", "unknown"], "no such reward: unknown; available: vowels"),
         (["collect", "--grid", "8,99"], "the grid must end at max_tokens, 128"),
         (["collect", "--prompts", "/nowhere"], "No such file"),
+        (["collect", "--chunk", "0"], "--chunk must be at least 1"),
+        (["run", "--lengths", "8,31,256"], "--lengths [31, 256]: not of the grid, 8, 10, "),
         (["recommend", "--trajectories", "/nowhere"], "holds no trajectories yet"),
     ],
 )
