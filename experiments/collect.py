@@ -7,6 +7,7 @@ candidate is rejected.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -31,13 +32,16 @@ from experiments.trajectories import (
 )
 from orchestrator.loop.scoring import checked
 from specrej.contracts import FinishReason, Round, RoundEnd, Scores, SessionSpec
-from specrej.errors import SlotsExceeded
+from specrej.errors import RetryableError, SlotsExceeded
+from specrej.retries import Attempts, Retries
 
 # Called with the number of candidate-tokens, of n * max_tokens, that need no more work.
 Advance = Callable[[int], None]
 
 # Larger sessions are hardly faster, and run longer with few live candidates at their end.
 DEFAULT_CHUNK = 256
+# Of one chunk: a service restarts, or a queue is full for a moment.
+_RETRIES = Retries(attempts=10, max_wait_s=60.0)
 
 
 class CollectError(Exception):
@@ -103,9 +107,9 @@ async def collect(
 async def collect_prompt(
     item: Item, settings: Settings, models: Models, advance: Advance, chunk: int = DEFAULT_CHUNK
 ) -> Trajectories:
-    """All candidates of one prompt."""
+    """All candidates of one prompt. A chunk is repeated a few times after a RetryableError."""
     draft = _Draft.empty(settings)
-    first = 0
+    first, attempts = 0, Attempts(_RETRIES, math.inf)
     while first < settings.n:
         size = min(chunk, settings.n - first)
         try:
@@ -114,8 +118,10 @@ async def collect_prompt(
             if not 0 < error.max_candidates < size:
                 raise
             chunk = error.max_candidates
+        except RetryableError as error:
+            await attempts.after(error)
         else:
-            first += size
+            first, attempts = first + size, Attempts(_RETRIES, math.inf)
     return draft.trajectories(item, settings)
 
 
@@ -129,6 +135,7 @@ async def _chunk(
 ) -> None:
     """One session of `chunk` = (first candidate, size)."""
     first, size = chunk
+    draft.clear(first, size)
     # Slots for every candidate up to the limit, so that full slots never end a round.
     sampling, salt = settings.sampling(item.number), unique_salt()
     spec = SessionSpec(item.prompt, size, sampling, settings.max_tokens, salt, first)
@@ -139,7 +146,6 @@ async def _chunk(
             name: await stack.enter_async_context(scorer(item.prompt))
             for name, scorer in models.scorers.items()
         }
-        reached = 0
         for column, position in enumerate(settings.grid):
             ended = await session.extend(position)
             if ended.ended_by is RoundEnd.SLOTS_FULL:
@@ -150,8 +156,7 @@ async def _chunk(
                 draft.add_scores(name, column, ended, scores)
             all_finished = ended.ended_by is RoundEnd.ALL_FINISHED
             until = settings.max_tokens if all_finished else position
-            advance((until - reached) * size)
-            reached = until
+            draft.settle(first * settings.max_tokens + size * until, advance)
             if all_finished:
                 break
 
@@ -180,6 +185,7 @@ class _Draft:
     rewards: dict[str, PrefixScores]
     texts: dict[int, str] = field(default_factory=dict)
     prompt_tokens: int = 0
+    settled: int = 0  # candidate-tokens that were reported as progress
 
     @classmethod
     def empty(cls, settings: Settings) -> _Draft:
@@ -194,6 +200,17 @@ class _Draft:
                 for name in settings.rewards
             },
         )
+
+    def clear(self, first: int, size: int) -> None:
+        """Discard what an earlier attempt has left of these candidates."""
+        self.logprobs[first : first + size] = np.nan
+        for scores in self.rewards.values():
+            scores.partial[first : first + size] = np.nan
+
+    def settle(self, total: int, advance: Advance) -> None:
+        """Report progress up to `total`; a repeated chunk reports none twice."""
+        advance(max(0, total - self.settled))
+        self.settled = max(total, self.settled)
 
     def add_tokens(self, ended: Round) -> None:
         for candidate in ended.candidates:

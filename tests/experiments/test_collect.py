@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,10 +26,11 @@ from specrej.contracts import (
     Algorithm,
     GenerationRequest,
     Prompt,
+    Round,
     Selection,
     SessionSpec,
 )
-from specrej.errors import InvalidRequest, RewardInvalid
+from specrej.errors import InvalidRequest, RewardInvalid, Unavailable
 from tests.experiments.doubles import (
     ITEM,
     collected,
@@ -122,6 +124,43 @@ async def test_every_session_has_its_own_cache_salt() -> None:
         await collected(Salted(), SETTINGS, chunk=10)
     assert len(salts) == 4
     assert len({*salts, ""}) == 5
+
+
+class Hiccups(ToyGenerator):
+    """The first sessions fail at their third round; their tokens are of another seed, as those of
+    another machine may be."""
+
+    def __init__(self, num_failures: int) -> None:
+        super().__init__(end_every=20)
+        self.num_failures = num_failures
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
+        fails = self.num_failures > 0
+        self.num_failures -= 1
+        if fails:
+            spec = replace(spec, sampling=replace(spec.sampling, seed=99))
+        async with super().open(spec) as session:
+            if fails:
+                extend, num_calls = session.extend, itertools.count()
+
+                async def fail(until_tokens: int) -> Round:
+                    if next(num_calls) == 2:
+                        raise Unavailable("restarting", retry_after_s=0.001)
+                    return await extend(until_tokens)
+
+                session.extend = fail  # type: ignore[method-assign]
+            yield session
+
+
+async def test_chunk_is_repeated_after_a_hiccup() -> None:
+    """Guards a night of collecting against one restart of a service."""
+    settled: list[int] = []
+    made = await collect_prompt(ITEM, SETTINGS, models(Hiccups(2)), settled.append, 7)
+    assert_equal(made, await collected(ToyGenerator(end_every=20), SETTINGS))
+    assert sum(settled) == 20 * 24
+    with pytest.raises(Unavailable, match="restarting"):
+        await collected(Hiccups(1000), SETTINGS)
 
 
 async def test_prompt_that_never_fits_is_an_error() -> None:
