@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -13,11 +12,10 @@ from locust import User, constant, task
 from locust.env import Environment
 from locust.exception import StopUser
 
-from loadtest.arrivals import poisson
 from loadtest.calls import Caller, Outcome
 from loadtest.latency_vs_n.measure import (
     GAVE_UP,
-    MAX_REQUESTS,
+    REPEAT_NUMBERS,
     Block,
     Condition,
     Measured,
@@ -70,8 +68,8 @@ class Driver:
         """Every pair of blocks at least once, then more until the time is over.
 
         Raises:
-            MeasurementError: the service does not take the largest N, or fails every request of a
-                block for another reason than load.
+            MeasurementError: the service does not take the largest N, does not become idle between
+                blocks, or fails every request of a block for another reason than load.
             SpecrejError: the service cannot be reached.
         """
         most = self._caller.describe().generator.max_candidates
@@ -99,14 +97,12 @@ class Driver:
         self._wait_until_idle()
         started = time.perf_counter()
         self._block, self._requests = block, []
-        numbers, num_users = range(block.num_requests), block.num_requests
-        times: Iterator[float] = itertools.repeat(0.0)
-        if block.condition is Condition.STEADY:
-            # Equal seeds: both algorithms and every N get the same arrivals.
-            times = (started + at_s for at_s in poisson(self._settings.rate, block.repeat))
-        elif block.condition is Condition.ALONE:
-            num_users = 1
-        self._due = zip(numbers, times, strict=False)
+        is_steady = block.condition is Condition.STEADY
+        times_s = (0.0,) * block.num_requests
+        if is_steady:
+            times_s = self._settings.arrivals_s(block.repeat)
+        num_users = 1 if block.condition is Condition.ALONE else len(times_s)
+        self._due = enumerate(started + at_s if is_steady else 0.0 for at_s in times_s)
         # All users at once: `start` would add a second to every block.
         self._runner.spawn_users({_BlockUser.__name__: num_users}, wait=True)
         for failure in self._runner.exceptions.values():
@@ -114,12 +110,15 @@ class Driver:
         codes = {request.code for request in self._requests}
         if "OK" not in codes and not codes <= set(_EXPECTED_CODES):
             raise MeasurementError(f"the service returns {', '.join(sorted(codes))}")
-        self._requests.sort(key=lambda request: request.number)
-        return Measured(block, tuple(self._requests), time.perf_counter() - started)
+        requests = sorted(self._requests, key=lambda request: request.number)
+        if not is_steady:
+            return Measured(block, tuple(requests), time.perf_counter() - started)
+        num_early = sum(at_s < self._settings.patience_s for at_s in times_s)
+        return Measured(block, tuple(requests[num_early:]), self._settings.window_s)
 
     def _send(self, index: int, due: float) -> Request:
         block, settings = self._block, self._settings
-        number = block.repeat * MAX_REQUESTS + index
+        number = block.repeat * REPEAT_NUMBERS + index
         late_s = max(0.0, time.perf_counter() - due)
         options = Options(
             n=block.n,
@@ -144,8 +143,7 @@ class Driver:
     def _wait_until_idle(self) -> None:
         """Cancelled requests may still run for a moment."""
         ends = time.perf_counter() + _DRAIN_S
-        while time.perf_counter() < ends:
-            service = self._caller.describe()
-            if not service.running and not service.queued:
-                return
+        while (service := self._caller.describe()).running or service.queued:
+            if time.perf_counter() > ends:
+                raise MeasurementError(f"the service is still busy after {_DRAIN_S:g} s")
             gevent.sleep(_POLL_S)

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from loadtest.arrivals import LATE_S
+from loadtest.arrivals import LATE_S, poisson
 from specrej.contracts import Algorithm
 
 GAVE_UP = "GAVE_UP"
-# Most requests of one block, and how far the request numbers of two repeats are apart.
-MAX_REQUESTS = 8
+# How far the request numbers of two repeats are apart.
+REPEAT_NUMBERS = 1_000_000
 _SATURATING_CANDIDATES = 128
+_MAX_SATURATING = 8  # requests
+_STEADY_REQUESTS = 20  # that count, on average
 
 
 class Condition(Enum):
@@ -44,6 +46,23 @@ class Settings:
         """The prompt of request `index` of a block; the repeats cycle through all prompts."""
         return self.prompts[(repeat + index) % len(self.prompts)]
 
+    @property
+    def window_s(self) -> float:
+        """The part of a steady block in which due requests count."""
+        return max(_STEADY_REQUESTS / self.rate, self.patience_s)
+
+    def arrivals_s(self, repeat: int) -> tuple[float, ...]:
+        """When the requests of a steady block are due, in seconds from its start.
+
+        Those of the first `patience_s` seconds warm up, so that a queue can build before requests
+        count. Equal for both algorithms and every N.
+
+        Raises:
+            ValueError: the rate is not positive.
+        """
+        due = poisson(self.rate, repeat)
+        return tuple(itertools.takewhile(lambda at_s: at_s < self.patience_s + self.window_s, due))
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -56,14 +75,10 @@ class Block:
 
     @property
     def num_requests(self) -> int:
-        """Fewer where a request takes longer, so that one repeat takes about ten minutes."""
-        match self.condition:
-            case Condition.ALONE:
-                return max(1, min(4, 64 // self.n))
-            case Condition.STEADY:
-                return 4
-            case Condition.SATURATED:
-                return max(2, min(MAX_REQUESTS, _SATURATING_CANDIDATES // self.n))
+        """Of a block that is not steady; fewer where a request takes longer."""
+        if self.condition is Condition.ALONE:
+            return max(1, min(4, 64 // self.n))
+        return max(2, min(_MAX_SATURATING, _SATURATING_CANDIDATES // self.n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +105,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A block's requests in the order of their numbers, and the seconds the block took."""
+    """A block's requests that count, in the order of their numbers, and the seconds for them."""
 
     block: Block
     requests: tuple[Request, ...]

@@ -14,8 +14,8 @@ from typing import Any
 from loadtest.latency_vs_n.measure import Settings
 from loadtest.prompts import OWN_PROMPTS, read_prompts
 
-# About a minute on the embedded models.
-_QUICK = {"ns": (1, 2, 4), "minutes": 0.0, "max_tokens": 32, "rate": 2.0}
+# About two minutes on the embedded models.
+_QUICK = {"ns": (1, 2, 4), "minutes": 0.0, "max_tokens": 32, "rate": 2.0, "patience_s": 2.0}
 
 
 def parse() -> argparse.Namespace:
@@ -38,7 +38,11 @@ def parse() -> argparse.Namespace:
         ("max_tokens", int, "most new tokens of a candidate"),
         ("alpha", float, "fraction rejected per round"),
         ("rate", float, "arrivals per second at a fixed rate"),
-        ("patience_s", float, "seconds until a request at a fixed rate is cancelled"),
+        (
+            "patience_s",
+            float,
+            "seconds of warm-up at a fixed rate, and before a cancellation",
+        ),
         ("slo_s", float, "seconds within which an answer is in time"),
     ):
         flag = "--" + name.replace("_", "-")

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.answer_points import Answer, Difference, differences

@@ -43,7 +43,12 @@ async def latency_vs_n(*arguments: str) -> Completed:
 
 async def start_latency_vs_n(*arguments: str) -> Process:
     """Start the command of `make latency-vs-n`."""
-    return await _start(sys.executable, "-m", "loadtest.latency_vs_n", *arguments)
+    return await start("loadtest.latency_vs_n", *arguments)
+
+
+async def start(module: str, *arguments: str) -> Process:
+    """Start a module as a program."""
+    return await _start(sys.executable, "-m", module, *arguments)
 
 
 async def completed(process: Process) -> Completed:

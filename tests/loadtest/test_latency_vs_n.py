@@ -20,12 +20,13 @@ from loadtest.latency_vs_n.measure import Block, Condition, Measured, Request, S
 from loadtest.latency_vs_n.report import write_page
 from loadtest.latency_vs_n.results import FAST, FULL, Cell, Results, collate, write_csv, write_json
 from specrej.contracts import Algorithm
-from tests.loadtest.commands import completed, latency_vs_n, start_latency_vs_n
+from tests.loadtest.commands import completed, latency_vs_n, start, start_latency_vs_n
 from tests.loadtest.conftest import TOYS
 
 SETTINGS = Settings(prompts=("Why?", "<b>How?</b>"), ns=(64, 128))
 in_session = pytest.mark.asyncio(loop_scope="session")
-SMALL = ("--quick", "--ns", "1", "4", "4", "--rate", "20")  # a repeated N is measured once
+# A repeated N is measured once.
+SMALL = ("--quick", "--ns", "1", "4", "4", "--rate", "14", "--patience-s", "1.5")
 
 
 def measured(
@@ -97,6 +98,52 @@ def test_blocks_of_both_algorithms_alternate() -> None:
         assert (one.repeat, one.condition, one.n) == (other.repeat, other.condition, other.n)
     assert len({(one.condition, one.n) for one, _ in pairs[:27]}) == 27
     assert [one.n for one, _ in pairs[:27]] != [one.n for one, _ in pairs[27:]]
+
+
+def test_steady_blocks_are_long_enough_for_a_queue() -> None:
+    """Guards percentiles of four requests to an idle service, and a first pass beyond half an hour.
+
+    The documents name 18 blocks of 52 s.
+    """
+    for settings in (Settings(()), Settings((), rate=20.0), Settings((), patience_s=60.0)):
+        counts = []
+        for repeat in range(100):
+            arrivals_s = settings.arrivals_s(repeat)
+            assert arrivals_s[-1] < settings.patience_s + settings.window_s
+            counts.append(sum(at_s >= settings.patience_s for at_s in arrivals_s))
+        assert sum(counts) / 100 == pytest.approx(settings.rate * settings.window_s, rel=0.1)
+        assert settings.rate * settings.window_s >= 20
+    settings = Settings(())
+    assert (2 * len(settings.ns), settings.patience_s + settings.window_s) == (18, 52)
+
+
+async def one_at_a_time(seconds: object) -> dict[str, Any]:
+    ended = await completed(await start("tests.loadtest.one_at_a_time", str(seconds)))
+    assert ended.code == 0, ended.err
+    result: dict[str, Any] = json.loads(ended.out.splitlines()[-1])
+    return result
+
+
+@in_session
+async def test_a_rate_above_the_capacity_is_shown() -> None:
+    """Guards percentiles that claim service at a rate that no queue sustains.
+
+    20 requests per second arrive, of which 5 can be answered: in the end each waits 0.8 s or gives
+    up after a second.
+    """
+    fast, slow = await one_at_a_time(0.005), await one_at_a_time(0.2)
+    assert set(fast["codes"]) == {"OK"} and fast["slowest_s"] < 0.5
+    assert fast["answers_per_s"] == pytest.approx(len(fast["codes"]))
+    assert len(slow["codes"]) == len(fast["codes"]) >= 10
+    assert fast["numbers"] == slow["numbers"] and fast["numbers"][0] >= 10  # of the warm-up
+    assert slow["codes"].count("OK") < len(slow["codes"]) / 2
+    assert slow["answers_per_s"] < 8
+
+
+@in_session
+async def test_a_service_that_does_not_become_idle_is_an_error() -> None:
+    """Guards against a block that is measured beside another load."""
+    assert await one_at_a_time("busy") == {"error": "the service is still busy after 0.2 s"}
 
 
 def test_page_is_complete_and_self_contained(tmp_path: Path) -> None:
