@@ -16,14 +16,14 @@ from tests.faults.world import PROMPT, SERVICES, Call, Outcome, World, until
 POINTS = {
     "queue": phases.QUEUED,
     "prefill": phases.OPENING,
-    "between-steps": phases.FIRST_ROUND,
+    "between-steps": phases.LONG_ROUND,
     "reward": phases.SCORING,
     "prune": phases.PRUNING,
     "last-step": phases.LAST_STEP,
 }
 WAYS = ("cancel", "deadline", "channel-closed")
 # Longer than any point takes to be reached, shorter than the requests.
-_DEADLINE_S = 1.5
+_DEADLINE_S = 5.0
 _FLAT_BYTES = 6 << 20
 
 

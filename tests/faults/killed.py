@@ -13,7 +13,7 @@ from tests.faults.case import Case, Play, here
 from tests.faults.phases import Phase, held_at
 from tests.faults.world import FAILING_SEED, LEASE_S, World
 
-_STOPPED_S = 1.5
+_DEADLINE_S = 5.0  # longer than a phase takes to be reached
 _CALL_S = 60.0  # a slow machine needs 20 s
 
 KILLED_AT = {
@@ -37,7 +37,7 @@ async def kill(name: str, phase: Phase, world: World, **options: Any) -> list[st
 
 async def stop_backend(name: str, phase: Phase, world: World) -> list[str]:
     """Stop a backend until its lease has expired, then resume it."""
-    async with held_at(phase, world, timeout_s=_STOPPED_S) as call:
+    async with held_at(phase, world, timeout_s=_DEADLINE_S) as call:
         world.signal(name, signal.SIGSTOP)
         await asyncio.gather(*(proxy.heal() for proxy in world.proxies.values()))
         outcome = await call.outcome()
@@ -48,7 +48,7 @@ async def stop_backend(name: str, phase: Phase, world: World) -> list[str]:
 
 async def stop_orchestrator(world: World) -> list[str]:
     """While the orchestrator is stopped, the generator's lease frees its session."""
-    async with held_at(phases.SCORING, world, timeout_s=6) as call:
+    async with held_at(phases.SCORING, world, timeout_s=_CALL_S) as call:
         world.signal("orchestrator", signal.SIGSTOP)
         await world.until_free()
         await world.heal()  # resumes it

@@ -18,6 +18,8 @@ _PROMPT_SLOTS = len(PROMPT.split())
 _LONG: Mapping[str, Any] = {"n": _N, "max_tokens": 400}
 _TWO_ROUNDS = {**_LONG, "schedule": TokensSchedule((16,))}
 _ONE_ROUND = {**_LONG, "schedule": TokensSchedule((399,))}
+# Ten seconds of steps: the deadline of no case is as late.
+_LONG_ROUND = {**_LONG, "max_tokens": 2000, "schedule": TokensSchedule((1999,))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Phase:
 @asynccontextmanager
 async def held_at(phase: Phase, world: World, **options: Any) -> AsyncIterator[Call]:
     """Hold a request at the phase's point; cancel it and the crowd when the context ends."""
-    calls = [world.call(**_ONE_ROUND, seed=90 + i) for i in range(MAX_RUNNING * phase.crowded)]
+    calls = [world.call(**_LONG_ROUND, seed=90 + i) for i in range(MAX_RUNNING * phase.crowded)]
     try:
         if phase.crowded:
             await world.until_service(lambda service: service.running == MAX_RUNNING)
@@ -90,6 +92,7 @@ _hold_scoring = partial(_hold, "reward", b"birch")
 QUEUED = Phase(_queued, crowded=True)
 OPENING = Phase(partial(_held, "generator"), partial(_hold, "generator", PROMPT.encode()))
 FIRST_ROUND = Phase(_first_round, options=_ONE_ROUND)
+LONG_ROUND = Phase(_first_round, options=_LONG_ROUND)
 SECOND_ROUND = Phase(_second_round)
 SCORING = Phase(partial(_held, "reward"), _hold_scoring)
 PRUNING = Phase(_pruning, _hold_scoring)

@@ -72,12 +72,12 @@ async def cancelled(world: World) -> list[str]:
 
 async def late(world: World) -> list[str]:
     """A request's deadline goes down to the server, whose request ends with it."""
-    async with _scored(world, timeout_s=1.5) as (endpoint, call):
+    async with _scored(world, timeout_s=5.0) as (endpoint, call):
         code = (await call.outcome()).code
         await until(lambda: endpoint.num_gone == 1)
         # A backend's deadline is a second later than its request's.
         sent_ms = int(endpoint.requests[-1].headers["specrej-timeout-ms"])
-        assert 0 < sent_ms <= 2600, f"the server was given {sent_ms} ms"
+        assert 0 < sent_ms <= 6100, f"the server was given {sent_ms} ms"
         return [code]
 
 
