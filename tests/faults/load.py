@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from orchestrator.loop.run_state import MAX_TRACED
 from specrej.contracts import CacheControl, TokensSchedule
 from specrej.security import TENANT_METADATA
 from tests.faults.case import Case, here
 from tests.faults.engines import engine_world
-from tests.faults.world import MAX_QUEUED, MAX_RUNNING, SERVICES, World, until
-from tests.serving import retry_info_s
+from tests.faults.world import MAX_QUEUED, MAX_RUNNING, World
 
 _FULL = MAX_RUNNING + MAX_QUEUED
-_TOO_MANY = 7
 _NUM_LIGHT = 3
 _NUM_EQUAL = 500
 _FLOOD, _LIGHT = [(TENANT_METADATA, "flood")], [(TENANT_METADATA, "light")]
@@ -27,30 +29,10 @@ _HEALTH_S = 1.0
 _PROBE_EVERY_S = 0.05
 
 
-async def refuses_exactly(world: World) -> list[str]:
-    """With L running and Q queued, k more requests are refused with RetryInfo, and no other."""
-    # A long deadline: requests that cannot be served in time may be refused earlier.
-    options: dict[str, Any] = {"n": 4, "max_tokens": 4000, "timeout_s": 3600.0}
-    calls = [world.call(seed=seed, **options) for seed in range(_FULL + _TOO_MANY)]
-    try:
-        await world.until_service(
-            lambda service: (service.running, service.queued) == (MAX_RUNNING, MAX_QUEUED),
-            bound_s=_MANY_S,
-        )
-        await until(lambda: sum(call.is_over for call in calls) == _TOO_MANY, bound_s=_MANY_S)
-    finally:
-        for call in calls:
-            call.cancel()
-        outcomes = [await call.outcome() for call in calls]
-    refused = [outcome.error for outcome in outcomes if outcome.error]
-    assert all(retry_info_s(error) for error in refused), "a refusal without RetryInfo"
-    codes = [outcome.code for outcome in outcomes]
-    return sorted(codes)
-
-
 async def flood(world: World) -> list[str]:
     """One tenant takes all permits and places: of another's requests the first has a spare permit,
     the others are next, each in the place of one of the flood's, and no other is refused."""
+    # A long deadline: requests that cannot be served in time may be refused earlier.
     options: dict[str, Any] = {"max_tokens": 400, "timeout_s": 3600.0}
     calls = [world.call(metadata=_FLOOD, seed=seed, **options) for seed in range(_FULL)]
     try:
@@ -105,22 +87,29 @@ async def health_under_load(world: World) -> list[str]:
 
 @asynccontextmanager
 async def _probed(world: World) -> AsyncIterator[None]:
-    """Check the health of all services every 50 ms."""
-    async with asyncio.TaskGroup() as probes:
-        tasks = [probes.create_task(_probe(world, name)) for name in SERVICES]
+    """Check the health of all services every 50 ms, in a thread: this loop is busy with calls."""
+    over = threading.Event()
+    probes = asyncio.create_task(asyncio.to_thread(_probe, world.addresses, over))
+    try:
         yield
-        for task in tasks:
-            task.cancel()
+    finally:
+        over.set()
+        await probes
 
 
-async def _probe(world: World, name: str) -> None:
-    """Raises AssertionError: health is not SERVING, or a check is late."""
-    while True:
-        began = time.monotonic()
-        health, seconds = await world.health(name), time.monotonic() - began
-        assert health == "SERVING", f"the {name} is {health}"
-        assert seconds < _HEALTH_S, f"health of the {name} took {seconds:.2f} s"
-        await asyncio.sleep(_PROBE_EVERY_S)
+def _probe(addresses: Mapping[str, str], over: threading.Event) -> None:
+    """Raises AssertionError or RpcError: health is not SERVING, or a check is late."""
+    is_over = False
+    while not is_over:
+        for name, address in addresses.items():
+            began = time.monotonic()
+            with grpc.insecure_channel(address) as channel:  # a new one, as of a kubelet
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                status = stub.Check(health_pb2.HealthCheckRequest(), timeout=10 * _HEALTH_S).status
+            seconds = time.monotonic() - began
+            assert status == health_pb2.HealthCheckResponse.SERVING, f"the {name} is not serving"
+            assert seconds < _HEALTH_S, f"health of the {name} took {seconds:.2f} s"
+        is_over = over.wait(_PROBE_EVERY_S)
 
 
 async def many_rounds(world: World) -> list[str]:
@@ -149,12 +138,10 @@ async def equal_requests(world: World) -> list[str]:
 CASES: tuple[Case, ...] = (
     Case("load/open-loop", elsewhere="benchmarks/overload.py"),
     Case("load/refusal-latency", elsewhere="benchmarks/overload.py"),
-    here(
+    Case(
         "load/limit-and-queue",
-        refuses_exactly,
-        *(f"CANCELLED x {_FULL}", f"RESOURCE_EXHAUSTED x {_TOO_MANY}"),
-        limit_s=3 * _MANY_S,
-        fast=True,
+        elsewhere="tests/orchestrator/test_service_failures.py"
+        "::test_a_full_queue_is_resource_exhausted",
     ),
     here(
         "load/flood-of-a-tenant",
