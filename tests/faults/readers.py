@@ -9,7 +9,6 @@ from typing import Any
 from specrej.contracts import CacheControl, TokensSchedule
 from specrej.security import TENANT_METADATA
 from tests.faults.case import Case, here
-from tests.faults.phases import FIRST_ROUND, held_at
 from tests.faults.world import MAX_RUNNING, UNREAD_S, Call, Outcome, World, until
 
 _TOKENS = 80
@@ -80,22 +79,6 @@ async def slow_leader(pause_s: float, world: World) -> list[str]:
     return [outcome.label]
 
 
-async def cancelled_leader(world: World) -> list[str]:
-    """The client of a run leaves while equal requests wait: one of them runs, all are answered."""
-    options: dict[str, Any] = {"cache": CacheControl.USE, "seed": 77}
-    async with held_at(FIRST_ROUND, world, **options) as leader:
-        followers = [
-            world.call(**{**FIRST_ROUND.options, **options}) for _ in range(_NUM_FOLLOWERS)
-        ]
-        leader.cancel()
-        left = await leader.outcome()
-        outcomes = [await call.outcome() for call in followers]
-    assert left.label == "CANCELLED", left.label
-    answers = [outcome.generation for outcome in outcomes if outcome.generation]
-    assert sorted(answer.cached for answer in answers) == [False, True, True]
-    return [outcome.label for outcome in outcomes]
-
-
 def _num_unread(world: World) -> int:
     """Streams that have ended because they were not read, from the log of requests."""
     lines = (world.stack.log_dir / "orchestrator.log").read_text().splitlines()
@@ -113,5 +96,8 @@ CASES: tuple[Case, ...] = (
     here(
         "readers/leader-unread", partial(slow_leader, _NEVER_S), "CANCELLED", limit_s=2 * _BOUND_S
     ),
-    here("readers/leader-cancels", cancelled_leader, f"OK x {_NUM_FOLLOWERS}"),
+    Case(
+        "readers/leader-cancels",
+        elsewhere="tests/orchestrator/test_service_cache.py::test_a_cancelled_leader_hands_over",
+    ),
 )

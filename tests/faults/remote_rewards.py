@@ -28,7 +28,7 @@ async def _reward_service(world: World) -> AsyncIterator[tuple[Endpoint, str]]:
     async with served() as endpoint:
         spec = {"name": "far", "kind": "http", "url": endpoint.url, "timeout_s": _TIMEOUT_S}
         settings = {"REWARDS": json.dumps([spec]), "STUCK_S": str(_STUCK_S)}
-        async with world.another("reward", None, **settings) as address:
+        async with world.another("reward", **settings) as address:
             yield endpoint, address
 
 

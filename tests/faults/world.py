@@ -36,7 +36,6 @@ from specrej.contracts import (
     ServiceDescription,
     TokensSchedule,
 )
-from specrej.credentials import Credentials
 from specrej.security import Metadata
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests import serving
@@ -52,7 +51,6 @@ UNREAD_S = 6.0
 MAX_RUNNING = 4
 MAX_QUEUED = 128
 CACHE_SECRET = "cache-secret"  # a file
-TENANT_CACHE_BYTES = 32_768
 FAILING_SEED = 666
 # The prompt of requests under attack, which proxies recognise.
 PROMPT = "An unmistakable prompt of nine words, one two three"
@@ -275,18 +273,13 @@ class World:
                 await self.stack.restart(name)
 
     @asynccontextmanager
-    async def another(
-        self, kind: str, credentials: Credentials | None = None, **settings: str
-    ) -> AsyncIterator[str]:
-        """The address of one more process of a service, with these settings besides the world's.
-
-        `credentials`: of its health check.
-        """
+    async def another(self, kind: str, **settings: str) -> AsyncIterator[str]:
+        """The address of one more process of a service, with these settings besides the world's."""
         port, prefix = Ports.free().orchestrator, f"SPECREJ_{kind.upper()}_"
         address = f"{HOST}:{port}"
 
         async def is_ready() -> bool:
-            return await health_of(address, **(credentials or {})) == "SERVING"
+            return await health_of(address) == "SERVING"
 
         program = Program(
             name=f"another-{kind}",
@@ -414,7 +407,7 @@ def _environment(proxies: Mapping[str, Proxy], files: Path) -> dict[str, str]:
         "SPECREJ_ORCHESTRATOR_REDIS_URL": f"redis://{addresses['redis']}/0",
         "SPECREJ_ORCHESTRATOR_CACHE_SECRET_FILE": str(files / CACHE_SECRET),
         "SPECREJ_ORCHESTRATOR_CACHE_TIMEOUT_S": str(CACHE_S),
-        "SPECREJ_ORCHESTRATOR_TENANT_CACHE_BYTES": str(TENANT_CACHE_BYTES),
+        "SPECREJ_ORCHESTRATOR_TENANT_CACHE_BYTES": "32768",
         "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(MAX_RUNNING),
         "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(MAX_QUEUED),
         "SPECREJ_ORCHESTRATOR_UNREAD_S": str(UNREAD_S),

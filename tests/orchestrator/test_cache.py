@@ -66,12 +66,15 @@ async def test_weaker_cached_and_large_answers_are_not_stored(
     assert admin.dbsize() == 0
 
 
-_OTHER_KEY = pack(CacheEntry("", 1, 0.0, generation()), "other", SECRET, MAX_BYTES)
-
-
-@pytest.mark.parametrize(
-    "value", [b"garbage", b"x" * (2 << 20), zlib.compress(b"{}"), b"\0", _OTHER_KEY, ["a list"]]
+_VALUE, _MOVED = (
+    pack(CacheEntry("", 1, 0.0, generation()), key, SECRET, MAX_BYTES) for key in ("k", "other")
 )
+_FOREIGN = (b"garbage", b"x" * (2 << 20), zlib.compress(b"{}"), b"\0", ["a list"])
+_CHANGED = (_VALUE[:-1], _VALUE[:-1] + bytes([_VALUE[-1] ^ 1]))
+_FORGED = bytes(32) + _VALUE[32:]  # with another MAC
+
+
+@pytest.mark.parametrize("value", [*_FOREIGN, *_CHANGED, _FORGED, _MOVED])
 async def test_a_bad_entry_is_a_miss_and_is_replaced(
     redis_url: str, admin: redis.Redis, cache_events: CacheEvents, value: bytes | list[str]
 ) -> None:

@@ -22,7 +22,7 @@ from specrej.security import Access, Share, read_tokens
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.certificates import place
-from tests.serving import failure_of, health_of, listening, reason_of, until
+from tests.serving import failure_of, health_of, listening, reason_of, until, violations_of
 from tests.specrej.fakes import FakeOrchestrator
 
 GENERATE = "/specrej.v1.OrchestratorService/Generate"
@@ -246,6 +246,15 @@ async def test_every_kind_of_call_needs_a_token(
             assert reason_of(failure) == "UNAUTHENTICATED"
     assert not orchestrator.requests
     assert await health_of(address) == "SERVING"
+
+
+async def test_a_call_with_two_tenants_is_not_served(
+    channel: grpc.aio.Channel, orchestrator: FakeOrchestrator
+) -> None:
+    twice = [("specrej-tenant", "own"), ("specrej-tenant", "victim")]
+    failure = await failure_of(calls(channel)["unary"]([*bearer("edge-token"), *twice]))
+    assert violations_of(failure) == {"specrej-tenant": "must be given once"}
+    assert not orchestrator.requests
 
 
 async def test_a_token_permits_the_calls_of_its_role(channel: grpc.aio.Channel) -> None:
