@@ -170,11 +170,12 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a thread that hangs between two steps in a process that seems alive."""
-    engine, released = Engine(MODEL, 5000), threading.Event()
+    engine, reached, released = Engine(MODEL, 5000), threading.Event(), threading.Event()
     owner: Any = engine.queue if place == "_admit" else engine
     method = getattr(owner, place)
 
     def hang(*arguments: Any) -> Any:
+        reached.set()
         released.wait()
         return method(*arguments)
 
@@ -190,7 +191,7 @@ async def test_the_heartbeat_ages_wherever_the_thread_hangs(
         await asyncio.wrap_future(thread.close(session_id))
 
     running = asyncio.ensure_future(session())
-    await until(lambda: thread.heartbeat_s() > 0.05)
+    await until(lambda: reached.is_set() and thread.heartbeat_s() > 0.05)
     released.set()
     await running
     await until(lambda: thread.heartbeat_s() == 0)

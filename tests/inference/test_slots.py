@@ -102,23 +102,27 @@ def test_the_gauge_may_be_read_while_sessions_come_and_go() -> None:
     ledger, done = SlotLedger(10**6), threading.Event()
 
     def churn() -> None:
-        for number in range(20_000):
-            ledger.admit(number, 1, 1, 0)
-            if number >= 20:
-                ledger.close(number - 20)
-        done.set()
+        try:
+            for number in range(20_000):
+                ledger.admit(number, 1, 1, 0)
+                if number >= 20:
+                    ledger.close(number - 20)
+        finally:
+            done.set()
 
     def collected(phase: str, info: dict[str, int]) -> None:
         """Python code in the collector: where another thread may take over."""
 
+    churning = threading.Thread(target=churn)
     interval, threshold = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
     gc.callbacks.append(collected)
     gc.set_threshold(1)
     try:
-        threading.Thread(target=churn).start()
+        churning.start()
         while not done.is_set():
             assert ledger.owned == 0
+        churning.join()
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(collected)

@@ -101,7 +101,7 @@ async def test_a_cancelled_call_ends_its_request() -> None:
         assert (await worker.score(PROMPT, ["fast"])).values == (4.0,)
 
 
-@pytest.mark.parametrize("left_s", [0.25, 9.0])
+@pytest.mark.parametrize("left_s", [5.0, 90.0])
 async def test_the_time_that_is_left_goes_with_the_call(
     monkeypatch: pytest.MonkeyPatch, left_s: float
 ) -> None:
@@ -109,11 +109,11 @@ async def test_the_time_that_is_left_goes_with_the_call(
     deadline = interceptor._deadline.set(time.monotonic() + left_s)
     try:
         async with served() as endpoint:
-            await score_at(endpoint.url, "a", timeout_s=2.0)
+            await score_at(endpoint.url, "a", timeout_s=20.0)
         sent_ms = int(endpoint.requests[0].headers["specrej-timeout-ms"])
     finally:
         interceptor._deadline.reset(deadline)
-    assert 0 < sent_ms <= 250 if left_s < 2 else sent_ms == 2000
+    assert 0 < sent_ms <= 5000 if left_s < 20 else sent_ms == 20_000
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def below(trace: Iterable[Seen], parent: Seen) -> list[Seen]:
 
 
 def covered(trace: Sequence[Seen], server: Seen) -> float:
-    """The part of the root's time that the steps of a call, which follow each other, account for.
+    """The part of a server span that the steps of its call, which follow each other, account for.
 
     Calls to backends are not counted, because each lasts for nearly the whole request.
     """
@@ -166,8 +166,7 @@ def covered(trace: Sequence[Seen], server: Seen) -> float:
     for one, other in pairwise(steps):
         assert one.span.end_time_unix_nano <= other.span.start_time_unix_nano, one.name
     whole_ns, *steps_ns = (
-        seen.span.end_time_unix_nano - seen.span.start_time_unix_nano
-        for seen in (root_of(trace), *steps)
+        seen.span.end_time_unix_nano - seen.span.start_time_unix_nano for seen in (server, *steps)
     )
     return float(sum(steps_ns) / whole_ns)
 
