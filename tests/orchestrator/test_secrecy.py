@@ -104,19 +104,3 @@ async def test_bugs_that_quote_prompts_leave_no_text(
     assert MARK not in repr(failure)
     assert "ValueError" in traces()
     assert MARK not in traces()
-
-
-def test_a_setting_logs_the_text_of_errors() -> None:
-    """Without the setting, only the types and places of errors are logged."""
-    try:
-        raise ValueError(MARK) from KeyError(MARK)
-    except ValueError as error:
-        record = logging.LogRecord(
-            "x", logging.ERROR, "f", 1, "bug", None, (ValueError, error, error.__traceback__)
-        )
-    # In this order, because a formatter stores its text on the record for the next one.
-    with_text = telemetry.log_formatter("test", error_text=True).format(record)
-    without = telemetry.log_formatter("test").format(record)
-    assert MARK not in without
-    assert all(part in without for part in ("ValueError", "KeyError", __file__))
-    assert MARK in with_text
