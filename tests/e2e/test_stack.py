@@ -47,15 +47,6 @@ async def test_speculative_rejection_makes_fewer_tokens_than_best_of_n(stack: St
     assert [trace.num_live for trace in speculative.rounds] == [8, 4, 0]
 
 
-async def test_the_second_equal_request_comes_from_the_cache(stack: Stack) -> None:
-    async with Client(stack.orchestrator_address) as client:
-        options = Options(n=4, max_tokens=8, seed=9)
-        first = await client.generate("Say hello.", **options)
-        second = await client.generate("Say hello.", **options)
-    assert (first.cached, second.cached) == (False, True)
-    assert second.best == first.best
-
-
 @pytest.mark.parametrize("reward", ["relevance", "likelihood"])
 async def test_rewards(stack: Stack, reward: str) -> None:
     async with Client(stack.orchestrator_address) as client:

@@ -110,18 +110,6 @@ async def runs(redis_url: str) -> AsyncIterator[Processes]:
         yield runs
 
 
-async def test_eight_processes_make_one_answer(redis_url: str) -> None:
-    """Guards against a generation per process, and answers of others not marked as cached."""
-    async with processes(redis_url, 8) as runs:
-        tasks = await runs.lead_and_wait()
-        runs.end(generation())
-        answers = await asyncio.gather(*tasks)
-        assert len(runs.steps) == 1
-        assert [answer.cached for answer in answers] == [False] + [True] * 7
-        outcomes = sum((process.outcomes for process in runs.all), Counter())
-        assert outcomes == {"led": 1, "joined": 7}
-
-
 async def test_an_answer_stored_just_before_the_claim_is_returned(
     runs: Processes, admin: redis.Redis
 ) -> None:

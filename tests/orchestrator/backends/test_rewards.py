@@ -34,11 +34,15 @@ class HeldAt(HeldReward):
         return super().score(prompt, candidates)
 
 
-class RefusesSecondBatch(HeldReward):
-    """Refuses its second batch, which ends the session."""
+class Refuses(HeldReward):
+    """Refuses batches of these numbers, from 1, which ends the session each time."""
+
+    def __init__(self, *batches: int) -> None:
+        super().__init__()
+        self.batches = batches
 
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-        if self.num_batches == 1:
+        if self.num_batches + 1 in self.batches:
             self.num_batches += 1
             raise Overloaded("not now")
         return super().score(prompt, candidates)
@@ -117,25 +121,15 @@ async def test_a_service_that_answers_is_not_away() -> None:
 
 async def test_a_service_that_ended_the_session_is_tried_again() -> None:
     """A session whose lease expired is no sign that its service is lost."""
-    reward = RefusesSecondBatch()
+    reward = Refuses(2)
     async with reward_services(reward) as running:
         generation = await answer(request(12), ToyGenerator(), partial(running.client.open, "toy"))
     assert reward.num_batches == len(generation.rounds) + 1
 
 
-class RefusesTwoBatches(HeldReward):
-    """Refuses its second and its fifth batch, which ends the session each time."""
-
-    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-        if self.num_batches in (1, 4):
-            self.num_batches += 1
-            raise Overloaded("not now")
-        return super().score(prompt, candidates)
-
-
 async def test_each_failure_has_tries_of_its_own() -> None:
     """Guards a long request, most of whose work is done, against its second small failure."""
-    reward = RefusesTwoBatches()
+    reward = Refuses(2, 5)
     async with reward_services(reward) as running:
         scorer = partial(running.client.open, "toy")
         many = request(12, schedule=GeometricSchedule(2, 1.5))
@@ -163,7 +157,7 @@ async def test_no_session_continues_with_another_version() -> None:
 
 async def test_a_session_that_moved_is_closed_at_once() -> None:
     """Guards against state that a service keeps, and a count, until the request ends."""
-    rewards = [RefusesSecondBatch(), RefusesSecondBatch()]
+    rewards = [Refuses(2), Refuses(2)]
     async with reward_services(*rewards) as running:
         members = running.fleet.members()
         async with running.client.open("toy", PROMPT) as session:
