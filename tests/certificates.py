@@ -1,10 +1,13 @@
-"""Real certificates, made for one test and put in place as operators do: by renaming."""
+"""Real certificates and tokens files, put in place as operators do: by renaming."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import trustme
 
@@ -48,3 +51,9 @@ def place(path: Path, content: bytes | str) -> None:
     written = path.with_name(f"{path.name}.new")
     written.write_bytes(content.encode() if isinstance(content, str) else content)
     written.replace(path)
+
+
+def token_line(tenant: str, token: str, **fields: Any) -> str:
+    """The line of a token in a tokens file."""
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    return json.dumps({"tenant": tenant, "sha256": digest, **fields})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,9 +24,9 @@ from deploy.local.processes import Program
 from deploy.local.stack import Stack
 from specrej import Client
 from specrej.contracts import CacheControl
+from tests.programs import ROOT, run
 
 MODULES = {**Stack.modules, "client": "specrej"}
-_ROOT = Path(__file__).parent.parent
 _PROMPT = "What stays the same?"
 _N = 8
 _TIMEOUT_S = 60.0
@@ -52,7 +51,7 @@ def main() -> None:
     """Unpack the revision and try each of its services."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", help="a revision with this schema's packages; the last release")
-    base = parser.parse_args().base or last_release(_ROOT)
+    base = parser.parse_args().base or last_release(ROOT)
     with TemporaryDirectory() as folder:
         _unpack(base, Path(folder))
         failed = asyncio.run(_failures(Path(folder)))
@@ -70,7 +69,7 @@ def last_release(repository: Path) -> str:
 def _unpack(revision: str, folder: Path) -> None:
     """Write the files of a revision."""
     archive = ["git", "archive", "--format=tar", revision]
-    packed = subprocess.run(archive, cwd=_ROOT, check=True, capture_output=True).stdout
+    packed = subprocess.run(archive, cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
 
 
@@ -137,16 +136,8 @@ async def _check_origin(module: str, tree: Path) -> None:
 
 async def _python(tree: Path, code: str, *arguments: str) -> str:
     """The output of a program on the packages of a tree."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code, *arguments),
-        env={**os.environ, **_environment(tree)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
-    if process.returncode:
-        raise ValueError(f"exit code {process.returncode}: {errors.decode()[-500:]}")
-    return output.decode()
+    command = (sys.executable, "-c", code, *arguments)
+    return await run(*command, folder=ROOT, bound_s=_TIMEOUT_S, **_environment(tree))
 
 
 def _environment(tree: Path) -> dict[str, str]:

@@ -6,16 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
+from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
-
-TOYS = {
-    # A request for 4,000 tokens takes longer than any test waits.
-    "SPECREJ_GENERATOR_MODEL": "toy:step_ms=5",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
-}
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def stack() -> AsyncIterator[Stack]:
+    """A request for 4,000 tokens takes longer than any test waits."""
     async with Stack(environment=TOYS) as running:
         yield running

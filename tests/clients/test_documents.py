@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from deploy.local.stack import Stack
-from tests.clients.programs import CLIENTS, ROOT, run
+from tests.clients.programs import CLIENTS
+from tests.programs import ROOT, run
 
 SOURCES = {
     "typescript": CLIENTS / "typescript/examples/generate.ts",
@@ -32,4 +33,4 @@ def test_a_sample_is_part_of_a_program(language: str) -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_sample_of_python(stack: Stack) -> None:
     code = SAMPLES["python"].replace("127.0.0.1:50050", stack.orchestrator_address)
-    assert await run(sys.executable, "-c", code, folder=ROOT)
+    assert await run(sys.executable, "-c", code)

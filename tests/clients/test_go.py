@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from deploy.local.stack import Stack
-from tests.clients.programs import CLIENTS, generate, run, wait_for_free_slots
+from tests.clients.programs import CLIENTS, generate, wait_for_free_slots
+from tests.programs import run
 
 DEBIAN = Path("/usr/share/gocode")
 TOOLS = ("go", "protoc-gen-go", "protoc-gen-go-grpc")

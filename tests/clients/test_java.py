@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from deploy.local.stack import Stack
-from tests.clients.programs import CLIENTS, generate, run, wait_for_free_slots
+from tests.clients.programs import CLIENTS, generate, wait_for_free_slots
+from tests.programs import run
 
 JARS = Path("/usr/share/java")
 NETTY = (

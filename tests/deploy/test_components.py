@@ -108,16 +108,6 @@ def test_the_check_rejects(checked: Path) -> None:
     assert "must match pattern" in errors
 
 
-def test_the_packages_are_pinned() -> None:
-    """Guards against other schemas in CI than in the lock."""
-    node = Path(__file__).with_name("node")
-    lock = json.loads((node / "package-lock.json").read_text())["packages"]
-    for name, version in json.loads((node / "package.json").read_text())["dependencies"].items():
-        assert lock[f"node_modules/{name}"]["version"] == version
-    installed = {name: package for name, package in lock.items() if name}
-    assert all(package["integrity"].startswith("sha512-") for package in installed.values())
-
-
 # The way in
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
-from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
 from orchestrator.cache import tenant_digest
 from specrej.client import Client
@@ -19,40 +18,29 @@ from specrej.credentials import Credentials
 from specrej.errors import Unauthenticated
 from specrej.security import new_token
 from tests.certificates import Authority, place
+from tests.programs import ROOT, run
 from tests.serving import until
 
-_ROOT = Path(__file__).parents[2]
 _PLAYBOOKS = dict(
     re.findall(
         r"^## (.+)\n(?:(?!^## )[^\0])*?^```sh\n([^`]+)^```",
-        (_ROOT / "docs/playbooks.md").read_text(),
+        (ROOT / "docs/playbooks.md").read_text(),
         re.MULTILINE,
     )
 )
-_TOYS = {
-    "SPECREJ_GENERATOR_MODEL": "toy:",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
-}
 
 
 async def shell(title: str, variables: dict[str, str], directory: Path) -> str:
     """Run a playbook's commands; returns what they print, and fails if one of them does."""
-    path = f"{_ROOT / '.venv/bin'}:{os.environ['PATH']}"
-    process = await asyncio.create_subprocess_exec(
-        *("bash", "-euc", _PLAYBOOKS[title]),
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(_ROOT), **variables},
-        cwd=directory,
-        stdout=PIPE,
-        stderr=PIPE,
-    )
-    output, errors = await asyncio.wait_for(process.communicate(), 120)
-    assert process.returncode == 0, errors.decode()
-    return output.decode()
+    path = f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"
+    variables = {"PATH": path, "PYTHONPATH": str(ROOT), **variables}
+    command = ("bash", "-euc", _PLAYBOOKS[title])
+    return await run(*command, folder=directory, bound_s=120, **variables)
 
 
 def test_every_playbook_has_commands() -> None:
     """Guards against a section that the test below does not run."""
-    titles = re.findall("^## (.+)$", (_ROOT / "docs/playbooks.md").read_text(), re.MULTILINE)
+    titles = re.findall("^## (.+)$", (ROOT / "docs/playbooks.md").read_text(), re.MULTILINE)
     assert list(_PLAYBOOKS) == titles
 
 
@@ -66,7 +54,7 @@ async def test_the_commands_do_what_they_say(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     place(tokens, f"{own_line}\n{acme_line}\n")
     environment = {
-        **_TOYS,
+        **TOYS,
         "SPECREJ_ORCHESTRATOR_TLS_CERT": str(pair.cert),
         "SPECREJ_ORCHESTRATOR_TLS_KEY": str(pair.key),
         "SPECREJ_ORCHESTRATOR_TOKENS_FILE": str(tokens),

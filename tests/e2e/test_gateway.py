@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -15,12 +13,12 @@ from pydantic import BaseModel, Field
 
 from specrej.telemetry import names
 from tests.collector import SERVER
+from tests.programs import ROOT, run
 from tests.serving import need, until
 from tests.telemetry.observed import GENERATE, Observed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-ROOT = Path(__file__).parents[2]
 URL = "http://127.0.0.1:8000"
 NODE_CLIENT = ROOT / ".tools" / "node"
 PROGRAMS = {
@@ -56,25 +54,20 @@ async def test_there_are_examples() -> None:
 async def test_printed_examples_run(service: Observed, language: str, code: str) -> None:
     if language == "js":
         need(NODE_CLIENT / "node_modules", "the client for Node")
-    process = await asyncio.create_subprocess_exec(
-        *(*PROGRAMS[language], small(code).replace(URL, service.stack.gateway_url)),
-        cwd=NODE_CLIENT if language == "js" else None,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await asyncio.wait_for(process.communicate(), 240)
-    assert process.returncode == 0, errors.decode()
-    assert output.strip() and b'"error"' not in output, output.decode()
+    program = small(code).replace(URL, service.stack.gateway_url)
+    folder = NODE_CLIENT if language == "js" else ROOT
+    output = await run(*PROGRAMS[language], program, folder=folder, bound_s=240)
+    assert output.strip() and '"error"' not in output, output
     if language == "js":
-        assert re.search(r"as an object: (wall|step)$", output.decode(), re.MULTILINE)
+        assert re.search(r"as an object: (wall|step)$", output, re.MULTILINE)
     elif "json_schema" in code:
-        answer = json.loads(output.decode().rpartition("as an object: ")[2])
+        answer = json.loads(output.rpartition("as an object: ")[2])
         assert answer.keys() == {"use"} and answer["use"] in ("wall", "step")
     elif "/chat/completions" in code:
         assert json.loads(output)["specrej"]["n"] == 16
     elif "/specrej/stream" in code:
-        assert output.count(b"event: round_completed") >= 1
-        assert output.count(b"event: finished") == 1
+        assert output.count("event: round_completed") >= 1
+        assert output.count("event: finished") == 1
 
 
 class Weather(BaseModel):

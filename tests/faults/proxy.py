@@ -80,7 +80,7 @@ class Proxy:
     def cut(self) -> None:
         """Reset all connections; bytes in transit are lost."""
         for writer in self._writers:
-            _reset(writer)
+            reset(writer)
 
     def hold_replies_after(self, marker: bytes) -> None:
         """Shut the lane of replies once a request contains `marker`."""
@@ -107,7 +107,7 @@ class Proxy:
             upstream_reader, upstream_writer = await asyncio.open_connection(HOST, self._target)
         except OSError:
             self._writers.discard(writer)
-            _reset(writer)
+            reset(writer)
             return
         both = (writer, upstream_writer)
         self._writers.update(both)
@@ -143,10 +143,10 @@ class Proxy:
                     break
                 await client.drain()
         # The client's connection ends with the server's.
-        _reset(client)
+        reset(client)
 
 
-def _reset(writer: asyncio.StreamWriter) -> None:
+def reset(writer: asyncio.StreamWriter) -> None:
     """End a connection by RST, as after a crash."""
     connection = writer.get_extra_info("socket")
     with suppress(OSError):

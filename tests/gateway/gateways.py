@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import socket
 import ssl
-import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +14,8 @@ from gateway.__main__ import Server
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from specrej.client import Client
-from tests.certificates import Authority
+from tests.certificates import Authority, token_line
+from tests.faults.proxy import reset
 
 BODY: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "why?"}]}
 STREAM = {**BODY, "stream": True}
@@ -45,11 +43,7 @@ def connections(server: Server) -> int:
 
 def tokens_file(folder: Path, *tokens: str) -> str:
     """The path of an orchestrator's tokens file, in which each token is its tenant's name."""
-    lines = [
-        json.dumps({"tenant": token, "sha256": hashlib.sha256(token.encode()).hexdigest()})
-        for token in tokens
-    ]
-    (folder / "tokens").write_text("\n".join(lines))
+    (folder / "tokens").write_text("\n".join(token_line(token, token) for token in tokens))
     return str(folder / "tokens")
 
 
@@ -119,9 +113,7 @@ class Connection:
 
     def reset(self) -> None:
         """Leave with a reset instead of an end."""
-        sock: socket.socket = self.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort()
+        reset(self.writer)
 
 
 async def get(port: int, path: str, *headers: str) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej.inference.sizes import ModelSizes, num_parameters
 from tests.generator_service import tiny
 from tests.generator_service.test_memory import GIB, host
+from tests.programs import in_process
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
 
 USABLE = 72 * GIB  # of 80 GiB
@@ -303,14 +302,11 @@ def test_a_model_that_cannot_be_counted_is_refused(config: dict[str, Any], reaso
 def run(directory: Path, config: dict[str, Any], *arguments: str) -> tuple[int, str]:
     """The exit code and the output of a plan for 80 GiB."""
     (directory / "config.json").write_text(json.dumps(config))
-    output, code = io.StringIO(), 0
-    with redirect_stdout(output), redirect_stderr(output), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "120")
-        try:
-            plan.main(["--model", str(directory), "--memory", "80GiB", *arguments])
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    return code, output.getvalue()
+        options = ["--model", str(directory), "--memory", "80GiB", *arguments]
+        code, output, errors = in_process(plan.main, options)
+    return code, output + errors
 
 
 def test_the_command_prints_one_table(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -23,13 +22,14 @@ from orchestrator.cache.keys import FORMAT_VERSION, flight_key, hashed_tenant
 from specrej.contracts import GenerationRequest, Prompt, Sampling
 from tests.orchestrator.caching import open_cache, search_answer, set_user
 from tests.orchestrator.services import dead_port
+from tests.programs import Outcome, in_process
 
 PREFIX = f"specrej:v{FORMAT_VERSION}"
 REDIS_URL = "SPECREJ_ORCHESTRATOR_REDIS_URL"
 SECRET_FILE = "SPECREJ_ORCHESTRATOR_CACHE_SECRET_FILE"
 
 
-Run = Callable[..., CompletedProcess[str]]
+Run = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -42,29 +42,19 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Secret:
 
 
 @pytest.fixture
-def run(
-    redis_url: str,
-    secret: Secret,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Run:
+def run(redis_url: str, secret: Secret, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command in this process, without a terminal."""
 
-    def run(*arguments: str, url: str = redis_url, stdin: str = "") -> CompletedProcess[str]:
+    def run(*arguments: str, url: str = redis_url, stdin: str = "") -> Outcome:
         monkeypatch.setenv(REDIS_URL, url)
         monkeypatch.setattr(sys, "argv", ["specrej cache", *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code
-        return CompletedProcess(arguments, code, *capsys.readouterr())
+        return in_process(main)
 
     return run
 
 
-def value_of(outcome: CompletedProcess[str]) -> Any:
+def value_of(outcome: Outcome) -> Any:
     """The JSON value on stdout, of a command that succeeded."""
     assert outcome.returncode == 0, outcome.stderr
     return json.loads(outcome.stdout)

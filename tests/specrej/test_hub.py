@@ -9,12 +9,12 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from specrej import hub
 from tests import hub as hubs
+from tests.programs import Outcome, in_process
 
 FILES = {
     "config.json": b"{}",
@@ -29,14 +29,6 @@ USED = ["config.json", "model.safetensors", "tokenizer.json"]
 OR_TOKEN = ", or it needs a token: HF_TOKEN"
 
 
-class Outcome(NamedTuple):
-    """Of a command: its exit code, and what it prints."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 Pull = Callable[..., Outcome]
 
 
@@ -47,24 +39,10 @@ def server() -> Iterator[hubs.Hub]:
 
 
 @pytest.fixture
-def pull(
-    server: hubs.Hub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Pull:
+def pull(server: hubs.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pull:
     """`specrej pull` with an empty cache and no token, in this process."""
     hubs.use(monkeypatch, server.endpoint, tmp_path)
-
-    def run(*arguments: str) -> Outcome:
-        code = 0
-        try:
-            hub.main(arguments)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return Outcome(code, *capsys.readouterr())
-
-    return run
+    return lambda *arguments: in_process(hub.main, arguments)
 
 
 @pytest.fixture

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
 import ssl
 import sys
-from asyncio.subprocess import PIPE
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import pytest
 
+from benchmarks.harness import TOYS
 from deploy.local.stack import Stack
 from specrej import Client, errors
 from specrej.credentials import Credentials
-from tests.certificates import Authority, place
+from tests.certificates import Authority, place, token_line
+from tests.programs import run
 from tests.specrej.conftest import Command
 
 LOCUST = str(Path(sys.executable).parent / "locust")
-TOYS = {
-    "SPECREJ_GENERATOR_MODEL": "toy",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "toy", "kind": "toy"}]',
-}
-
-
-def entry(tenant: str, token: str) -> str:
-    return json.dumps({"tenant": tenant, "sha256": hashlib.sha256(token.encode()).hexdigest()})
 
 
 def secured(directory: Path, authority: Authority) -> dict[str, str]:
@@ -39,7 +31,7 @@ def secured(directory: Path, authority: Authority) -> dict[str, str]:
         pair, prefix = authority.issue(name), f"SPECREJ_{name.upper()}_"
         settings |= {f"{prefix}TLS_CERT": str(pair.cert), f"{prefix}TLS_KEY": str(pair.key)}
         settings[f"{prefix}TOKENS_FILE"] = str(directory / f"{name}-tokens")
-        inner, mine = entry("orchestrator", "inner"), entry("acme", "mine")
+        inner, mine = token_line("orchestrator", "inner"), token_line("acme", "mine")
         place(directory / f"{name}-tokens", mine if name == "orchestrator" else f"{inner}\n{mine}")
     pair, prefix = authority.issue("gateway"), "SPECREJ_GATEWAY_"
     settings |= {f"{prefix}TLS_CERT": str(pair.cert), f"{prefix}TLS_KEY": str(pair.key)}
@@ -92,13 +84,16 @@ async def _renew_the_token(stack: Stack, authority: Authority, directory: Path) 
     async with Client(address, token="mine", tls_ca=authority.path) as client:
         assert (await client.generate("why?", n=2, max_tokens=16)).best.text
         for name in ("generator", "reward"):
-            place(directory / f"{name}-tokens", entry("orchestrator", "renewed"))
+            place(directory / f"{name}-tokens", token_line("orchestrator", "renewed"))
         with pytest.raises(errors.Unavailable, match="refused this service's token"):
             await client.generate("why not?", n=2, max_tokens=16, seed=2)
         place(directory / "inner", "renewed")
         assert (await client.generate("why not?", n=2, max_tokens=16, seed=3)).best.text
     for name in ("generator", "reward"):
-        place(directory / f"{name}-tokens", f"{entry('o', 'renewed')}\n{entry('acme', 'mine')}")
+        place(
+            directory / f"{name}-tokens",
+            f"{token_line('o', 'renewed')}\n{token_line('acme', 'mine')}",
+        )
 
 
 def _got(url: str, token: str, authority: Authority) -> tuple[int, str]:
@@ -114,11 +109,8 @@ def _got(url: str, token: str, authority: Authority) -> tuple[int, str]:
 
 
 async def _test_load(address: str) -> None:
-    process = await asyncio.create_subprocess_exec(
+    output = await run(
         *(LOCUST, "-f", "loadtest/locustfile.py", "--headless", "--users", "1"),
         *("--run-time", "1s", "--stop-timeout", "30", "--json", "--host", address),
-        stdout=PIPE,
     )
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 0
     assert json.loads(output)[0]["num_failures"] == 0

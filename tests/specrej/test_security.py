@@ -21,7 +21,7 @@ from specrej.credentials import check_credentials, is_local
 from specrej.security import Access, Share, read_tokens
 from specrej.v1 import orchestrator_pb2 as pb
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
-from tests.certificates import place
+from tests.certificates import place, token_line
 from tests.serving import failure_of, health_of, listening, reason_of, until, violations_of
 from tests.specrej.fakes import FakeOrchestrator
 
@@ -36,12 +36,11 @@ def bearer(token: str) -> list[tuple[str, str]]:
 
 def tokens_file(path: Path, **roles: list[str] | None) -> Path:
     """Tenant NAME has the token "NAME-token" and these roles."""
-    entries = [
-        {"tenant": name, "sha256": hashlib.sha256(f"{name}-token".encode()).hexdigest()}
-        | ({"roles": names} if names else {})
+    lines = (
+        token_line(name, f"{name}-token", **({"roles": names} if names else {}))
         for name, names in roles.items()
-    ]
-    place(path, "\n".join(["# tokens", "", *map(json.dumps, entries)]))
+    )
+    place(path, "\n".join(["# tokens", "", *lines]))
     return path
 
 
@@ -133,12 +132,11 @@ def test_two_tenants_are_refused(path: Path) -> None:
 def test_a_token_expires(tmp_path: Path) -> None:
     """Guards against a time that is ignored, or read in another zone."""
     now = datetime.now(UTC)
-    digest = hashlib.sha256(b"token").hexdigest()
     for zone, suffix in ((UTC, "Z"), (timezone(timedelta(hours=-9)), "-09:00")):
         for minutes, is_valid in ((1, True), (-1, False)):
             end = (now + timedelta(minutes=minutes)).astimezone(zone)
             expires = end.strftime("%Y-%m-%dT%H:%M:%S") + suffix
-            place(tmp_path / "tokens", line(sha256=digest, expires=expires))
+            place(tmp_path / "tokens", token_line("a", "token", expires=expires))
             access = Access(tmp_path / "tokens")
             if is_valid:
                 assert access.admit(GENERATE, bearer("token")).tenant == "a"
@@ -321,8 +319,7 @@ async def test_a_token_that_ends_ends_its_running_calls(
         ]
         staying = asyncio.ensure_future(kinds["stream"](bearer("edge-token")))
         await until(lambda: len(orchestrator.requests) == 3)
-        digest = hashlib.sha256(b"acme-token").hexdigest()
-        expired = line(tenant="acme", sha256=digest, expires="2020-01-01T00:00:00Z")
+        expired = token_line("acme", "acme-token", expires="2020-01-01T00:00:00Z")
         kept = tokens_file(path.with_name("kept"), edge=["gateway"]).read_text()
         place(path, f"{kept}\n{expired}" if is_expiring else kept)
         for call in ending:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from deploy.local.__main__ import main
 from deploy.local.processes import ProcessError, Processes
 from deploy.local.stack import Ports, Stack, _health, _is_ready
+from tests.faults.proxy import reset
 
 
 def names(directory: Path) -> list[str]:
@@ -40,9 +40,7 @@ async def test_a_reset_connection_is_no_answer() -> None:
     """Guards against a stack that ends because one service does, and hides why."""
 
     async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        sock: socket.socket = writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.transport.abort()
+        reset(writer)
 
     async with await asyncio.start_server(leave, "127.0.0.1", 0) as server:
         assert not await _is_ready(server.sockets[0].getsockname()[1], None)

@@ -24,6 +24,7 @@ from specrej.settings import ServiceSettings
 from specrej.telemetry import setup
 from specrej.telemetry.setup import FLUSH_S
 from tests.endpoints import scrape
+from tests.programs import run
 
 _OFF = """
 import sys
@@ -44,11 +45,7 @@ print(sent == (caller,))
 async def test_off_it_loads_nothing() -> None:
     """Guards against exporters that no setting enables, work for spans that nothing records, and a
     caller's trace that ends at a service without a collector."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _OFF, stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0 and output.split() == [b"[]", b"True"]
+    assert (await run(sys.executable, "-c", _OFF)).split() == ["[]", "True"]
 
 
 @pytest.mark.parametrize("is_hanging", [True, False])

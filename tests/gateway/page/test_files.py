@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 import shutil
@@ -14,6 +13,7 @@ import pytest
 from gateway.page import Page
 from tests.gateway.gateways import gateway_at, get
 from tests.gateway.page.conftest import need
+from tests.programs import run
 
 FOLDER = Path(__file__).parents[3] / "gateway" / "page"
 # uPlot 1.6.32 as its package has them: dist/uPlot.iife.min.js, dist/uPlot.min.css, LICENSE.
@@ -109,10 +109,4 @@ async def test_the_reducer_under_node() -> None:
     """Runs the tests of the pure parts on recorded streams."""
     node = need(shutil.which("node"), "node")
     tests = Path(__file__).with_name("reduce.test.js")
-    process = await asyncio.create_subprocess_exec(
-        *(str(node), "--test", str(tests)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), 120)
-    assert process.returncode == 0, output.decode()
+    await run(node, "--test", tests)
