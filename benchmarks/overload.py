@@ -46,8 +46,6 @@ _ENVIRONMENT = {
     "SPECREJ_GENERATOR_MODEL": f"toy:step_ms={_STEP_MS}",
     "SPECREJ_ORCHESTRATOR_MAX_RUNNING": str(_RUNNING),
     "SPECREJ_ORCHESTRATOR_MAX_QUEUED": str(_QUEUED),
-    # Else several tenants would have more permits than the one whose capacity is measured.
-    "SPECREJ_ORCHESTRATOR_SPARE_RUNNING": "0",
 }
 
 
@@ -68,6 +66,7 @@ def main() -> None:
         loads=([0.5, 0.8, 1.0, 1.5, 2.0, 4.0], "offered loads as multiples of the capacity"),
         seconds=(15.0, "duration of each load"),
         deadline=(2.0, "deadline of a request in seconds"),
+        spare=(4, "spare permits, of tenants that run nothing: they add to the peak of one tenant"),
     )
     capacity, points, mixes = asyncio.run(_measure(arguments))
     peak = max(point["goodput"] for point in points)
@@ -88,6 +87,7 @@ def main() -> None:
             "capacity_per_s": round(capacity, 2),
             "running": _RUNNING,
             "queued": _QUEUED,
+            "spare": arguments.spare,
             "service_ms": _STEP_MS * _TOKENS,
             "deadline_s": arguments.deadline,
             "points": points,
@@ -101,8 +101,9 @@ def main() -> None:
 async def _measure(
     arguments: argparse.Namespace,
 ) -> tuple[float, list[dict[str, Any]], list[dict[str, Any]]]:
+    environment = {**_ENVIRONMENT, "SPECREJ_ORCHESTRATOR_SPARE_RUNNING": str(arguments.spare)}
     async with (
-        Stack(environment=_ENVIRONMENT) as stack,
+        Stack(environment=environment) as stack,
         open_channel(stack.orchestrator_address, retries=False) as channel,
     ):
         await _closed_loop(channel, 2.0)  # warms up

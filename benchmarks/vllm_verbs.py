@@ -68,7 +68,7 @@ class Case:
 
 
 def main() -> None:
-    """Measure and report; an N that fails is reported, and the others are measured."""
+    """Measure and report; an N that fails is reported, and so are those that its end makes fail."""
     arguments = parse_arguments(
         __doc__,
         model=(MODEL, "folder of the weights"),

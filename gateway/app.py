@@ -137,7 +137,7 @@ class Gateway:
                 )
                 return raw_stream(events, call)
             if request.stream:
-                # Others have their whole text at the end: the run need not look after each token.
+                # Other answers are sent whole at the end, so text deltas are not requested.
                 shows_deltas = call.num_choices == 1 and not call.wants_logprobs
                 events = await self._events(http, call, token, shows_deltas=shows_deltas)
                 return openai_stream(events, answer, request, call)

@@ -182,11 +182,11 @@ class _Connection:
 
     def _metadata(self, span: _Span, token: str, metadata: Metadata) -> Metadata:
         """Raises Unauthenticated: the token is malformed, or may not be sent in plaintext.
-        InvalidRequest: gRPC cannot send a name or value, or it is a token, which has rules.
+        InvalidRequest: gRPC cannot send a name or value, or the name is `authorization`.
         """
         for name, value in metadata:
             if name == "authorization":
-                raise InvalidRequest([Violation(f"metadata {name!a}", "is sent as token")])
+                raise InvalidRequest([Violation(f"metadata {name!a}", "pass token instead")])
             if not (_NAME.fullmatch(name) and _TEXT.fullmatch(value)):
                 accepted = "lower-case names without -bin, and printable ASCII"
                 raise InvalidRequest([Violation(f"metadata {name!a}", f"gRPC sends {accepted}")])

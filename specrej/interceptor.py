@@ -211,7 +211,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         loop, refusal = asyncio.get_running_loop(), None
         timer: asyncio.TimerHandle
 
-        # Its own argument: a reference to itself would leave every call to the garbage collector.
+        # `check` receives itself: a closure over its own name is a cycle of references, which only
+        # the garbage collector frees.
         def check(again: Callable[[Any], None]) -> None:
             nonlocal timer, refusal
             try:

@@ -91,8 +91,10 @@ def read_live(path: Path) -> Live:
     """A file of live runs (`experiments.live`); unknown fields are ignored.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: the file does not hold live runs.
     """
+    path.stat()  # `read_lines` takes a missing file for an empty one
     names = {field.name for field in fields(LiveRun)}
     try:
         head, *lines = read_lines(path)

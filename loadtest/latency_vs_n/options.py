@@ -6,6 +6,7 @@ last line on stdout is one JSON object.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -65,4 +66,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         values["ns"] = tuple(sorted(set(values["ns"])))
         if values["ns"][0] < 1:
             raise ValueError(f"--ns {values['ns'][0]}: must be 1 or more")
+    for name in ("rate", "patience_s", "slo_s"):
+        if name in values and not 0 < values[name] < math.inf:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {values[name]}: must be above 0 and finite")
     return Settings(read_prompts(arguments.prompts), **values)

@@ -181,17 +181,29 @@ def test_comparison_quotes_the_answers() -> None:
     assert " and ".join(judged) in text
 
 
-def test_comparison_and_readme_quote_the_answers_to_100_prompts() -> None:
-    page, readme = (
-        " ".join((ROOT / name).read_text(encoding="utf-8").split())
-        for name in ("docs/comparison.md", "README.md")
-    )
-    run = json.loads((ROOT / "benchmarks/results/answer_100.json").read_text())
-    assert run["prompts"] == 100
+def _quoted_run(name: str, page: str) -> dict[str, Any]:
+    """A kept run of `make bench-answer`, all of whose points the page has."""
+    run: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
     for p in run["points"]:
         interval = f"{p['reward']:.3f} ({p['reward_low']:.3f} to {p['reward_high']:.3f})"
         cells = (p["system"], p["n"], f"{p['seconds']:.2f}", f"{p['tokens']:.0f}", interval)
         assert f"| {' | '.join(map(str, cells))} | {p['second_judge']:.3f} |" in page
+    return run
+
+
+def test_comparison_and_readme_quote_the_answers() -> None:
+    page, readme = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("docs/comparison.md", "README.md")
+    )
+    long = _quoted_run("answer_512", page)
+    assert (long["prompts"], long["max_tokens"]) == (14, 512)
+    d = _paired(long)["specrej-branching", 24]
+    interval = f"{d.reward:.3f}, 95 %: {d.reward_low:.3f} to {d.reward_high:.3f}"
+    shares = f"in {d.seconds_ratio:.2f} of the seconds and {d.tokens_ratio:.2f} of the tokens"
+    assert f"(paired difference {interval}) {shares}" in page
+    run = _quoted_run("answer_100", page)
+    assert (run["prompts"], run["max_tokens"]) == (100, 128)
     paired = _paired(run)
     for case, shown in (
         (("specrej-branching", 24), "the difference is {}, in {} of the seconds"),

@@ -132,7 +132,7 @@ async def test_a_rate_above_the_capacity_is_shown() -> None:
     up after a second.
     """
     fast, slow = await one_at_a_time(0.005), await one_at_a_time(0.2)
-    assert set(fast["codes"]) == {"OK"} and fast["slowest_s"] < 0.5
+    assert fast["codes"].count("OK") > slow["codes"].count("OK")
     assert fast["answers_per_s"] == pytest.approx(len(fast["codes"]))
     assert len(slow["codes"]) == len(fast["codes"]) >= 10
     assert fast["numbers"] == slow["numbers"] and fast["numbers"][0] >= 10  # of the warm-up

@@ -129,14 +129,14 @@ async def test_every_round_keeps_the_lead(service: Whole, monkeypatch: pytest.Mo
 
 async def test_a_leader_keeps_the_lead_while_it_waits_for_slots() -> None:
     """Guards against equal sessions that queue behind each other in overload."""
-    async with whole(lead_s=0.05) as service:
+    async with whole(lead_s=1.0) as service:
         gate = service.generator.gates["open"]
         gate.shut()
         running = [asyncio.create_task(answer(service, small_request())) for _ in range(2)]
         await until(lambda: gate.held > 0)
         # A lead that is lost lets the other request open a session within this time.
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(1.5):
                 await until(lambda: gate.held > 1)
         gate.open()
         assert sorted([(await reply).cached for reply in running]) == [False, True]
