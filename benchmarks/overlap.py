@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from statistics import median
 
 from benchmarks.harness import PROMPTS, medians, parse_arguments, report
 from experiments.models import Models, generation_of, in_process, unique_salt
@@ -69,7 +70,11 @@ async def _measure(n: int, new: int, score_s: float, rounds: int) -> None:
     overlapped = made["overlapping"]
     discarded = sum(g.usage.discarded_tokens for g in overlapped)
     discarded_part = discarded / sum(g.usage.generated_tokens for g in overlapped)
-    extra = (seconds["overlapping"] - seconds["free"]) / scoring_s
+    # Of each request, since prompts have answers of other lengths.
+    extra = median(
+        (other.timings.total_ms - free.timings.total_ms) / (1e3 * score_s * len(other.rounds))
+        for free, other in zip(made["free"], overlapped, strict=True)
+    )
     same = [g.best.text for g in made["free"]] == [g.best.text for g in overlapped]
     report(
         f"N={n}, {new} new tokens, {1e3 * score_s:.0f} ms per batch of scores",
