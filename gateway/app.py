@@ -139,7 +139,9 @@ class Gateway:
             if request.stream:
                 # Other answers are sent whole at the end, so text deltas are not requested.
                 shows_deltas = call.num_choices == 1 and not call.wants_logprobs
-                events = await self._events(http, call, token, shows_deltas=shows_deltas)
+                events = await self._events(
+                    http, call, token, shows_all=False, shows_deltas=shows_deltas
+                )
                 return openai_stream(events, answer, request, call)
             generating = self._client.generate(
                 call.prompt, timeout_s=call.timeout_s, token=token, **call.options
@@ -156,13 +158,7 @@ class Gateway:
             return response_of(for_caller(error, "a request"), call.name_of)
 
     async def _events(
-        self,
-        http: HTTPRequest,
-        call: Call,
-        token: str,
-        *,
-        shows_deltas: bool,
-        shows_all: bool = False,
+        self, http: HTTPRequest, call: Call, token: str, *, shows_deltas: bool, shows_all: bool
     ) -> Events:
         """The events of a call; returns at the first one, or after `keep_alive_s` without one.
 

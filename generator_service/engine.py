@@ -100,13 +100,11 @@ class Engine:
         )
 
     def gauge(self, session_id: int = 0) -> SlotGauge:
-        """Slots now (session 0: of no session); from any thread."""
+        """Slots now (session 0: of no session); from any thread: what is cached is read last."""
         ledger, session = self.ledger, self.sessions.get(session_id)
         prompt = session.prompt_tokens if session else 0
-        own, owned = prompt + ledger.owned_by(session_id), ledger.owned
-        # Read later: slots that a session has released meanwhile may be cached now.
-        cached = min(ledger.cached, ledger.capacity - owned)
-        return SlotGauge(ledger.capacity, owned, own, cached)
+        owned, own = ledger.owned, prompt + ledger.owned_by(session_id)
+        return SlotGauge(ledger.capacity, owned, own, min(ledger.cached, ledger.capacity - owned))
 
     @property
     def has_work(self) -> bool:

@@ -170,7 +170,7 @@ class RunState:
         return not num_ended or bool(is_left and num_ended < least)
 
     def cut_short(self, *, may_degrade: bool) -> None:
-        """End all live candidates here, truncated: time ran out before enough were complete.
+        """End live candidates here, truncated, and drop forks without tokens of their own.
 
         Raises:
             DeadlineExceeded: `may_degrade` is not set, or there is no text yet.
@@ -178,7 +178,7 @@ class RunState:
         if not may_degrade or not self.latest:
             raise DeadlineExceeded("too few answers were complete before the deadline")
         self.degradations.append(Degradation.DEADLINE)
-        self.live = {number for number in self.live if not self._is_copy(number)}
+        self.live -= {n for n, (_, at) in self.forks.items() if self.latest[n].num_tokens == at}
         for number in self.live:
             self.latest[number] = replace(self.latest[number], finish=FinishReason.LENGTH)
             # Scores of the last decision token; before the first one, the likelihood.
@@ -207,11 +207,6 @@ class RunState:
             self.forks[number] = parent, self.latest[parent].num_tokens
             self.tokens.fork(number, parent)
         self.live |= forks.keys()
-
-    def _is_copy(self, number: int) -> bool:
-        """Whether it is a fork that has no token of its own yet."""
-        _, num_tokens = self.forks.get(number, (number, -1))
-        return self.latest[number].num_tokens == num_tokens
 
     def root(self, number: int) -> int:
         """The initial candidate that `number` descends from; itself if it is no fork."""
