@@ -40,5 +40,7 @@ async def test_text_is_requested_where_it_is_sent(
     async with gateway_at(address) as server:
         for path in (CHAT, "/v1/specrej/stream"):
             data = request(path, {**BODY, "stream": True, **body}, connection="close")
-            await (await Connection.open(server.port, data)).read_all()
+            connection = await Connection.open(server.port, data)
+            await connection.read_all()
+            connection.leave()
     assert [stream.text_deltas for stream in orchestrator.streams] == [is_sent, True]
