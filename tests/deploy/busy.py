@@ -102,10 +102,29 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             await _refused(client)
             await _unauthenticated(stack.reward_address)
             await _hurried(client)
+            await _not_ready(stack, ports.gateway)
             await waiting
             await _lost(client, spare, directory)
             await _without_backends(stack, client, urls[0])
             return await _under_way(client, urls, collector), collector
+
+
+async def _not_ready(stack: Stack, port: int) -> None:
+    """A check of the gateway that finds no orchestrator; at its start, it may be ready at once."""
+    request = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+
+    async def is_refused() -> bool:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(request)
+        line = await reader.readline()
+        writer.close()
+        return b" 503 " in line
+
+    os.kill(stack.processes["orchestrator"], signal.SIGSTOP)
+    try:
+        await serving.until(is_refused, _BOUND_S, every_s=0.2)
+    finally:
+        os.kill(stack.processes["orchestrator"], signal.SIGCONT)
 
 
 async def _without_backends(stack: Stack, client: Client, url: str) -> None:
