@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ def read_lines(path: Path) -> list[Line]:
 def add_line(path: Path, line: Line) -> None:
     """Append a line; creates the file and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab+") as file:
         # End a line that was not written to its end, so that this one can be parsed.
-        is_torn = file.tell() > 0 and not path.read_bytes().endswith(b"\n")
-        file.write("\n" * is_torn + json.dumps(line, ensure_ascii=False) + "\n")
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        is_torn = file.read(1) not in (b"", b"\n")
+        text = "\n" * is_torn + json.dumps(line, ensure_ascii=False) + "\n"
+        file.write(text.encode())

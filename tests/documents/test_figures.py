@@ -238,6 +238,16 @@ def test_the_readme_quotes_the_answers() -> None:
     assert quoted in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
+def test_benchmarks_quote_the_mix_of_tenants() -> None:
+    page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    with_spare, without = (
+        json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["light_p95_ratio"]
+        for name in ("overload", "overload_spare_0")
+    )
+    assert f"take {without:.2f} times as long as alone" in page
+    assert f"instead of {with_spare:.2f} |" in page
+
+
 def test_the_machines_of_kept_results_are_those_of_their_files() -> None:
     """Guards against a figure that is read as another machine's."""
     page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
