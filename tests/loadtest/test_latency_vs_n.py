@@ -273,6 +273,8 @@ async def test_services_that_end_leave_what_was_measured(tmp_path: Path) -> None
     [
         (("--ns", "1", "1000000"), "candidates at most"),
         (("--ns", "0", "4"), "--ns 0: must be 1 or more"),
+        (("--patience-s", "inf"), "--patience-s inf: must be above 0 and finite"),
+        (("--rate", "0"), "--rate 0.0: must be above 0 and finite"),
         (("--address", "127.0.0.1:1"), "latency-vs-n:"),
     ],
 )
