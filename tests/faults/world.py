@@ -37,6 +37,7 @@ from specrej.contracts import (
     TokensSchedule,
 )
 from specrej.security import Metadata
+from specrej.status import DETAILS_TRAILER, PUSHBACK_TRAILER
 from specrej.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests import serving
 from tests.faults.proxy import HOST, Proxy, proxy
@@ -62,6 +63,7 @@ _REFERENCE: Mapping[str, Any] = {
     "seed": 7,
     "schedule": TokensSchedule((4,)),
 }
+_RETRYABLE = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 # Maximum of threads that grpc and asyncio add to those of a fresh process.
 _MORE_THREADS = 24
 
@@ -81,8 +83,12 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """The status code, with a mark for degraded answers."""
+        """The status code, with a mark for degraded answers, and for a retryable status of ours
+        without the delay before a retry."""
         degraded = self.generation is not None and self.generation.degraded
+        trailers = dict((self.error and self.error.trailing_metadata()) or ())
+        if self.code in _RETRYABLE and DETAILS_TRAILER in trailers:
+            return self.code if PUSHBACK_TRAILER in trailers else f"{self.code} without a delay"
         return f"{self.code} degraded" if degraded else self.code
 
 
