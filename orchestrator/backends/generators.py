@@ -52,6 +52,7 @@ class FleetGenerator:
             max_candidates=sum(one.max_candidates for one in descriptions),
             can_fork=all(one.can_fork for one in descriptions),
             auto_candidates=max(one.auto_candidates for one in descriptions),
+            auto_slots=max(one.slots.capacity for one in descriptions),
             slots=together([one.slots for one in descriptions]),
             sessions=sum(one.sessions for one in descriptions),
             waiting=sum(one.waiting for one in descriptions),

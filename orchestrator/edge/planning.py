@@ -259,7 +259,7 @@ def _candidate_tokens(request: GenerationRequest, n: int, generator: GeneratorDe
     slots), plus the prompt's tokens (estimated), plus one per prefix that may be scored and one per
     value that may be returned."""
     selection, sampling = request.selection, request.sampling
-    grown = min(n * sampling.max_tokens, generator.slots.capacity)
+    grown = min(n * sampling.max_tokens, _capacity(selection, generator))
     is_cut = selection.algorithm is not Algorithm.BEST_OF_N
     scored = n * (most_rounds(selection.schedule, sampling.max_tokens) if is_cut else 1)
     values = sampling.max_tokens * (1 + sampling.top_logprobs) if sampling.logprobs else 1
@@ -294,10 +294,15 @@ def _most_candidates(request: GenerationRequest, generator: GeneratorDescription
     """Most candidates of a request; n = 0: all slots, each candidate at its first cut."""
     selection = request.selection
     # The newest token of a candidate has no slot yet.
-    room = generator.slots.capacity // max(1, first_round_tokens(request) - 1)
+    room = _capacity(selection, generator) // max(1, first_round_tokens(request) - 1)
     most = min(max(1, room), generator.auto_candidates or generator.max_candidates)
     width = selection.branching.width if selection.branching else 0
     return max(selection.n or most, selection.min_answers, width)
+
+
+def _capacity(selection: Selection, generator: GeneratorDescription) -> int:
+    """Slots that a request can own: with n = 0 those of one generator."""
+    return (not selection.n and generator.auto_slots) or generator.slots.capacity
 
 
 def _check_batches(

@@ -125,6 +125,7 @@ class GeneratorDescription:
     sessions: int = 0
     waiting: int = 0
     auto_candidates: int = 0  # most of a session whose n is 0
+    auto_slots: int = 0  # most that such a session may own; 0: all
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
     can_fork: bool = False  # whether its sessions fork candidates; others refuse forks
     whole_answers: bool = False  # every candidate ends in its first round: no early rejection

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.generators import FleetGenerator
+from orchestrator.cache import Secret
+from orchestrator.edge.planning import Planner
 from orchestrator.loop.scoring import LikelihoodScorer
 from specrej.contracts import (
     NO_FORKS,
@@ -25,11 +28,14 @@ from specrej.contracts import (
     Pruned,
     Round,
     Sampling,
+    Selection,
     Session,
     SessionSpec,
     TokensSchedule,
+    WeightedReward,
 )
 from specrej.errors import Overloaded, Unavailable
+from specrej.security import Share
 from tests.orchestrator.backends.fleets import (
     PATIENT,
     PROMPT,
@@ -45,6 +51,7 @@ from tests.serving import until
 
 SAMPLING = Sampling(max_tokens=32, seed=7)
 SCORER = LikelihoodScorer()
+UNUSED_REWARDS: Any = SimpleNamespace(describe=None)  # of a request by likelihood
 
 
 def content(generation: Generation) -> list[object]:
@@ -379,6 +386,22 @@ async def test_the_description_adds_the_capacities() -> None:
     assert description.slots.capacity == 500
     assert description.max_candidates == 2 * single.max_candidates
     assert description.context_tokens == single.context_tokens
+
+
+async def test_a_request_whose_n_is_open_is_charged_for_one_generator() -> None:
+    """It runs at one generator, where a large n could be divided."""
+
+    async def charged(generator: Any, n: int) -> int:
+        selection = Selection(n, rewards=(WeightedReward("likelihood"),))
+        asked = GenerationRequest(PROMPT, Sampling(max_tokens=64), selection)
+        planner = Planner(generator, UNUSED_REWARDS, secret=Secret())
+        return (await planner.plan(asked, "", Share(), (), None)).candidate_tokens
+
+    small, large = HeldGenerator(200), HeldGenerator(300)
+    async with generators(small, large) as running:
+        together = running.client
+        assert await charged(together, 0) == await charged(large, 0)
+        assert await charged(together, 32) == await charged(large, 32) + 200
 
 
 @pytest.mark.parametrize(
