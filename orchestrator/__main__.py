@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from orchestrator.backends import (
-    Fleet,
-    FleetGenerator,
-    FleetRewards,
-    Peer,
-    Resolver,
-    Target,
-)
+from orchestrator.backends.fleet import Fleet, Peer
+from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.resolving import Resolver, Target
+from orchestrator.backends.rewards import FleetRewards
 from orchestrator.background import BackgroundTasks
 from orchestrator.cache import Cache, RedisClient, SharedSingleFlight
-from orchestrator.edge import Admission, Limits, Orchestrator, OrchestratorServicer
-from orchestrator.observe import RequestRecords, Shadows, instruments
+from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.service import Orchestrator
+from orchestrator.edge.servicer import OrchestratorServicer
+from orchestrator.observe import instruments
+from orchestrator.observe.request_records import RequestRecords
+from orchestrator.observe.shadows import Shadows
 from orchestrator.settings import OrchestratorSettings
 from specrej import telemetry
 from specrej.channel import open_channel

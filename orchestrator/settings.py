@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
-from orchestrator.backends import PollSettings
+from orchestrator.backends.fleet import PollSettings
 from orchestrator.cache import RedisAccess, Secret, check_access
-from orchestrator.loop import Composite, check_composites
+from orchestrator.loop.composition import Composite, check_composites
 from specrej.contracts import GeometricSchedule, Schedule
 from specrej.credentials import Credentials, check_credentials, is_loopback
 from specrej.errors import Violation

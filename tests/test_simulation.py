@@ -14,7 +14,8 @@ import pytest
 
 from orchestrator.backends.sessions import FailoverSession
 from orchestrator.cache import Flight, Lease, answers, single_flight
-from orchestrator.edge import Admission, planning
+from orchestrator.edge import planning
+from orchestrator.edge.admission import Admission
 from tests.simulation.loop import Violation
 from tests.simulation.run import Simulation
 

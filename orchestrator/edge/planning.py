@@ -10,16 +10,10 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.cache import Keys, Secret, cache_keys
-from orchestrator.loop import (
-    LIKELIHOOD,
-    Composite,
-    LikelihoodScorer,
-    check_expansion,
-    expanded,
-    fingerprint_of,
-    first_round_tokens,
-    most_rounds,
-)
+from orchestrator.loop.composition import LIKELIHOOD, Composite, check_expansion, expanded
+from orchestrator.loop.run import first_round_tokens
+from orchestrator.loop.schedule import most_rounds
+from orchestrator.loop.scoring import LikelihoodScorer, fingerprint_of
 from specrej.contracts import (
     Algorithm,
     Generation,

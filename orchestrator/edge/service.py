@@ -27,8 +27,12 @@ from orchestrator.cache import (
 from orchestrator.cache.records import MAX_LISTED
 from orchestrator.edge.admission import Admission
 from orchestrator.edge.planning import Plan, Planner, Rewards
-from orchestrator.loop import Composite, WithinRounds, run
-from orchestrator.observe import OpenRecord, RequestRecords, Shadows, instruments
+from orchestrator.loop.composition import Composite
+from orchestrator.loop.progress import WithinRounds
+from orchestrator.loop.run import run
+from orchestrator.observe import instruments
+from orchestrator.observe.request_records import OpenRecord, RequestRecords
+from orchestrator.observe.shadows import Shadows
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from orchestrator.background import ended, in_thread, packed
 from orchestrator.edge.service import Orchestrator
-from orchestrator.loop import WithinRounds
+from orchestrator.loop.progress import WithinRounds
 from specrej import wire
 from specrej.contracts import Event, Finished, Progress, RequestRecord, RoundCompleted
 from specrej.errors import Cancelled, Violation

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from orchestrator.cache import tenant_digest
+from orchestrator.edge.admission import Admission
 from specrej import telemetry
 from specrej.contracts import (
     Admitted,
@@ -27,9 +28,6 @@ from specrej.errors import Overloaded
 from specrej.telemetry import metrics, names
 from specrej.telemetry.metrics import Observed
 from specrej.telemetry.traces import Attribute
-
-if TYPE_CHECKING:  # the edge imports this package
-    from orchestrator.edge import Admission
 
 T = TypeVar("T")
 

@@ -18,7 +18,9 @@ from itertools import combinations
 from typing import NamedTuple
 
 from orchestrator.background import BackgroundTasks
-from orchestrator.loop import RequestScorer, Verdict, judged, num_kept, rank
+from orchestrator.loop.composition import Verdict
+from orchestrator.loop.rejection import num_kept, rank
+from orchestrator.loop.scoring import RequestScorer, judged
 from specrej import telemetry
 from specrej.contracts import (
     Algorithm,

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator, ToySession
-from orchestrator.loop import Verdict, run_state
+from orchestrator.loop import run_state
+from orchestrator.loop.composition import Verdict
 from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.run import run
 from orchestrator.loop.run_state import MAX_TRACED, RunState

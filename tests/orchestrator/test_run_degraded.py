@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from generator_service.toy import ToyGenerator, ToySession
-from orchestrator.loop import WithinRounds
+from orchestrator.loop.progress import WithinRounds
 from orchestrator.loop.scoring import LikelihoodScorer, RequestScorer
 from specrej.contracts import (
     NO_FORKS,

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
-from orchestrator.loop import run
-from orchestrator.observe import Shadows
-from orchestrator.observe.shadows import Kind, WatchedRun
+from orchestrator.loop.run import run
+from orchestrator.observe.shadows import Kind, Shadows, WatchedRun
 from specrej.contracts import (
     Algorithm,
     Degradation,

@@ -13,7 +13,7 @@ import redis
 
 from orchestrator.cache.keys import hashed_tenant, record_key
 from orchestrator.cache.records import MAX_LISTED, SharedRecords
-from orchestrator.observe import RequestRecords
+from orchestrator.observe.request_records import RequestRecords
 from specrej import contracts as c
 from specrej import wire
 from specrej.v1 import orchestrator_pb2 as pb

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from redis.exceptions import ResponseError
 
 from generator_service.toy import ToyGenerator
-from orchestrator.backends import Target
+from orchestrator.backends.resolving import Target
 from reward_service.toy import ToyReward
 from specrej.contracts import Candidate, Prompt, RewardDescription, Scores, SessionSpec
 from specrej.errors import Unavailable

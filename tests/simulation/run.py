@@ -19,12 +19,16 @@ from typing import Any, cast
 from unittest import mock
 
 from generator_service.toy import ToyGenerator
-from orchestrator.backends import Fleet, FleetGenerator, FleetRewards, PollSettings
+from orchestrator.backends.fleet import Fleet, PollSettings
+from orchestrator.backends.generators import FleetGenerator
+from orchestrator.backends.rewards import FleetRewards
 from orchestrator.cache import Cache, RedisAccess, RedisClient, SharedSingleFlight, tenant_digest
 from orchestrator.cache import redis_client as redis_py
-from orchestrator.edge import Admission, Limits, Orchestrator, service
-from orchestrator.loop import run
-from orchestrator.observe import RequestRecords
+from orchestrator.edge import service
+from orchestrator.edge.admission import Admission, Limits
+from orchestrator.edge.service import Orchestrator
+from orchestrator.loop.run import run
+from orchestrator.observe.request_records import RequestRecords
 from specrej import contracts
 from specrej.contracts import CacheControl, GenerationRequest
 from specrej.security import Share

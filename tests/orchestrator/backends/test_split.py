@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from generator_service.toy import ToyGenerator
 from orchestrator.backends.split import SplitSession, shares_of
-from orchestrator.loop import WithinRounds
+from orchestrator.loop.progress import WithinRounds
 from specrej.contracts import (
     Branching,
     Candidate,
