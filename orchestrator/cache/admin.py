@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 from redis import ConnectionPool, Redis
@@ -50,16 +50,10 @@ _ENTRY = TypeAdapter(CacheEntry)
 Fields = dict[str, str | int | float | bool | None]
 
 
-class AdminError(Exception):
-    """Ends the command; its arguments are one line for stderr, and the exit code."""
-
-
 def main() -> None:
     """Run the command line."""
     try:
         _run(_parser().parse_args())
-    except AdminError as error:
-        _exit(*error.args)
     except AuthenticationError:
         _exit("Redis refuses the credentials: see redis_username and redis_password_file", 1)
     except (OSError, RedisConnectionError, RedisTimeoutError) as error:
@@ -78,10 +72,10 @@ def _run(arguments: argparse.Namespace) -> None:
     except ValidationError as error:
         # Not the values: they may contain a password.
         problems = (f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors())
-        raise AdminError(f"bad setting {'; '.join(problems)}", _BAD_USAGE) from None
+        _exit(f"bad setting {'; '.join(problems)}", _BAD_USAGE)
     access = settings.redis_access
     if not access.url:
-        raise AdminError(f"no Redis: set {ENV_PREFIX}REDIS_URL or --redis-url", _BAD_USAGE)
+        _exit(f"no Redis: set {ENV_PREFIX}REDIS_URL or --redis-url", _BAD_USAGE)
     in_url: Any = parse_url(access.url)  # type: ignore[no-untyped-call]
     options = connection_options(access, in_url, TIMEOUT_S)
     with Redis.from_pool(ConnectionPool(**options)) as redis:
@@ -170,10 +164,10 @@ def _show(store: _Store, arguments: argparse.Namespace) -> None:
     key = _answer_key(arguments.key)
     answer = store.answer(key)
     if answer is None:
-        raise AdminError(f"no such key: {key}", _BAD_USAGE)
+        _exit(f"no such key: {key}", _BAD_USAGE)
     fields, entry = answer
     if entry is None:
-        raise AdminError(f"not an answer of format {FORMAT_VERSION}, with this secret", 1)
+        _exit(f"not an answer of format {FORMAT_VERSION}, with this secret", 1)
     if arguments.json:
         generation = _ENTRY.dump_python(entry, mode="json")["generation"]
         _print_fields({**fields, "generation": generation}, as_json=True)
@@ -202,7 +196,7 @@ def _purge(store: _Store, arguments: argparse.Namespace) -> None:
     purged = sum(int(store.redis.unlink(*batch)) for batch in batches)
     _print_fields({"purged": purged}, as_json=arguments.json)
     if arguments.key is not None and not purged:
-        raise AdminError(f"no such key: {arguments.key}", _BAD_USAGE)
+        _exit(f"no such key: {arguments.key}", _BAD_USAGE)
 
 
 def _user() -> str:
@@ -247,16 +241,16 @@ def _fields(key: str, value: object, left_ms: int, entry: CacheEntry | None) -> 
 
 def _answer_key(key: str) -> str:
     if not key.startswith(f"{PREFIX}:v"):
-        raise AdminError(f"not the key of an answer: {key}", _BAD_USAGE)
+        _exit(f"not the key of an answer: {key}", _BAD_USAGE)
     return key
 
 
 def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        raise AdminError("stdin is not a terminal: confirm with --yes", _BAD_USAGE)
+        _exit("stdin is not a terminal: confirm with --yes", _BAD_USAGE)
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise AdminError("nothing purged", 1)
+        _exit("nothing purged", 1)
 
 
 def _cell(value: object) -> str:
@@ -273,7 +267,8 @@ def _print_fields(fields: Mapping[str, object], *, as_json: bool = False) -> Non
         print(f"{name:<11} {_cell(value)}")
 
 
-def _exit(message: str, code: int) -> None:
+def _exit(message: str, code: int) -> NoReturn:
+    """End the command with one line on stderr."""
     print("specrej cache:", " ".join(message.split()), file=sys.stderr)
     raise SystemExit(code) from None
 
