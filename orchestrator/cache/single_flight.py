@@ -207,7 +207,7 @@ class SharedSingleFlight:
             if lease.answer is not None:
                 return lease.answer
             generation = await run(...)
-            await lease.end(stored=await cache.put(...))
+            await lease.release(handing_over=await cache.put(...))
     """
 
     def __init__(self, cache: Cache, *, lease_s: float = 3.0) -> None:
@@ -240,7 +240,7 @@ class SharedSingleFlight:
             await lease.release(handing_over=False)
             raise
         finally:
-            # Does nothing after `end`. A leader that leaves without it hands over.
+            # Does nothing after another release. A leader that leaves without one hands over.
             await lease.release(handing_over=True)
 
     async def _wait(self, key: str, lease: Lease, flight: Flight[Generation]) -> Generation | None:
@@ -285,10 +285,6 @@ class Lease:
         self._token = f"{end:08x}{secrets.token_hex(_TOKEN_CHARACTERS // 2 - 4)}"
         self._claiming: asyncio.Task[Sequence[Reply | None]] | None = None
 
-    async def end(self, stored: bool) -> None:
-        """End the flight: the answer is made, and was stored for the others or not."""
-        await self.release(handing_over=stored)
-
     def abandon(self) -> None:
         """Leave the lease to expire, without a call to Redis."""
         self.held = False
@@ -332,7 +328,8 @@ class Lease:
             await asyncio.wait([renewing])
 
     async def release(self, *, handing_over: bool) -> None:
-        """Release a held lease: to the next that polls, or so that those that wait run alone.
+        """Release a held lease: to the next that polls, which finds the answer if it was stored, or
+        so that those that wait run alone.
 
         A cancellation is raised after the release: otherwise the others would wait until the lease
         expires, as they do where Redis does not allow scripts.

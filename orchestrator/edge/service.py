@@ -357,7 +357,7 @@ class Orchestrator:
                         stored = plan.fits(generation)
                         stored = stored and await self._cache.put(plan.keys, generation)
                         if lease:
-                            await lease.end(stored)
+                            await lease.release(handing_over=stored)
                 except TimeoutError:
                     if lease:
                         lease.abandon()

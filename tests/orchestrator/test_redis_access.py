@@ -61,7 +61,7 @@ async def use_everything(cache: Cache, *, trim: bool = True) -> None:
             assert lease.answer is None and lease.held
             began = time.monotonic()
             await until(lambda: time.monotonic() - began > 0.4)  # noqa: B023  # a renewal
-            await lease.end(is_stored)
+            await lease.release(handing_over=is_stored)
 
 
 async def test_the_documented_rights_are_just_enough(

@@ -55,7 +55,7 @@ class Process:
             if lease.answer is not None:
                 return lease.answer
             answer = await self._runs.run()
-            await lease.end(await self.cache.put(keys, answer))
+            await lease.release(handing_over=await self.cache.put(keys, answer))
             return answer
 
     async def _counted_read(self, key: str, stored: object) -> Hit | None:
