@@ -213,7 +213,7 @@ class Planner:
         raise_if_any(_check_batches(parts, most, served, path))
         rewards = [part for _, part in parts]
         own = [served[part.name].fingerprint if part.name in served else "" for part in rewards]
-        return rewards, fingerprint_of(rewards, own)
+        return rewards, fingerprint_of(tuple(rewards), tuple(own))
 
     def _check_served(
         self, name: str, requested: str, served: Mapping[str, RewardDescription]

@@ -12,9 +12,8 @@ from decimal import ROUND_HALF_EVEN, Decimal
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The outcome of one round: `ranking` best first, split into `kept` and `rejected` ids."""
+    """The outcome of one round: the ids of all ranked candidates, kept or rejected."""
 
-    ranking: tuple[int, ...]
     kept: frozenset[int]
     rejected: frozenset[int]
 
@@ -77,4 +76,4 @@ def cut(
     live_kept = [candidate for candidate in kept if candidate in live]
     for candidate in live_kept[max(1, min(least, len(live) - 1), len(live) - release) :]:
         kept.remove(candidate)
-    return Cut(tuple(ranking), frozenset(kept), frozenset(ranking) - frozenset(kept))
+    return Cut(frozenset(kept), frozenset(ranking) - frozenset(kept))

@@ -169,13 +169,10 @@ async def checked(session: ScoringSession, candidates: Sequence[Candidate]) -> S
     return scores
 
 
-def fingerprint_of(rewards: Sequence[WeightedReward], fingerprints: Sequence[str]) -> str:
-    """Fingerprint of weighted rewards together, independent of their order."""
-    return _fingerprint_of(tuple(zip(rewards, fingerprints, strict=True)))
-
-
 @lru_cache(maxsize=256)  # most requests name the same rewards
-def _fingerprint_of(pairs: tuple[tuple[WeightedReward, str], ...]) -> str:
+def fingerprint_of(rewards: tuple[WeightedReward, ...], fingerprints: tuple[str, ...]) -> str:
+    """Fingerprint of weighted rewards together, independent of their order."""
+    pairs = zip(rewards, fingerprints, strict=True)
     return fingerprint.of_values(rewards={reward.name: [reward, own] for reward, own in pairs})
 
 

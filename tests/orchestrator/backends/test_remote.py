@@ -101,7 +101,7 @@ async def test_remote_backends_give_the_same_events_as_local_ones(
     with_fingerprints = replace(
         local[-1].generation,
         generator_fingerprint=f"toy-{end_every}",
-        reward_fingerprint=fingerprint_of([WeightedReward("")], [ToyReward().fingerprint]),
+        reward_fingerprint=fingerprint_of((WeightedReward(""),), (ToyReward().fingerprint,)),
     )
     local[-1] = Finished(with_fingerprints)
     assert [timeless(event) for event in remote] == [timeless(event) for event in local]
