@@ -56,10 +56,10 @@ async def _serve(settings: OrchestratorSettings) -> None:
     redis = RedisClient(settings.redis_access, timeout_s=settings.cache_timeout_s)
     if settings.exposes_cache:
         log.warning("clients of Redis can forge answers: set cache_secret_file")
-    addresses = settings.generator_addresses, settings.reward_addresses
+    at_generators, at_rewards = settings.generator_address, settings.reward_address
     async with (
-        _fleet(settings, "generator", addresses[0], RemoteGenerator, _version_of) as generators,
-        _fleet(settings, "reward service", addresses[1], RemoteRewards, _versions_of) as rewards,
+        _fleet(settings, "generator", at_generators, RemoteGenerator, _version_of) as generators,
+        _fleet(settings, "reward service", at_rewards, RemoteRewards, _versions_of) as rewards,
     ):
         orchestrator = _orchestrator(settings, redis, generators, rewards)
         instruments.observe_backends({"generator": generators.counts, "reward": rewards.counts})
@@ -124,7 +124,7 @@ def _orchestrator(
 def _fleet(
     settings: OrchestratorSettings,
     kind: str,
-    addresses: Sequence[str],
+    addresses: str,
     peer: Callable[[grpc.aio.Channel], P],
     version: Callable[[Any], Hashable],
 ) -> Fleet[P]:
@@ -138,7 +138,7 @@ def _fleet(
         )
         return channel, peer(channel)
 
-    return Fleet(kind, Resolver(addresses), connect, version, settings.poll_settings)
+    return Fleet(kind, Resolver(addresses.split(",")), connect, version, settings.poll_settings)
 
 
 def _version_of(generator: GeneratorDescription) -> Hashable:

@@ -244,16 +244,6 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
     )
 
     @property
-    def generator_addresses(self) -> tuple[str, ...]:
-        """Each "host:port"."""
-        return tuple(self.generator_address.split(","))
-
-    @property
-    def reward_addresses(self) -> tuple[str, ...]:
-        """Each "host:port"."""
-        return tuple(self.reward_address.split(","))
-
-    @property
     def poll_settings(self) -> PollSettings:
         """Intervals of the backends' polls."""
         return PollSettings(self.backend_poll_s, self.backend_resolve_s, self.backend_lost_s)
@@ -277,7 +267,7 @@ class OrchestratorSettings(RedisSettings, ServiceSettings):
 
     @model_validator(mode="after")
     def _backends_can_be_called(self) -> Self:
-        for address in (*self.generator_addresses, *self.reward_addresses):
+        for address in f"{self.generator_address},{self.reward_address}".split(","):
             try:
                 check_credentials(address, self.backend_credentials)
             except (OSError, ValueError) as error:
