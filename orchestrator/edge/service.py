@@ -165,14 +165,13 @@ class Orchestrator:
         """The record of one of the tenant's latest requests.
 
         Raises:
-            NotFound: there is none.
+            NotFound: there is none, or it is another tenant's; the error does not differ.
         """
-        try:
-            return self._records.find(request_id, tenant)
-        except NotFound:
-            if shared := await self._shared_records.find(request_id, tenant):
-                return shared
-            raise
+        own = self._records.find(request_id, tenant)
+        record = own or await self._shared_records.find(request_id, tenant)
+        if record is None:
+            raise NotFound("no record of such a request of this tenant")
+        return record
 
     async def records(self, *, tenant: str) -> list[RequestRecord]:
         """The tenant's latest requests, those of other orchestrators included, without rounds."""

@@ -27,7 +27,6 @@ from specrej.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
-    NotFound,
     SpecrejError,
     is_late,
 )
@@ -133,13 +132,11 @@ class RequestRecords:
         self._ended: dict[tuple[str, str], OpenRecord] = {}
         self._ended_size = 0
 
-    def find(self, request_id: str, tenant: str) -> RequestRecord:
-        """Raises NotFound: no record, or another tenant's; the error does not differ."""
+    def find(self, request_id: str, tenant: str) -> RequestRecord | None:
+        """The record of one of the tenant's requests."""
         key = tenant, request_id
         record = self._running.get(key) or self._ended.get(key)
-        if record is None:
-            raise NotFound("no record of such a request of this tenant")
-        return record.read()
+        return record.read() if record else None
 
     def latest(self, tenant: str, num_records: int) -> list[RequestRecord]:
         """The tenant's latest records, without their rounds: running ones, then ended ones."""

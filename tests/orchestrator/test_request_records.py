@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -42,15 +42,13 @@ class Records(RequestRecords):
                 record.add(event)
 
     def read(self, request_id: str = "r") -> c.RequestRecord:
-        return self.find(request_id, "t")
+        record = self.find(request_id, "t")
+        assert record
+        return record
 
     def ids(self) -> list[str]:
         """The ids "0" to "9" and "r" that have a record."""
-        ids = []
-        for request_id in (*"0123456789", "r"):
-            with suppress(errors.NotFound):
-                ids.append(self.read(request_id).request_id)
-        return ids
+        return [known for known in (*"0123456789", "r") if self.find(known, "t")]
 
 
 @pytest.fixture
