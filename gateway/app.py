@@ -83,14 +83,12 @@ class Gateway:
         if self._settings.serves_metrics:
             handlers["GET /metrics"] = self.metrics
         self._handlers = handlers
-        routes = [
-            Route(path, Endpoint(handler, path), methods=[method])
-            for (method, path), handler in ((key.split(), handlers[key]) for key in handlers)
-        ]
-        others = [
-            Route(path, Endpoint(partial(_wrong_method, method), path))
-            for method, path in map(str.split, handlers)
-        ]
+        routes: list[Route] = []
+        others: list[Route] = []
+        for key, handler in handlers.items():
+            method, path = key.split()
+            routes.append(Route(path, Endpoint(handler, path), methods=[method]))
+            others.append(Route(path, Endpoint(partial(_wrong_method, method), path)))
         unknown = Route("/{path:path}", Endpoint(self.nowhere, "unknown"))
         origins = [origin.strip() for origin in self._settings.cors_origins.split(",")]
         cors = Middleware(
@@ -131,17 +129,14 @@ class Gateway:
             logprobs=call.wants_logprobs,
         )
         try:
-            if is_raw:
-                events = await self._events(
-                    http, call, token, shows_all=shows_all, shows_deltas=True
-                )
-                return raw_stream(events, call)
-            if request.stream:
+            if is_raw or request.stream:
                 # Other answers are sent whole at the end, so text deltas are not requested.
-                shows_deltas = call.num_choices == 1 and not call.wants_logprobs
+                shows_deltas = is_raw or (call.num_choices == 1 and not call.wants_logprobs)
                 events = await self._events(
-                    http, call, token, shows_all=False, shows_deltas=shows_deltas
+                    http, call, token, shows_all=shows_all, shows_deltas=shows_deltas
                 )
+                if is_raw:
+                    return raw_stream(events, call)
                 return openai_stream(events, answer, request, call)
             generating = self._client.generate(
                 call.prompt, timeout_s=call.timeout_s, token=token, **call.options
