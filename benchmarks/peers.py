@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.harness import (
     MODEL,
@@ -27,7 +27,7 @@ from benchmarks.harness import (
     rounded,
 )
 from benchmarks.workers.engines import EngineSpec, all_engines
-from benchmarks.workers.process import WorkerError
+from benchmarks.workers.process import WorkerError, WorkerProcess
 
 CASE_VALUES = {"n": (1, 16, 64, 128, 256), "prompt": (40, 512), "new": (64, 256)}
 ENGINES = ["specrej", "transformers", "vllm", "llamacpp"]
@@ -47,23 +47,6 @@ class Case:
         return f"n={self.n} prompt={self.prompt_tokens} new={self.new_tokens}"
 
 
-class Worker(Protocol):
-    """The part of `WorkerProcess` that is used here."""
-
-    def ready(self) -> dict[str, str]: ...
-    def measure(self, request: dict[str, Any]) -> float: ...
-    def has_ended(self) -> bool: ...
-    def stop(self) -> None: ...
-
-
-class Spec(Protocol):
-    """The part of `EngineSpec` that is used here."""
-
-    @property
-    def name(self) -> str: ...
-    def start(self, threads: int) -> Worker: ...
-
-
 @dataclass(slots=True)
 class Measurements:
     """Tokens per second by engine and case, in every round; and what could not be measured."""
@@ -79,14 +62,14 @@ class Bench:
     """Starts each engine's process before its first request, and measures."""
 
     def __init__(
-        self, specs: Sequence[Spec], threads: int, num_rounds: int, settle_s: float = SETTLE_S
+        self, specs: Sequence[EngineSpec], threads: int, num_rounds: int, settle_s: float = SETTLE_S
     ) -> None:
         self.measurements = Measurements()
         self._settle_s = settle_s
         self._specs = specs
         self._threads = threads
         self._num_rounds = num_rounds
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, WorkerProcess] = {}
         self._num_prompts = itertools.count()
 
     def measure(self, case: Case) -> None:
@@ -108,14 +91,14 @@ class Bench:
             worker.stop()
         self._workers.clear()
 
-    def _specs_left(self, case: Case) -> Iterator[Spec]:
+    def _specs_left(self, case: Case) -> Iterator[EngineSpec]:
         """Engines that are not missing and have not failed in this case."""
         for spec in self._specs:
             failed = (spec.name, case) in self.measurements.failed
             if not failed and spec.name not in self.measurements.missing:
                 yield spec
 
-    def _round(self, case: Case, specs: Iterable[Spec], new_tokens: int) -> dict[str, float]:
+    def _round(self, case: Case, specs: Iterable[EngineSpec], new_tokens: int) -> dict[str, float]:
         """Tokens per second of each engine that answered; all get the same new prompt."""
         request = {
             "n": case.n,
@@ -144,7 +127,7 @@ class Bench:
                     bounds = self.measurements.bounds
                     bounds[n] = max(bound, bounds.get(n, 0.0))
 
-    def _seconds(self, spec: Spec, request: dict[str, Any]) -> float:
+    def _seconds(self, spec: EngineSpec, request: dict[str, Any]) -> float:
         """The seconds of one request. A worker that ended is started again by the next request."""
         worker = self._workers.get(spec.name) or self._start(spec)
         time.sleep(self._settle_s)
@@ -155,7 +138,7 @@ class Bench:
                 self._workers.pop(spec.name).stop()
             raise
 
-    def _start(self, spec: Spec) -> Worker:
+    def _start(self, spec: EngineSpec) -> WorkerProcess:
         """Raises WorkerError if the engine cannot be started; from then on it is missing."""
         log(f"starting {spec.name}")
         try:
@@ -264,7 +247,9 @@ def as_json(measurements: Measurements, specs: Iterable[EngineSpec]) -> dict[str
     }
 
 
-def table_rows(measurements: Measurements, specs: Sequence[Spec]) -> Iterator[Sequence[object]]:
+def table_rows(
+    measurements: Measurements, specs: Sequence[EngineSpec]
+) -> Iterator[Sequence[object]]:
     """One row per case; after a peer's figure comes ours as a multiple of it."""
     speeds = {key: statistics.median(values) for key, values in measurements.speeds.items()}
     for case in dict.fromkeys(case for _, case in speeds):
