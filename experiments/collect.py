@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 import numpy as np
@@ -108,7 +108,7 @@ async def collect_prompt(
     item: Item, settings: Settings, models: Models, advance: Advance, chunk: int = DEFAULT_CHUNK
 ) -> Trajectories:
     """All candidates of one prompt. A chunk is repeated a few times after a RetryableError."""
-    draft = _Draft.empty(settings)
+    draft = _Draft(settings)
     first, attempts = 0, Attempts(_RETRIES, math.inf)
     while first < settings.n:
         size = min(chunk, settings.n - first)
@@ -174,32 +174,22 @@ def _head(settings: Settings, models: Models) -> Line:
     }
 
 
-@dataclass(slots=True)
 class _Draft:
     """One prompt's arrays while they fill; shapes as in `Trajectories`."""
 
-    positions: IntArray
-    num_tokens: IntArray
-    finished: BoolArray
-    logprobs: FloatArray
-    rewards: dict[str, PrefixScores]
-    texts: dict[int, str] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    settled: int = 0  # candidate-tokens that were reported as progress
-
-    @classmethod
-    def empty(cls, settings: Settings) -> _Draft:
+    def __init__(self, settings: Settings) -> None:
         n, columns = settings.n, len(settings.grid)
-        return cls(
-            np.array(settings.grid, dtype=np.int64),
-            np.zeros(n, np.int64),
-            np.zeros(n, np.bool_),
-            np.full((n, settings.max_tokens), np.nan),
-            {
-                name: PrefixScores(np.full((n, columns), np.nan), np.full(n, np.nan))
-                for name in settings.rewards
-            },
-        )
+        self.positions: IntArray = np.array(settings.grid, dtype=np.int64)
+        self.num_tokens: IntArray = np.zeros(n, np.int64)
+        self.finished: BoolArray = np.zeros(n, np.bool_)
+        self.logprobs: FloatArray = np.full((n, settings.max_tokens), np.nan)
+        self.rewards = {
+            name: PrefixScores(np.full((n, columns), np.nan), np.full(n, np.nan))
+            for name in settings.rewards
+        }
+        self.texts: dict[int, str] = {}
+        self.prompt_tokens = 0
+        self.settled = 0  # candidate-tokens that were reported as progress
 
     def clear(self, first: int, size: int) -> None:
         """Discard what an earlier attempt has left of these candidates."""
