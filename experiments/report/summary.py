@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 from experiments.studies.analysis import Analysis
-from experiments.studies.frontier import ObjectiveFrontier
 from experiments.studies.matched import BOUND, EXPECTED
 from experiments.studies.tables import Table, to_markdown
 
@@ -44,7 +44,7 @@ def summary(analyses: Sequence[Analysis]) -> tuple[Table, Table]:
         "rejection pays from token": lambda row: str(row.pays_from or "none"),
     }
     rows = [
-        _Recommended(analysis, side, pays_from)
+        SimpleNamespace(analysis=analysis, side=side, pays_from=pays_from)
         for analysis in analyses
         for side, pays_from in zip(
             analysis.frontier.sides, analysis.frontier.pays_from, strict=True
@@ -55,13 +55,6 @@ def summary(analyses: Sequence[Analysis]) -> tuple[Table, Table]:
         Table.of("summary", caption, analyses, default),
         Table.of("recommended", "Recommended settings, by objective", rows, recommended),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Recommended:
-    analysis: Analysis
-    side: ObjectiveFrontier
-    pays_from: int | None
 
 
 def measured_by(notes: Mapping[str, str], analyses: Sequence[Analysis]) -> str:
