@@ -50,18 +50,13 @@ def settings_of(
     """
     if not slots and any(schedule.kind == "memory" for schedule in schedules):
         raise ValueError("the memory schedule needs --kv-slots: full slots end its rounds")
+    variants = [Setting(alpha=0.0, algorithm=Algorithm.BEST_OF_N)]
+    variants += [Setting(alpha=alpha, schedule=each) for each in schedules for alpha in alphas]
     return tuple(
-        replace(setting, prefer_complete=prefer_complete)
+        replace(variant, n=n, reward=reward, slots=slots, prefer_complete=prefer_complete)
         for reward in rewards
         for n in ns
-        for setting in (
-            Setting(n, 0.0, reward=reward, slots=slots, algorithm=Algorithm.BEST_OF_N),
-            *(
-                Setting(n, alpha, schedule, reward, slots)
-                for schedule in schedules
-                for alpha in alphas
-            ),
-        )
+        for variant in variants
     )
 
 
