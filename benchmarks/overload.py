@@ -22,14 +22,13 @@ from typing import Any
 
 import grpc.aio
 from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from benchmarks.harness import TOYS, parse_arguments, report
 from deploy.local.stack import Stack
 from loadtest.arrivals import LATE_S, poisson, send_open_loop
 from loadtest.thresholds import percentile
-from specrej import Client, TokensSchedule
+from specrej import Client, Retries, TokensSchedule
 from specrej.channel import open_channel
 from specrej.client import build_request
 from specrej.contracts import CacheControl
@@ -105,23 +104,24 @@ async def _measure(
     async with (
         Stack(environment=environment) as stack,
         open_channel(stack.orchestrator_address, retries=False) as channel,
+        Client(stack.orchestrator_address, retries=Retries(attempts=1)) as client,
     ):
         await _closed_loop(channel, 2.0)  # warms up
         capacity = await _closed_loop(channel, arguments.seconds / 2)
         points = []
         for seed, load in enumerate(arguments.loads):
             times_s = [*_times_s(load * capacity, seed, arguments.seconds)]
-            probes = asyncio.create_task(_probe_health(channel, arguments.seconds))
+            probes = asyncio.create_task(_probe_health(client, arguments.seconds))
             arrivals = await send_open_loop(
                 lambda _, due: _send(channel, due, arguments.deadline), times_s
             )
             summary = _summary(arrivals, times_s, await probes, arguments.seconds)
             points.append({"load": load, **summary})
-            await _wait_until_idle(stack)
+            await _wait_until_idle(client)
         mixes = []
         for loads in (_LIGHT, _LIGHT | _HEAVY):
             mixes.append(await _mixed(channel, capacity, loads, arguments))
-            await _wait_until_idle(stack)
+            await _wait_until_idle(client)
     return capacity, points, mixes
 
 
@@ -208,24 +208,19 @@ async def _send(
     return Arrival(code, time.perf_counter() - due, late_s, has_retry_info)
 
 
-async def _probe_health(channel: grpc.aio.Channel, seconds: float) -> list[float]:
+async def _probe_health(client: Client, seconds: float) -> list[float]:
     """Seconds of each health check; infinite for one that failed or did not reply SERVING."""
-    stub: Any = health_pb2_grpc.HealthStub(channel)
     ends = time.perf_counter() + seconds
     took_s = []
     while (started := time.perf_counter()) < ends:
-        try:
-            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
-            is_serving = reply.status == health_pb2.HealthCheckResponse.SERVING
-        except grpc.aio.AioRpcError:
-            is_serving = False
+        is_serving = await client.is_serving(timeout_s=_PROBE_TIMEOUT_S)
         took_s.append(time.perf_counter() - started if is_serving else math.inf)
         await asyncio.sleep(_PROBE_EVERY_S)
     return took_s
 
 
-async def _wait_until_idle(stack: Stack) -> None:
-    async with Client(stack.orchestrator_address) as client, asyncio.timeout(30):
+async def _wait_until_idle(client: Client) -> None:
+    async with asyncio.timeout(30):
         # Another process's state has no event.
         while (service := await client.describe()).running or service.queued:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

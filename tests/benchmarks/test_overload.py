@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from benchmarks import overload
+from specrej import Client
 
 _STATUS = health_pb2.HealthCheckResponse
 
@@ -30,10 +31,10 @@ async def test_a_failed_health_check_is_an_infinite_one(monkeypatch: pytest.Monk
         return _STATUS(status=outcome)
 
     stub = SimpleNamespace(HealthStub=lambda _: SimpleNamespace(Check=check))
-    monkeypatch.setattr(overload, "health_pb2_grpc", stub)
+    monkeypatch.setattr("specrej.client.health_pb2_grpc", stub)
     monkeypatch.setattr(overload, "_PROBE_EVERY_S", 0.001)
-    channel: Any = None
-    took_s = await overload._probe_health(channel, seconds=0.1)
+    async with Client("127.0.0.1:1") as client:
+        took_s = await overload._probe_health(client, seconds=0.1)
     assert [math.isinf(seconds) for seconds in took_s[:4]] == [False, True, True, False]
     summary = overload._summary([], [], [0.001, *took_s[1:3]], seconds=1.0)
     assert summary["health_failed"] == 2
