@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import answer
-from benchmarks.answer_points import Answer
 from benchmarks.answer_record import Record
 from benchmarks.workers.engines import EngineSpec, answering_engines
 from benchmarks.workers.process import WorkerError, WorkerProcess
@@ -23,7 +22,6 @@ from specrej import Prompt, Unavailable
 from specrej.contracts import Scores
 
 ITEM = Item("one", 0, Prompt.from_user("One?"))
-ANSWER = Answer("vllm", 4, "one", 2.0, 100, 0.5, -1.0, "three short words")
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "4,,8", "1e9", "99999"])
@@ -79,12 +77,9 @@ async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
             raise WorkerError("no answer within 1 s")
         return "text", 1
 
-    async def judge(prompt: Prompt, text: str) -> tuple[float, float]:
-        return 0.5, 0.1
-
     systems: dict[str, answer.System] = {"fails": fails, "works": works, "slow": works}
     ns = {"fails": [2, 4], "works": [2, 4, 8], "slow": [2, 4]}
-    bench = answer.Bench(systems, ns, judge, {"slow": 2}, settle_s=0.0)
+    bench = answer.Bench(systems, ns, judge_of(Rewards()), {"slow": 2}, settle_s=0.0)
     for number, name in enumerate(("first", "second")):
         await bench.answer(replace(ITEM, id=name, number=number), max_tokens=8)
     assert bench.unavailable == {("fails", 4): "no answer within 1 s"}
@@ -94,23 +89,6 @@ async def test_systems_take_turns_and_a_failure_ends_one_case_only() -> None:
     # The second prompt: without the failed case, and without the system that answers one in two.
     assert calls[7:] == [(*case, "second") for case in (("fails", 2), *works_at)]
     assert [a.tokens for a in bench.answers if (a.system, a.n) == ("works", 4)] == [32, 32]
-
-
-async def test_stored_answers_are_not_requested_again() -> None:
-    calls: list[tuple[str, int]] = []
-
-    async def works(item: Item, n: int, max_tokens: int) -> tuple[str, int]:
-        calls.append((item.id, n))
-        return "text", n
-
-    stored = [replace(ANSWER, system="works", n=n, prompt_id=ITEM.id) for n in (2, 8)]
-    ns = {"works": [2, 4, 8]}
-    judge = judge_of(Rewards())
-    bench = answer.Bench({"works": works}, ns, judge, settle_s=0.0, answers=stored)
-    for name in (ITEM.id, "another"):
-        await bench.answer(replace(ITEM, id=name), max_tokens=8)
-    assert calls == [(ITEM.id, 4), *(("another", n) for n in ns["works"])]
-    assert len(bench.answers) == 6
 
 
 def test_settings_are_what_changes_answers(monkeypatch: pytest.MonkeyPatch) -> None:
