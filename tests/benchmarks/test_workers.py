@@ -26,6 +26,7 @@ class Worker:
             raise OSError("no weights")
         if mode == "exits":
             sys.exit("killed\\n")
+        self.mode = mode
         self.versions = {"toy": "1.0"}
 
     def measure(self, n):
@@ -36,6 +37,12 @@ class Worker:
             print("last line", file=sys.stderr, flush=True)
             os._exit(3)
         return float(n)
+
+    def answer(self, score, turns, n):
+        if self.mode == "slow answer":
+            time.sleep(600)
+        texts = ["a" * (number + 1) for number in range(n)]
+        return max(zip(score(texts), texts))[1], n
 """
 
 Start = Callable[..., WorkerProcess]
@@ -93,37 +100,12 @@ def test_busy_worker_is_stopped(start: Start) -> None:
         os.kill(process.pid, 0)
 
 
-ANSWERING = """
-class Worker:
-    versions = {}
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def answer(self, score, turns, n):
-        import time
-        time.sleep(self.seconds)
-        texts = ["a" * (number + 1) for number in range(n)]
-        return max(zip(score(texts), texts))[1], n
-"""
-
-
-@pytest.mark.parametrize("seconds", [0, 600])
-def test_worker_requests_scores_before_it_answers(seconds: int, tmp_path: Path) -> None:
-    worker = tmp_path / "answering_worker.py"
-    worker.write_text(ANSWERING)
-    process = WorkerProcess(
-        Path(sys.executable), worker, {"seconds": seconds}, {}, tmp_path / "log"
-    )
-    try:
-        process.ready()
-        if seconds:
-            with pytest.raises(WorkerError, match=r"^no answer in time$"):
-                process.exchange({"turns": [], "n": 2}, time.monotonic() + 0.1)
-            return
-        assert process.exchange({"turns": [], "n": 2}, time.monotonic() + 60) == {
-            "score": ["a", "aa"]
-        }
-        assert process.exchange({"scores": [2.0, 1.0]}) == {"text": "a", "tokens": 2}
-    finally:
-        process.stop()
+def test_worker_requests_scores_before_it_answers(start: Start) -> None:
+    process, request = start(), {"turns": [], "n": 2}
+    process.ready()
+    assert process.exchange(request, time.monotonic() + 60) == {"score": ["a", "aa"]}
+    assert process.exchange({"scores": [2.0, 1.0]}) == {"text": "a", "tokens": 2}
+    late = start("slow answer")
+    late.ready()
+    with pytest.raises(WorkerError, match=r"^no answer in time$"):
+        late.exchange(request, time.monotonic() + 0.1)
