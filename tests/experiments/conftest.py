@@ -1,12 +1,52 @@
-"""Reports without charts, for tests of their text."""
+"""The command on toys, and reports without charts, for tests of their text."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from experiments.__main__ import main
 from experiments.figures import plotting
+
+TOYS = {
+    "SPECREJ_GENERATOR_MODEL": "toy",
+    "SPECREJ_REWARD_REWARDS": '[{"name": "vowels", "kind": "toy"}]',
+}
+# Runs a command on toys; returns the JSON object in the last line of its output, {} without one.
+Run = Callable[..., dict[str, Any]]
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    for name, value in TOYS.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*arguments: object) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["experiments", *map(str, arguments)])
+        main()
+        last: dict[str, Any] = json.loads((capsys.readouterr().out.splitlines() or ["{}"])[-1])
+        return last
+
+    return run
+
+
+@pytest.fixture
+def refusal(run: Run, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Runs a command that fails with exit code 1; returns its output on stderr."""
+
+    def refusal(*arguments: object) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run(*arguments)
+        assert ended.value.code == 1
+        return capsys.readouterr().err.strip()
+
+    return refusal
 
 
 @pytest.fixture

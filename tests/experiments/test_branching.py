@@ -19,8 +19,8 @@ from experiments.settings import Settings
 from experiments.studies.statistics import Estimate
 from generator_service.toy import ToyGenerator
 from specrej.contracts import Branching, Prompt, RewardDescription
+from tests.experiments.conftest import Refusal, Run
 from tests.experiments.doubles import models
-from tests.experiments.test_cli import Refusal, Run, refusal, run  # noqa: F401
 from tests.orchestrator.runs import LetterScorer
 
 FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels", "--n", "8,16,32")
@@ -31,7 +31,7 @@ ITEMS = tuple(
 FEW, MANY, FORKS = System(2), System(4), System(4, Branching(4, 2))
 
 
-def test_missing_runs_are_added(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_missing_runs_are_added(run: Run, tmp_path: Path) -> None:
     """Guards against runs that are measured twice, and without machine or run id."""
     out = tmp_path / "branching.jsonl"
     run("branching", *FLAGS[:1], "2", *FLAGS[2:], "--branching", "8,2", "--out", out)
@@ -54,11 +54,7 @@ def test_missing_runs_are_added(run: Run, tmp_path: Path) -> None:  # noqa: F811
     assert all(0 <= row[beyond] <= 1 for row in result["rows"][3:])
 
 
-def test_runs_of_other_seeds_are_not_taken(
-    refusal: Refusal,  # noqa: F811
-    run: Run,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_runs_of_other_seeds_are_not_taken(refusal: Refusal, run: Run, tmp_path: Path) -> None:
     """Guards against an old table under a new seed."""
     few = ("branching", "--limit", "1", *FLAGS[2:], "--out", tmp_path / "branching.jsonl")
     run(*few)

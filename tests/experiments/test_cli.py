@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +17,9 @@ from experiments.json_lines import read_lines
 from experiments.trajectories import Trajectories, load
 from specrej import cli
 from specrej.contracts import Generation
+from tests.experiments.conftest import Refusal, Run
 
-TOYS = {
-    "SPECREJ_GENERATOR_MODEL": "toy",
-    "SPECREJ_REWARD_REWARDS": '[{"name": "vowels", "kind": "toy"}]',
-}
 SMALL = ("--limit", "4", "--n", "32", "--max-tokens", "64", "--rewards", "vowels")
-
-
-# Runs a command on toys; returns the JSON object in the last line of its output, {} without one.
-Run = Callable[..., dict[str, Any]]
-Refusal = Callable[..., str]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    for name, value in TOYS.items():
-        monkeypatch.setenv(name, value)
-
-    def run(*arguments: object) -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", ["experiments", *map(str, arguments)])
-        main()
-        last: dict[str, Any] = json.loads((capsys.readouterr().out.splitlines() or ["{}"])[-1])
-        return last
-
-    return run
-
-
-@pytest.fixture
-def refusal(run: Run, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Runs a command that fails with exit code 1; returns its output on stderr."""
-
-    def refusal(*arguments: object) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run(*arguments)
-        assert ended.value.code == 1
-        return capsys.readouterr().err.strip()
-
-    return refusal
 
 
 @pytest.fixture
@@ -97,7 +59,7 @@ def test_shorter_limits_come_first(collected: Path) -> None:
 
 
 def test_collect_adds_missing_prompts_to_equal_settings(
-    collected: Path, run: Run, refusal: Callable[..., str]
+    collected: Path, run: Run, refusal: Refusal
 ) -> None:
     before = (collected / "trajectories.jsonl").read_bytes()
     run("collect", "--out", collected, *SMALL, "--limit", 5)
@@ -154,7 +116,7 @@ def test_live_requests_equal_their_replays(run: Run, collected: Path) -> None:
 
 
 def test_live_resumes_with_missing_runs(
-    run: Run, refusal: Callable[..., str], collected: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, refusal: Refusal, collected: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against an interruption that loses the runs timed before."""
     path = collected.parent / "live.jsonl"
@@ -185,9 +147,7 @@ def test_live_resumes_with_missing_runs(
     assert "not those of the collection" in refusal("live", *other)
 
 
-def test_live_memory_schedule_needs_slots(
-    run: Run, refusal: Callable[..., str], collected: Path
-) -> None:
+def test_live_memory_schedule_needs_slots(run: Run, refusal: Refusal, collected: Path) -> None:
     """The slots are too few for Best-of-N, which is left out."""
     path = collected.parent / "live.jsonl"
     command = (
@@ -214,7 +174,7 @@ def test_live_memory_schedule_needs_slots(
     ],
 )
 def test_error_is_one_line(
-    refusal: Callable[..., str],
+    refusal: Refusal,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: list[str],
