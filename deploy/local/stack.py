@@ -211,8 +211,10 @@ class Stack:
             tls = _tls_context(credentials) if secured else None
             is_ready = partial(_is_ready, replica.port, tls)
             return Program(replica.name, arguments, is_ready, environment)
-        is_serving = partial(_is_serving, replica.address, credentials)
-        is_stuck = partial(_is_stuck, replica.address, credentials)
+        states = health_pb2.HealthCheckResponse
+        is_serving = partial(_has_state, states.SERVING, "", replica.address, credentials)
+        # A process that does not answer may be busy.
+        is_stuck = partial(_has_state, states.NOT_SERVING, LIVENESS, replica.address, credentials)
         return Program(replica.name, arguments, is_serving, environment, is_stuck)
 
     def _valkey(self, data_dir: Path) -> Program:
@@ -261,40 +263,29 @@ def _tls_context(credentials: Credentials) -> ssl.SSLContext:
     return context
 
 
-async def _is_serving(address: str, credentials: Credentials) -> bool:
-    states = health_pb2.HealthCheckResponse
-    return await _health(address, credentials) == states.SERVING
-
-
-async def _is_stuck(address: str, credentials: Credentials) -> bool:
-    """Whether liveness is NOT_SERVING; a process that does not answer may be busy."""
-    states = health_pb2.HealthCheckResponse
-    return await _health(address, credentials, LIVENESS) == states.NOT_SERVING
-
-
-async def _health(address: str, credentials: Credentials, service: str = "") -> int | None:
-    """None: no answer, or the credentials' files are being replaced."""
+async def _has_state(state: int, service: str, address: str, credentials: Credentials) -> bool:
+    """Whether a health check returns `state`; not without an answer, or while the credentials'
+    files are being replaced."""
     request = health_pb2.HealthCheckRequest(service=service)
     try:
         async with open_channel(address, retries=False, **credentials) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(request, timeout=1)
     except (grpc.aio.AioRpcError, OSError, ValueError):
-        return None
-    status: int = answer.status
-    return status
+        return False
+    return bool(answer.status == state)
 
 
 async def _answers_ping(port: int) -> bool:
-    return (await _first_line(port, b"PING\r\n")).startswith(b"+PONG")
+    return (await first_line(port, b"PING\r\n")).startswith(b"+PONG")
 
 
 async def _is_ready(port: int, tls: ssl.SSLContext | None) -> bool:
     request = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    return b" 200 " in await _first_line(port, request, tls)
+    return b" 200 " in await first_line(port, request, tls)
 
 
-async def _first_line(port: int, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:
+async def first_line(port: int, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:
     """The first line of the reply; empty: there is none."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port, ssl=tls)

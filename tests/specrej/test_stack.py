@@ -11,7 +11,7 @@ import pytest
 
 from deploy.local.__main__ import main
 from deploy.local.processes import ProcessError, Processes
-from deploy.local.stack import Ports, Stack, _health, _is_ready
+from deploy.local.stack import Ports, Stack, _is_ready
 from tests.faults.proxy import reset
 
 
@@ -103,7 +103,13 @@ def test_the_gateway_calls_the_orchestrator() -> None:
 
 async def test_credentials_that_are_being_replaced_are_no_answer(tmp_path: Path) -> None:
     """Guards all services: the check of one would end the supervision of all."""
-    assert await _health("127.0.0.1:1", {"tls_ca": tmp_path / "absent.pem"}) is None
+    stack = Stack(
+        environment={"SPECREJ_REWARD_TLS_CERT": "x.pem"},
+        credentials={"tls_ca": tmp_path / "absent.pem"},
+    )
+    reward = stack._replica(stack._rewards[0])
+    assert reward.is_stuck
+    assert not await reward.is_ready() and not await reward.is_stuck()
 
 
 def test_the_page_of_a_gateway_with_tls_is_https() -> None:
