@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from deploy.local.processes import Processes, Program
-from deploy.local.stack import HOST, Ports, Stack
+from deploy.local.stack import HOST, Ports, Stack, first_line
 from specrej.backend.v1 import generator_pb2, generator_pb2_grpc, reward_pb2, reward_pb2_grpc
 from specrej.channel import open_channel
 from specrej.client import Client, Options
@@ -92,7 +92,7 @@ async def busy_scrape(directory: Path) -> tuple[Scrape, Collector]:
             Client(stack.orchestrator_address, timeout_s=20, **credentials) as client,
         ):
             urls = stack.metrics_urls
-            await _no_http(ports.gateway)
+            assert b" 400 " in await first_line(ports.gateway, b"what?\r\n\r\n")
             # These wait for bounds of the services, beside all others.
             waiting = asyncio.gather(
                 _without_a_message(stack.reward_address), _silent(stack.generator_address)
@@ -114,11 +114,7 @@ async def _not_ready(stack: Stack, port: int) -> None:
     request = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
     async def is_refused() -> bool:
-        reader, writer = await asyncio.open_connection(HOST, port)
-        writer.write(request)
-        line = await reader.readline()
-        writer.close()
-        return b" 503 " in line
+        return b" 503 " in await first_line(port, request)
 
     os.kill(stack.processes["orchestrator"], signal.SIGSTOP)
     try:
@@ -150,13 +146,6 @@ async def _under_way(client: Client, urls: Sequence[str], collector: Collector) 
     assert name in busy.values
     under_way.cancel()
     return busy
-
-
-async def _no_http(port: int) -> None:
-    reader, writer = await asyncio.open_connection(HOST, port)
-    writer.write(b"what?\r\n\r\n")
-    assert b" 400 " in await reader.readline()
-    writer.close()
 
 
 async def _is_shown(urls: Sequence[str], name: str) -> bool:
