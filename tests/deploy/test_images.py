@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 
 from deploy.images import build, install, sizes
 from tests.deploy.manifests import DEPLOY, MARGIN_S, ROOT, SERVICES, accepted
+from tests.release.environments import closure
 
 DOCKERFILE = DEPLOY / "images" / "Dockerfile"
 TEXT = DOCKERFILE.read_text()
@@ -92,25 +93,16 @@ def test_copied_files_are_not_ignored() -> None:
     [["orchestrator", "gateway"], ["models"], ["models", "embedded"], ["loadtest", "experiments"]],
 )
 def test_packages_are_pinned(extras: list[str]) -> None:
-    """Guards against a transitive dependency without a pin."""
-    pinned = _pins(ROOT / "requirements.lock").keys() | {"torch"}
-    assert _closure(install.requirements(ROOT, extras)) <= pinned
+    """Guards against a transitive dependency without a pin, as far as it is installed here."""
 
+    def required(name: str) -> list[Requirement]:
+        with suppress(PackageNotFoundError):
+            needed = requires(name) if name else install.requirements(ROOT, extras)
+            return [Requirement(text) for text in needed or ()]
+        return []
 
-def _closure(requirements: list[str]) -> set[str]:
-    """Return these packages and their dependencies, as far as they are installed here."""
-    names: set[str] = set()
-    pending = [(Requirement(text), {""}) for text in requirements]
-    while pending:
-        requirement, extras = pending.pop()
-        marker, name = requirement.marker, canonicalize_name(requirement.name)
-        applies = not marker or any(marker.evaluate({"extra": extra}) for extra in extras)
-        if applies and name not in names:
-            names.add(name)
-            with suppress(PackageNotFoundError):
-                required = map(Requirement, requires(name) or ())
-                pending += [(dependency, {"", *requirement.extras}) for dependency in required]
-    return names
+    pinned = _pins(ROOT / "requirements.lock").keys() | {"", "torch"}
+    assert closure("", (), required) <= pinned
 
 
 def test_the_cuda_images_have_the_vllm_that_is_tested() -> None:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from email.parser import Parser
 from importlib.metadata import Distribution, EntryPoints, PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
@@ -37,7 +37,10 @@ class Environment:
         }
         for entry in self._console_scripts():
             self._write_script(entry.name, entry.value)
-        names = set(_closure(ours, canonicalize_name(first[0]), frozenset(extras)))
+        names = closure(
+            canonicalize_name(first[0]), extras, lambda name: ours.get(name) or _requires(name)
+        )
+        names -= ours.keys()
         for name in names:
             self._link(distribution(name))
         return names
@@ -91,26 +94,25 @@ def _unpacked(wheel: Path, target: Path) -> tuple[str, list[Requirement]]:
     return metadata["Name"], [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
 
 
-def _closure(
-    ours: dict[str, list[Requirement]], first: str, extras: frozenset[str]
-) -> Iterator[str]:
-    """Names of the installed packages that ours need, ours left out."""
+def closure(
+    first: str, extras: Iterable[str], requires: Callable[[str], Iterable[Requirement]]
+) -> set[str]:
+    """Names of a package with extras and of all that it needs; `requires` has a package's own."""
     seen: set[tuple[str, frozenset[str]]] = set()
-    pending = [(first, extras)]
+    pending = [(first, frozenset(extras))]
     while pending:
         name, wanted = pending.pop()
         if (name, wanted) in seen:
             continue
         seen.add((name, wanted))
-        if name not in ours:
-            yield name
-        for requirement in ours.get(name) or _requires(name):
+        for requirement in requires(name):
             applies = requirement.marker is None or any(
                 requirement.marker.evaluate({"extra": extra}) for extra in {"", *wanted}
             )
             if applies:
                 needed = canonicalize_name(requirement.name)
                 pending.append((needed, frozenset(requirement.extras)))
+    return {name for name, _ in seen}
 
 
 def _requires(name: str) -> list[Requirement]:
