@@ -104,7 +104,8 @@ def main() -> None:
     save_model(arguments.out / _AGREEMENT)
     _save_shape(arguments.out / arguments.shape, SHAPES[arguments.shape])
     result = Result(arguments.out / "gpu-check.json")
-    result.add(device=_device(), shape=arguments.shape, **provenance())
+    device = torch.cuda.get_device_name() if ON_CUDA else "cpu"
+    result.add(device=device, shape=arguments.shape, **provenance())
     result.add(conformance=None if arguments.skip_conformance else _conformance(arguments.out))
     asyncio.run(_measure(arguments, result))
     (arguments.out / "gpu-check.md").write_text("\n".join(_page(result)) + "\n")
@@ -124,10 +125,6 @@ class Result(dict[str, Any]):
         self.update(figures)
         self._file.write_text(json.dumps(self, indent=2) + "\n")
         log(f"{self._file.name}: {', '.join(figures)}")
-
-
-def _device() -> str:
-    return torch.cuda.get_device_name() if ON_CUDA else "cpu"
 
 
 def _conformance(out: Path) -> dict[str, Any]:

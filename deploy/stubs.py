@@ -29,7 +29,8 @@ def main(folder: str) -> None:
             for field in message.field:
                 field.ClearField("json_name")  # grpcurl would print it, read by reflection
     names = [file.name for file in schema.file if file.name.startswith("specrej/")]
-    plugins = [f"--plugin=protoc-gen-{name}={_beside(f'protoc-gen-{name}')}" for name in _PLUGINS]
+    programs = Path(sys.executable).parent
+    plugins = [f"--plugin=protoc-gen-{name}={programs}/protoc-gen-{name}" for name in _PLUGINS]
     outputs = [f"--{name}_out=quiet:{folder}" for name in _PLUGINS]
     outputs += [f"--{name}_out={folder}" for name in ("python", "grpc_python")]
     with TemporaryDirectory() as scratch:
@@ -50,10 +51,6 @@ def described() -> FileDescriptorSet:
 
 def _protoc(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=True)
-
-
-def _beside(name: str) -> Path:
-    return Path(sys.executable).with_name(name)
 
 
 if __name__ == "__main__":

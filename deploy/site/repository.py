@@ -30,11 +30,6 @@ def uri_of(path: str) -> str:
     return f"{_OUTSIDE}{path}" if is_itself else f"{_OUTSIDE}{path}.md"
 
 
-def _path_of(uri: str) -> str:
-    """The path of the Markdown file with this URI."""
-    return uri.removeprefix(_OUTSIDE) if uri.startswith(_OUTSIDE) else f"{_DOCS}{uri}"
-
-
 def _target(path: str, link: str) -> str | None:
     """The path that a link in the document `path` leads to; None: there is no such file."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
@@ -64,7 +59,7 @@ def rewritten(text: str, uri: str) -> str:
 
     Links to files that do not exist stay, so that MkDocs reports them.
     """
-    path = _path_of(uri)
+    path = uri.removeprefix(_OUTSIDE) if uri.startswith(_OUTSIDE) else f"{_DOCS}{uri}"
 
     def link(match: re.Match[str]) -> str:
         target = _target(path, match[1])

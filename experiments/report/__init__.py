@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.figures import charts
-from experiments.figures.charts import Pictures
 from experiments.flops import UNKNOWN, ComputeModel
 from experiments.report.page import page
 from experiments.report.summary import TIMED, compact, measured_by, summary
@@ -57,7 +56,8 @@ def write(
     for folder in ("figures", "tables", "results"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     measured = measured_by(notes, analyses)
-    _write_pictures(pictures, out / "figures")
+    for picture in (figure for drawn in pictures for study in drawn.values() for figure in study):
+        (out / "figures" / f"{picture.name}.svg").write_text(picture.svg, "utf-8")
     for analysis in analyses:
         for table in analysis.tables():
             _write_table(table, out / "tables" / f"{analysis.slug}-{table.name}", measured)
@@ -78,11 +78,6 @@ def _shared_rewards(name: str, prompts: Sequence[Trajectories]) -> tuple[str, ..
         raise ValueError(f"{name} has no prompts")
     first, *others = (prompt.reward_names for prompt in prompts)
     return tuple(reward for reward in first if all(reward in names for names in others))
-
-
-def _write_pictures(pictures: Sequence[Pictures], folder: Path) -> None:
-    for picture in (figure for drawn in pictures for study in drawn.values() for figure in study):
-        (folder / f"{picture.name}.svg").write_text(picture.svg, "utf-8")
 
 
 def _write_table(table: Table, stem: Path, measured: str) -> None:

@@ -111,10 +111,6 @@ def test_the_check_rejects(checked: Path) -> None:
 # The way in
 
 
-def _is_secure(manifests: Manifests) -> bool:
-    return "TLS_CERT" in manifests.settings("orchestrator")
-
-
 def _seconds(duration: str) -> int:
     units = {"h": 3600, "m": 60, "s": 1}
     return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([hms])", duration))
@@ -158,7 +154,7 @@ def test_the_gateway_has_the_listeners_of_the_routes() -> None:
 def test_the_edge_uses_the_protocol_of_the_services(name: str) -> None:
     """Guards against plaintext to a port with TLS, and a name that its certificate lacks."""
     manifests = rendered(name)
-    secure = _is_secure(manifests)
+    secure = "TLS_CERT" in manifests.settings("orchestrator")
     for ingress in manifests.of("Ingress"):
         protocol = "GRPC" if ingress["metadata"]["name"] == "orchestrator" else "HTTP"
         notes = ingress["metadata"]["annotations"]
