@@ -206,15 +206,6 @@ def _thinned(made: Trajectories, every: int) -> Trajectories:
     return replace(made, positions=made.positions[columns], rewards={"letters": thin})
 
 
-def test_decision_token_off_the_grid_is_refused_with_its_neighbours(made: Trajectories) -> None:
-    thin = _thinned(made, 4)
-    off = Setting(N, 0.5, TokensSchedule((6,)))
-    with pytest.raises(OffGrid, match="token 6: the nearest on the grid are 4 and 8"):
-        replay(thin, replace(off, reward="letters"))
-    replay(thin, off)  # the likelihood needs no grid
-    assert replay(thin, replace(off, schedule=TokensSchedule((8,)), reward="letters"))
-
-
 def _first_full(made: Trajectories, setting: Setting) -> int | None:
     """The position at which full slots end the first round, or None. There is no other cut."""
     end = replay(made, setting).rounds[0].decision_token
