@@ -7,10 +7,8 @@ import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-_LOCUST = str(Path(sys.executable).parent / "locust")
 _TIMEOUT_S = 120
 
 
@@ -30,32 +28,22 @@ class Completed:
 
 async def locust(*arguments: str) -> Completed:
     """Run Locust without its browser page, to its end."""
-    shared = ("--headless", "--json", "--stop-timeout", "30")
-    return await completed(
-        await _start(_LOCUST, "-f", "loadtest/locustfile.py", *shared, *arguments)
-    )
+    shared = ("-f", "loadtest/locustfile.py", "--headless", "--json", "--stop-timeout", "30")
+    return await completed(await start("locust", *shared, *arguments))
 
 
 async def latency_vs_n(*arguments: str) -> Completed:
     """Run the command of `make latency-vs-n` to its end."""
-    return await completed(await start_latency_vs_n(*arguments))
-
-
-async def start_latency_vs_n(*arguments: str) -> Process:
-    """Start the command of `make latency-vs-n`."""
-    return await start("loadtest.latency_vs_n", *arguments)
+    return await completed(await start("loadtest.latency_vs_n", *arguments))
 
 
 async def start(module: str, *arguments: str) -> Process:
     """Start a module as a program."""
-    return await _start(sys.executable, "-m", module, *arguments)
+    command = (sys.executable, "-m", module, *arguments)
+    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
 
 
 async def completed(process: Process) -> Completed:
     """Wait for the end of a process."""
     out, err = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
     return Completed(process.returncode or 0, out.decode(), err.decode())
-
-
-async def _start(*command: str) -> Process:
-    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)

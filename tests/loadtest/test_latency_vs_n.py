@@ -9,6 +9,7 @@ import json
 import math
 import re
 import signal
+from asyncio.subprocess import Process
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from loadtest.latency_vs_n.measure import Block, Condition, Measured, Request, S
 from loadtest.latency_vs_n.report import write_page
 from loadtest.latency_vs_n.results import FAST, FULL, Cell, Results, collate, write_csv, write_json
 from specrej.contracts import Algorithm
-from tests.loadtest.commands import completed, latency_vs_n, start, start_latency_vs_n
+from tests.loadtest.commands import completed, latency_vs_n, start
 from tests.loadtest.conftest import TOYS
 
 SETTINGS = Settings(prompts=("Why?", "<b>How?</b>"), ns=(64, 128))
@@ -185,6 +186,17 @@ def where(toys: Stack, out: Path) -> tuple[str, ...]:
     return ("--address", toys.orchestrator_address, "--out", str(out))
 
 
+async def measuring(toys: Stack, out: Path) -> Process:
+    """The command, once it has measured some requests."""
+    arguments = (*where(toys, out), *SMALL, "--minutes", "10")
+    process = await start("loadtest.latency_vs_n", *arguments)
+    assert process.stderr
+    async with asyncio.timeout(60):
+        while b"requests, slowest" not in await process.stderr.readline():
+            pass
+    return process
+
+
 def cells_of(out: Path) -> list[dict[str, Any]]:
     cells: list[dict[str, Any]] = json.loads((out / "latency_vs_n.json").read_text())["cells"]
     return cells
@@ -237,11 +249,7 @@ async def test_slow_requests_at_a_fixed_rate_are_cancelled(toys: Stack, tmp_path
 @in_session
 @pytest.mark.long
 async def test_interrupted_run_reports_what_was_measured(toys: Stack, tmp_path: Path) -> None:
-    process = await start_latency_vs_n(*where(toys, tmp_path), *SMALL, "--minutes", "10")
-    assert process.stderr
-    async with asyncio.timeout(60):
-        while b"requests, slowest" not in await process.stderr.readline():
-            pass
+    process = await measuring(toys, tmp_path)
     process.send_signal(signal.SIGINT)
     ended = await completed(process)
     assert ended.code == 130, ended.err
@@ -255,11 +263,7 @@ async def test_interrupted_run_reports_what_was_measured(toys: Stack, tmp_path: 
 async def test_services_that_end_leave_what_was_measured(tmp_path: Path) -> None:
     """Guards half an hour of measurements against an error in its last minute."""
     async with Stack(environment=TOYS) as stack:
-        process = await start_latency_vs_n(*where(stack, tmp_path), *SMALL, "--minutes", "10")
-        assert process.stderr
-        async with asyncio.timeout(60):
-            while b"requests, slowest" not in await process.stderr.readline():
-                pass
+        process = await measuring(stack, tmp_path)
     ended = await completed(process)
     assert ended.code == 1, ended.err
     assert "latency-vs-n:" in ended.err.splitlines()[-1]
