@@ -13,7 +13,7 @@ from specrej.contracts import Generation
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.services import BOUND_S, Whole, timeless_answer
-from tests.serving import failure_of, until
+from tests.serving import failure_of
 
 Code = grpc.StatusCode
 SERVICE = "specrej.v1.OrchestratorService"
@@ -91,8 +91,4 @@ def rewards(*parts: tuple[str, float]) -> dict[str, Any]:
 
 async def held(service: Whole, message: pb.GenerateRequest) -> asyncio.Task[pb.GenerateResponse]:
     """A request that stays in its first round until the gate opens."""
-    num_held = service.num_held("extend")
-    service.shut("extend")
-    task = asyncio.create_task(answer(service, message))
-    await until(lambda: service.num_held("extend") == num_held + 1)
-    return task
+    return await service.generator.gates["extend"].hold(answer(service, message))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -56,6 +56,8 @@ from specrej.v1 import orchestrator_pb2_grpc
 from tests.orchestrator.caching import new_cache
 from tests.serving import serving, until
 
+T = TypeVar("T")
+
 LEASE_S = 30.0
 BOUND_S = 10.0
 
@@ -73,6 +75,14 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+    async def hold(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Shut, and start `work`; returns once one more call waits."""
+        num_held = self.held
+        self.shut()
+        task = asyncio.create_task(work)
+        await until(lambda: self.held == num_held + 1)
+        return task
 
     async def let_one(self) -> None:
         """Let the next call pass, and shut before any later one."""

@@ -242,12 +242,11 @@ async def test_a_running_request_has_a_record(service: Whole) -> None:
 async def test_a_record_has_the_source_of_the_answer(cached_service: Whole) -> None:
     """Guards against a cached answer recorded as a run."""
     service, gate = cached_service, cached_service.generator.gates["open"]
-    gate.shut()
-    both = [asyncio.create_task(answer(service, small_request())) for _ in range(2)]
-    await until(lambda: gate.held == 1)
+    first = await gate.hold(answer(service, small_request()))
+    second = asyncio.create_task(answer(service, small_request()))
     await until(lambda: len(service.orchestrator._records._running) == 2)
     gate.open()
-    replies = [*await asyncio.gather(*both), await answer(service, small_request())]
+    replies = [await first, await second, await answer(service, small_request())]
     records = [await record_of(service, reply.request_id) for reply in replies]
     sources = {record.source for record in records}
     assert sources == {c.AnswerSource.RUN, c.AnswerSource.FLIGHT, c.AnswerSource.CACHE}

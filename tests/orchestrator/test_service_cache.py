@@ -229,10 +229,7 @@ async def lead(
     service: Whole, events: CacheEvents, *waiting: Whole
 ) -> list[asyncio.Task[pb.GenerateResponse]]:
     """Equal requests: the first leads and is held in its first round, the others wait for it."""
-    gate = service.generator.gates["extend"]
-    gate.shut()
-    tasks = [asyncio.create_task(answer(service, small_request()))]
-    await until(lambda: gate.held == 1)
+    tasks = [await held(service, small_request())]
     for number, waiter in enumerate(waiting):
         tasks.append(asyncio.create_task(answer(waiter, small_request(), stream=number % 3 == 0)))
     processes = {id(whole): whole for whole in (service, *waiting)}
@@ -310,14 +307,11 @@ async def test_a_leader_that_is_stuck_loses_the_lead_at_both(redis_url: str) -> 
     generator = HeldGenerator(end_every=next(ENDS))
     options: dict[str, Any] = {"redis_url": redis_url, "lead_s": 0.3, "lease_s": 0.6}
     async with whole(generator, **options) as one, whole(generator, **options) as other:
-        gate = generator.gates["extend"]
-        gate.shut()
-        stuck = asyncio.create_task(answer(one, small_request()))
-        await until(lambda: gate.held == 1)
+        stuck = await held(one, small_request())
         num_opened = generator.num_opened
         waiting = [asyncio.create_task(answer(each, small_request())) for each in (one, other)]
         await until(lambda: generator.num_opened > num_opened)
-        gate.open()
+        generator.gates["extend"].open()
         assert all([(await reply).text for reply in (stuck, *waiting)])
 
 

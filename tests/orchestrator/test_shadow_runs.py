@@ -75,9 +75,7 @@ async def ended(service: Whole) -> dict[Kind, int]:
 async def answered_and_held(service: Whole, gate: str) -> None:
     """Answer a request, and hold its shadows at a gate of the generator."""
     gates = service.generator.gates
-    gates["close"].shut()
-    call = asyncio.ensure_future(answer(service, 1))
-    await until(lambda: gates["close"].held == 1)
+    call = await gates["close"].hold(answer(service, 1))
     gates[gate].shut()
     gates["close"].open()
     await call
@@ -238,9 +236,7 @@ async def test_which_answers_get_shadows() -> None:
 async def test_no_shadow_starts_while_requests_wait() -> None:
     async with whole(shadows=watching(), max_running=1) as service:
         gate = service.generator.gates["extend"]
-        gate.shut()
-        first = asyncio.ensure_future(answer(service, 1))
-        await until(lambda: gate.held == 1)
+        first = await gate.hold(answer(service, 1))
         second = asyncio.ensure_future(answer(service, 2))
         await until(lambda: service.admission.queued == 1)
         gate.open()

@@ -135,10 +135,8 @@ async def test_a_cancelled_recall_leaves_no_task() -> None:
     async with generators(toy, settings=ONCE) as running:
         await turns()
         num_before = len(asyncio.all_tasks())
-        gate.shut()
         running.fleet.members()[0].suspect(Unavailable("no answer"))
-        recalling = asyncio.ensure_future(running.fleet.poll_not_serving())
-        await until(lambda: gate.held == 1)
+        recalling = await gate.hold(running.fleet.poll_not_serving())
         num_during = len(asyncio.all_tasks()) - num_before
         recalling.cancel()
         await asyncio.wait({recalling})
@@ -155,9 +153,7 @@ async def test_a_session_opened_during_a_poll_counts_as_placed() -> None:
     gate = toy.gates["describe"]
     async with generator_backend(toy) as server:
         backend = _backend(server)
-        gate.shut()
-        polling = asyncio.ensure_future(backend.update())
-        await until(lambda: gate.held == 1)
+        polling = await gate.hold(backend.update())
         async with backend.holding(nullcontext()):
             gate.open()
             await polling

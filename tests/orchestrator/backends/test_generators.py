@@ -288,9 +288,7 @@ async def test_a_lost_session_without_another_place_is_unavailable(other: str, r
             await session.extend(31)
         toys = [large] if other == "none" else [large, small]
         running = await stack.enter_async_context(generators(*toys))
-        large.gates["extend"].shut()
-        answering = asyncio.ensure_future(answer(large_request, running.client, SCORER))
-        await until(lambda: large.gates["extend"].held == 1)
+        answering = await large.gates["extend"].hold(answer(large_request, running.client, SCORER))
         await running.servers[0].kill()
         with pytest.raises(Unavailable, match=reason):
             await answering
@@ -309,9 +307,7 @@ async def test_a_session_moves_once() -> None:
         await running.servers[first].kill()
         await until(lambda: toys[first].is_idle and any(gate.held for gate in gates))
         second = holder(toys)
-        gates[second].open()
-        gates[second].shut()  # after one round
-        await until(lambda: not gates[second].held)
+        await gates[second].let_one()
         await until(lambda: gates[second].held == 1)
         await running.servers[second].kill()
         with pytest.raises(Unavailable):

@@ -22,7 +22,7 @@ from specrej.remote import RemoteGenerator, RemoteRewards
 from specrej.status import DETAILS_TRAILER
 from tests.orchestrator.runs import PROMPT, answer, request
 from tests.orchestrator.services import BOUND_S, HeldGenerator, Whole, dead_port, whole
-from tests.serving import turns, until
+from tests.serving import turns
 
 
 async def test_a_refused_connection_is_unavailable() -> None:
@@ -143,12 +143,9 @@ class _BrokenCall:
 
 async def test_a_session_with_an_abandoned_command_is_unavailable(service: Whole) -> None:
     """Guards against CancelledError in a task that is not cancelled: the request had CANCELLED."""
-    service.shut("extend")
     with pytest.raises(Unavailable, match="abandoned"):
         async with service.remote_generator.open(SessionSpec(PROMPT, 4, Sampling(), 8)) as session:
-            extending = asyncio.create_task(session.extend(8))
-            await until(lambda: service.num_held("extend") == 1)
-            await ended(extending)
+            await ended(await service.generator.gates["extend"].hold(session.extend(8)))
             await session.prune([0])
 
 
@@ -165,10 +162,8 @@ async def test_a_generator_that_ends_while_it_closes_a_session_costs_no_answer(
     service: Whole,
 ) -> None:
     """Guards against an error in place of a complete answer."""
-    service.shut("close")
-    answering = asyncio.create_task(
+    answering = await service.generator.gates["close"].hold(
         answer(request(12), service.remote_generator, LikelihoodScorer())
     )
-    await until(lambda: service.num_held("close") == 1)
     await service.generator_server.kill()
     assert (await answering).candidates

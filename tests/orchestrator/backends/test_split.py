@@ -181,9 +181,7 @@ async def _answer_without_a_part(large: GenerationRequest, verb: str) -> Generat
     """The answer of a request that loses one of two parts in a call of `verb`."""
     lost, remaining = HeldGenerator(4 + 12 * 16), HeldGenerator(4 + 12 * 16)
     async with generators(lost, remaining) as running:
-        lost.gates[verb].shut()
-        answering = asyncio.ensure_future(answer(large, running.client, SCORER))
-        await until(lambda: lost.gates[verb].held == 1)
+        answering = await lost.gates[verb].hold(answer(large, running.client, SCORER))
         await running.servers[0].kill()
         try:
             return await answering
@@ -197,9 +195,8 @@ async def test_a_part_lost_between_two_strides_of_a_round_has_no_candidates() ->
     lost, remaining = HeldGenerator(4 + 12 * 16), HeldGenerator(4 + 12 * 16)
     async with generators(lost, remaining) as running:
         gate = lost.gates["extend"]
-        gate.shut()
         within = WithinRounds(lambda event: None)  # strides of a few tokens
-        answering = asyncio.ensure_future(answer(large, running.client, SCORER, within=within))
+        answering = await gate.hold(answer(large, running.client, SCORER, within=within))
         await gate.let_one()
         await until(lambda: gate.held == 1)
         await running.servers[0].kill()
