@@ -100,18 +100,21 @@ def new_keys(n: int = 4, returned: int = 1, index: str = INDEX) -> Keys:
 
 
 def new_cache(access: RedisAccess | str, **options: Any) -> Cache:
-    """A cache with options of its own and of its client; `access` may be only a URL."""
+    """A cache with options of its own and of its client; `access` may be only a URL.
+
+    The product's timeout of a quarter of a second is short on a busy machine.
+    """
     if isinstance(access, str):
         access = RedisAccess(access)
     of_client = ("timeout_s", "cool_down_s", "max_connections", "clock")
     client = {name: options.pop(name) for name in of_client if name in options}
-    return Cache(RedisClient(access, **client), **options)
+    return Cache(RedisClient(access, **{"timeout_s": BOUND_S, **client}), **options)
 
 
 @asynccontextmanager
 async def open_cache(access: RedisAccess | str, **options: Any) -> AsyncIterator[Cache]:
     """A cache that is closed at the end."""
-    cache = new_cache(access, **{"timeout_s": BOUND_S, **options})
+    cache = new_cache(access, **options)
     try:
         yield cache
     finally:

@@ -98,8 +98,7 @@ async def service() -> AsyncIterator[Whole]:
 @pytest.fixture
 async def cached_service(redis_url: str) -> AsyncIterator[Whole]:
     """With a generator of this test's own fingerprint, so that tests share no entries."""
-    generator, patient = HeldGenerator(end_every=next(ENDS)), {"timeout_s": 5.0}
-    async with whole(generator, redis_url=redis_url, cache_options=patient) as service:
+    async with whole(HeldGenerator(end_every=next(ENDS)), redis_url=redis_url) as service:
         yield service
 
 

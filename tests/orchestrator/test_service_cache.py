@@ -72,11 +72,7 @@ async def test_an_answer_from_fewer_candidates_than_n_0_means_is_marked_and_not_
     answers that are never stored because the memory holds less than `auto_candidates`."""
     generator, message = HeldGenerator(60), small_request(selection={"n": 0})
     message.sampling.seed = 60 + is_busy
-    patient = {"timeout_s": 5.0}
-    async with (
-        whole(generator, redis_url=redis_url, cache_options=patient) as service,
-        AsyncExitStack() as stack,
-    ):
+    async with whole(generator, redis_url=redis_url) as service, AsyncExitStack() as stack:
         if is_busy:
             spec = SessionSpec(Prompt(text="other"), 1, Sampling(max_tokens=10), 1)
             await stack.enter_async_context(generator.toy.open(spec))
@@ -216,11 +212,9 @@ async def test_answer_of_another_version_is_not_stored(redis_url: str, changed: 
 async def both(redis_url: str) -> AsyncIterator[tuple[Whole, Whole]]:
     """Two orchestrators, and so two servers of everything, in front of one toy generator."""
     generator = HeldGenerator(end_every=next(ENDS))
-    # The default of a quarter of a second is short for fifty requests at once on a busy machine.
-    options: dict[str, Any] = {"lease_s": 60, "cache_options": {"timeout_s": 5.0}}
     async with (
-        whole(generator, redis_url=redis_url, **options) as one,
-        whole(generator, redis_url=redis_url, **options) as other,
+        whole(generator, redis_url=redis_url, lease_s=60) as one,
+        whole(generator, redis_url=redis_url, lease_s=60) as other,
     ):
         yield one, other
 
@@ -373,7 +367,7 @@ async def test_refused_request_takes_no_lease(cached_service: Whole, admin: redi
 async def stale_answer(redis_url: str) -> AsyncIterator[tuple[Whole, pb.GenerateResponse]]:
     """A service with a stale answer to `small_request()`; its generator holds the next run."""
     clock = Clock()
-    options = {"ttl_s": 100, "stale_s": 100, "wall_clock": clock, "timeout_s": 5.0}
+    options = {"ttl_s": 100, "stale_s": 100, "wall_clock": clock}
     generator = HeldGenerator(end_every=next(ENDS))
     async with whole(generator, redis_url=redis_url, cache_options=options) as service:
         stored = await answer(service, small_request())

@@ -163,12 +163,10 @@ async def test_the_default_reward_is_used_and_described_first(
 
 
 async def test_a_changed_composite_changes_the_cache_key(redis_url: str) -> None:
-    fingerprints, cached, patient = set(), [], {"timeout_s": 5.0}
+    fingerprints, cached = set(), []
     for composite in (MIXED, Composite("mixed", MIXED.rewards[:2]), MIXED):
         generator = HeldGenerator(end_every=29)  # in no other test: entries would be shared
-        async with whole(
-            generator, redis_url=redis_url, composites=[composite], cache_options=patient
-        ) as service:
+        async with whole(generator, redis_url=redis_url, composites=[composite]) as service:
             reply = await answer(service, small_request(selection=rewards(("mixed", 1))))
             fingerprints.add(reply.fingerprints.reward)
             cached.append(reply.cached)

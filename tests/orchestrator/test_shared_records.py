@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import grpc
@@ -23,19 +22,14 @@ from tests.orchestrator.services import BOUND_S, Whole, whole
 from tests.orchestrator.test_request_records import record_of
 from tests.serving import failure_of, until
 
-PATIENT = {"timeout_s": 5.0}
 RECORD = c.RequestRecord("0" * 32, time.time(), c.Selection(n=4), 64, outcome="OK", n=4)
 
 
 @pytest.fixture
 async def pair(redis_url: str, admin: redis.Redis) -> AsyncIterator[tuple[Whole, Whole]]:
     """Two orchestrators, each with backends of its own, on one empty Redis."""
-    async with AsyncExitStack() as stack:
-        opened = [
-            await stack.enter_async_context(whole(redis_url=redis_url, cache_options=PATIENT))
-            for _ in range(2)
-        ]
-        yield opened[0], opened[1]
+    async with whole(redis_url=redis_url) as one, whole(redis_url=redis_url) as other:
+        yield one, other
 
 
 async def listed(service: Whole, tenant: str = "") -> list[c.RequestRecord]:
@@ -165,7 +159,7 @@ async def test_the_shared_record_of_a_malformed_id_is_not_looked_up(redis_url: s
 
 async def test_closing_waits_for_writes(redis_url: str) -> None:
     """Guards the records of a drain's last requests."""
-    async with open_cache(redis_url, **PATIENT) as cache:
+    async with open_cache(redis_url) as cache:
         shared = SharedRecords(cache)
         shared.keep(RECORD, "t")
         await shared.aclose()
