@@ -1,4 +1,4 @@
-"""Scorers, requests and calls for the tests of the run loop."""
+"""Generators, scorers, requests and calls for the tests of the run loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from generator_service.toy import ToyGenerator, ToySession
 from orchestrator.loop.run import run
 from specrej.contracts import (
     Branching,
@@ -23,17 +24,21 @@ from specrej.contracts import (
     MemorySchedule,
     Normalization,
     Prompt,
+    Round,
     RoundEnd,
     Sampling,
     Scorer,
     Scores,
     ScoringSession,
     Selection,
+    SessionSpec,
     TokensSchedule,
     WeightedReward,
 )
 from specrej.errors import Unavailable
+from tests.orchestrator.caching import Clock
 
+NEVER = 10**9
 PROMPT = Prompt.from_user("four words of prompt")
 SCHEDULES = st.one_of(
     st.just(MemorySchedule()),
@@ -43,6 +48,48 @@ SCHEDULES = st.one_of(
     ),
     st.builds(GeometricSchedule, st.integers(1, 20), st.floats(1.1, 4)),
 )
+
+
+class FaultyGenerator(ToyGenerator):
+    """A toy with its own clock, advanced by `token_s` per token.
+
+    Beyond so many tokens it breaks, hangs, or has the fingerprint "new" instead of "old".
+    """
+
+    def __init__(
+        self,
+        token_s: float = 0.0,
+        breaks_at: int = NEVER,
+        hangs_at: int = NEVER,
+        changes_at: int = NEVER,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.clock = Clock()
+        self.token_s = token_s
+        self.breaks_at, self.hangs_at, self.changes_at = breaks_at, hangs_at, changes_at
+        self.num_broken = 0  # calls
+
+    @asynccontextmanager
+    async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
+        async with super().open(spec) as session:
+            extend, num_tokens = session.extend, 0
+
+            async def faulty(until_tokens: int) -> Round:
+                nonlocal num_tokens
+                if until_tokens > self.breaks_at:
+                    self.num_broken += 1
+                    raise Unavailable("gone")
+                if until_tokens > self.hangs_at:
+                    await asyncio.Event().wait()
+                ended = await extend(until_tokens)
+                self.clock.now_s += (ended.num_tokens - num_tokens) * self.token_s
+                num_tokens = ended.num_tokens
+                version = "new" if until_tokens > self.changes_at else "old"
+                return replace(ended, made_by=frozenset({version}))
+
+            session.extend = faulty  # type: ignore[method-assign]
+            yield session
 
 
 class FixedScorer:

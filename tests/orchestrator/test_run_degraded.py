@@ -26,58 +26,22 @@ from specrej.contracts import (
     GenerationRequest,
     GeometricSchedule,
     Prompt,
-    Round,
     Sampling,
     Scores,
     ScoringSession,
-    SessionSpec,
     WeightedReward,
 )
 from specrej.errors import DeadlineExceeded, RewardInvalid, Unavailable
-from tests.orchestrator.caching import Clock
-from tests.orchestrator.runs import PROMPT, FixedScorer, answer, events_of, request
+from tests.orchestrator.runs import (
+    NEVER,
+    PROMPT,
+    FaultyGenerator,
+    FixedScorer,
+    answer,
+    events_of,
+    request,
+)
 from tests.orchestrator.services import HeldGenerator
-
-NEVER = 10**9
-
-
-class FaultyGenerator(ToyGenerator):
-    """A toy with its own clock, advanced by `token_s` per token.
-
-    Beyond so many tokens it breaks, hangs, or has the fingerprint "new" instead of "old".
-    """
-
-    def __init__(
-        self,
-        token_s: float = 0.0,
-        breaks_at: int = NEVER,
-        hangs_at: int = NEVER,
-        changes_at: int = NEVER,
-    ) -> None:
-        super().__init__()
-        self.clock = Clock()
-        self.token_s = token_s
-        self.breaks_at, self.hangs_at, self.changes_at = breaks_at, hangs_at, changes_at
-
-    @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
-        async with super().open(spec) as session:
-            extend, num_tokens = session.extend, 0
-
-            async def faulty(until_tokens: int) -> Round:
-                nonlocal num_tokens
-                if until_tokens > self.breaks_at:
-                    raise Unavailable("gone")
-                if until_tokens > self.hangs_at:
-                    await asyncio.Event().wait()
-                ended = await extend(until_tokens)
-                self.clock.now_s += (ended.num_tokens - num_tokens) * self.token_s
-                num_tokens = ended.num_tokens
-                version = "new" if until_tokens > self.changes_at else "old"
-                return replace(ended, made_by=frozenset({version}))
-
-            session.extend = faulty  # type: ignore[method-assign]
-            yield session
 
 
 class FaultyScorer(FixedScorer):
@@ -335,8 +299,7 @@ async def test_forks_that_have_not_grown_are_no_answers() -> None:
     """Guards against several equal answers, copies of one survivor, instead of the second best."""
     forked = lenient(n=8, max_tokens=64, schedule=GeometricSchedule(8), branching=Branching(8, 2))
     selection = replace(forked.selection, return_candidates=8)
-    generator = FaultyGenerator(hangs_at=8)
-    generator.end_every = NEVER
+    generator = FaultyGenerator(hangs_at=8, end_every=NEVER)
     got = await answer(
         replace(forked, selection=selection), generator, FixedScorer(), time_left_s=1.0
     )

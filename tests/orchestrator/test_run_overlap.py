@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from generator_service.steps import Step
-from generator_service.toy import ToyGenerator, ToySession
+from generator_service.toy import ToyGenerator
 from orchestrator.loop import growth
 from orchestrator.loop.deadline import DeadlineController
 from specrej.contracts import (
@@ -30,6 +30,7 @@ from specrej.errors import Unavailable
 from tests.orchestrator.runs import (
     PROMPT,
     REWARDS,
+    FaultyGenerator,
     SlowScorer,
     answer,
     check_counts,
@@ -37,6 +38,7 @@ from tests.orchestrator.runs import (
     request,
 )
 
+pytestmark = pytest.mark.usefixtures("at_once")
 # Of several rounds; with branching, nothing grows while scores are under way.
 OF_ROUNDS = st.builds(
     request,
@@ -49,7 +51,6 @@ OF_ROUNDS = st.builds(
 )
 
 
-@pytest.mark.usefixtures("at_once")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OF_ROUNDS, st.integers(2, 80), st.integers(0, 40))
 async def test_an_answer_is_the_same_if_scores_overlap(
@@ -75,7 +76,6 @@ async def test_an_answer_is_the_same_if_scores_overlap(
     assert toys[1].ledger.owned == 0
 
 
-@pytest.mark.usefixtures("at_once")
 async def test_candidates_grow_while_scores_are_under_way() -> None:
     """Guards against a generator that waits for every score, and against growth past the next
     decision token, which would move it."""
@@ -93,7 +93,6 @@ async def test_candidates_grow_while_scores_are_under_way() -> None:
     assert shared.usage.discarded_tokens == 0
 
 
-@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("may_degrade", [True, False])
 async def test_scores_that_fail_end_the_growth_ahead(may_degrade: bool) -> None:
     """Guards against tasks and slots that stay behind."""
@@ -109,7 +108,6 @@ async def test_scores_that_fail_end_the_growth_ahead(may_degrade: bool) -> None:
     assert toy.ledger.owned == 0
 
 
-@pytest.mark.usefixtures("at_once")
 async def test_scores_that_fail_in_a_cancelled_request_are_no_error_of_the_loop() -> None:
     """Guards against "Task exception was never retrieved", with a traceback, in the log."""
     growing, failed, errors = asyncio.Event(), asyncio.Event(), list[dict[str, Any]]()
@@ -138,7 +136,6 @@ async def test_scores_that_fail_in_a_cancelled_request_are_no_error_of_the_loop(
     assert not errors
 
 
-@pytest.mark.usefixtures("at_once")
 async def test_an_answer_that_is_rejected_is_none() -> None:
     """Guards against a deadline controller that counts on it: it would plan for fewer candidates
     than must finish."""
@@ -156,53 +153,33 @@ async def test_an_answer_that_is_rejected_is_none() -> None:
     assert deadline._least == 2
 
 
-@pytest.mark.usefixtures("at_once")
-async def test_a_generator_that_fails_ahead_fails_the_next_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_generator_that_fails_ahead_fails_the_next_round() -> None:
     """Guards against finished candidates whose scores are lost with the stride ahead, and against
     a further call, which could send the prompt to a third generator."""
-    extend, num_failed = ToySession.extend, 0
-
-    async def failing(session: ToySession, until_tokens: int) -> Round:
-        nonlocal num_failed
-        if until_tokens > 9:  # the second stride ahead
-            num_failed += 1
-            raise Unavailable("the generator is gone")
-        return await extend(session, until_tokens)
-
-    monkeypatch.setattr(ToySession, "extend", failing)
     scorer = SlowScorer("a", 50)
+    generator = FaultyGenerator(breaks_at=9, end_every=10)  # the second stride ahead
     early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
-    generation = await answer(early, ToyGenerator(end_every=10), scorer, overlaps=True)
+    generation = await answer(early, generator, scorer, overlaps=True)
     assert generation.degradations == (Degradation.GENERATOR,)
     assert {c.id for c in generation.candidates} <= set(scorer.seen)
-    assert num_failed == 1
+    assert generator.num_broken == 1
 
 
-@pytest.mark.usefixtures("at_once")
-async def test_tokens_grown_before_a_failure_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_grown_before_a_failure_are_counted() -> None:
     """Also those of survivors that no round takes."""
-    extend, num_made = ToySession.extend, 0
+    num_made = 0
 
     def count(step: Step) -> None:
         nonlocal num_made
         num_made += step.generated
 
-    async def failing(session: ToySession, until_tokens: int) -> Round:
-        if until_tokens > 12:
-            raise Unavailable("the generator is gone")
-        return await extend(session, until_tokens)
-
-    monkeypatch.setattr(ToySession, "extend", failing)
     early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
-    toy = ToyGenerator(end_every=10, on_step=count)
+    toy = FaultyGenerator(breaks_at=12, end_every=10, on_step=count)
     usage = (await answer(early, toy, SlowScorer("a", 50), overlaps=True)).usage
     assert usage.generated_tokens == num_made
     assert usage.discarded_tokens > 0
 
 
-@pytest.mark.usefixtures("at_once")
 async def test_a_part_that_lags_behind_has_grown_by_no_negative_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -35,7 +35,7 @@ from specrej.contracts import (
 from specrej.errors import InternalError, InvalidRequest, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, PROMPT, generators, request
 from tests.orchestrator.backends.test_generators import SAMPLING, SCORER, content
-from tests.orchestrator.runs import FixedScorer, answer
+from tests.orchestrator.runs import NEVER, FaultyGenerator, FixedScorer, answer
 from tests.orchestrator.services import HeldGenerator
 from tests.serving import until
 
@@ -211,17 +211,9 @@ class TwoParts(ToyGenerator):
 
     @asynccontextmanager
     async def open(self, spec: SessionSpec) -> AsyncIterator[Any]:
-        toys = [ToyGenerator(end_every=10**6) for _ in range(2)]
+        toys = [FaultyGenerator(breaks_at=at, end_every=10**6) for at in (NEVER, 16)]
         first_spec, second_spec = (replace(spec, n=4, first_candidate_id=i) for i in (0, 4))
         async with toys[0].open(first_spec) as first, toys[1].open(second_spec) as second:
-            extend = second.extend
-
-            async def lost(until_tokens: int) -> Round:
-                if until_tokens > 16:
-                    raise Unavailable("lost")
-                return await extend(until_tokens)
-
-            second.extend = lost  # type: ignore[method-assign]
             yield SplitSession([(0, first), (4, second)])  # type: ignore[list-item]
 
 
