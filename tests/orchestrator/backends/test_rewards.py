@@ -12,7 +12,7 @@ import pytest
 from generator_service.toy import ToyGenerator
 from reward_service.toy import ToyReward
 from specrej.contracts import Candidate, GeometricSchedule, Prompt, Scores
-from specrej.errors import NotFound, Overloaded, Unavailable
+from specrej.errors import NotFound, Overloaded, SpecrejError, Unavailable
 from tests.orchestrator.backends.fleets import ONCE, PROMPT, request, reward_services, target_of
 from tests.orchestrator.runs import answer
 from tests.orchestrator.services import HeldReward
@@ -37,14 +37,15 @@ class HeldAt(HeldReward):
 class Refuses(HeldReward):
     """Refuses batches of these numbers, from 1, which ends the session each time."""
 
-    def __init__(self, *batches: int) -> None:
+    def __init__(self, *batches: int, error: type[SpecrejError] = Overloaded) -> None:
         super().__init__()
         self.batches = batches
+        self.error = error
 
     def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
         if self.num_batches + 1 in self.batches:
             self.num_batches += 1
-            raise Overloaded("not now")
+            raise self.error("not now")
         return super().score(prompt, candidates)
 
 
@@ -98,22 +99,11 @@ async def test_the_description_follows_the_service() -> None:
         await until(is_new)
 
 
-class RemoteReward(ToyReward):
-    """It may lack its server, another one."""
-
-    is_away = False
-
-    def score(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Scores:
-        if self.is_away:
-            raise Unavailable("the server of the reward cannot be reached")
-        return super().score(prompt, candidates)
-
-
 async def test_a_service_that_answers_is_not_away() -> None:
-    """Guards against one reward's failure that takes a service from all other requests."""
-    reward = RemoteReward()
+    """Guards against one reward's failure, such as that of a server of its own, that takes a
+    service from all other requests."""
+    reward = Refuses(*range(1, 9), error=Unavailable)
     async with reward_services(reward) as running:
-        reward.is_away = True
         with pytest.raises(Unavailable):
             await answer(request(), ToyGenerator(), partial(running.client.open, "toy"))
         assert running.counts == (1, 0, 0)
