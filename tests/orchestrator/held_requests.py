@@ -70,6 +70,12 @@ class Requests:
     def finish(self, number: int) -> None:
         self._ends[number].set()
 
+    async def end(self, *numbers: int) -> None:
+        """Finish requests, one after the other; others may then run."""
+        for number in numbers:
+            self.finish(number)
+            await turns()
+
     async def next(self) -> int:
         """Finish the request that ran first of those that run; returns the one that runs next."""
         num_entered = len(self.entered)

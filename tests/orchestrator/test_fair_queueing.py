@@ -34,9 +34,7 @@ async def test_a_tenant_gets_no_credit_for_its_absence() -> None:
     """Guards a tenant that was served for long against another's burst: they share from now."""
     requests = Requests(1, 100)
     await requests.arrive(5, tenant="old", tokens=10)
-    for number in range(3):
-        requests.finish(number)
-        await turns()
+    await requests.end(*range(3))
     await requests.arrive(3, tenant="new", tokens=10)
     await requests.finish_all()
     assert requests.entered == [0, 1, 2, 3, 5, 4, 6, 7]
@@ -51,8 +49,7 @@ async def test_a_tenant_of_consecutive_large_requests_is_not_served_first() -> N
     await requests.arrive(6, tenant="small", tokens=10)
     for _ in range(8):
         latest = requests.entered[-1]
-        requests.finish(latest)
-        await turns()
+        await requests.end(latest)
         if tenants[latest] == "large":
             tenants.append("large")
             await requests.arrive(tenant="large", tokens=1000)
@@ -104,9 +101,7 @@ async def test_tenants_are_equal_again_once_a_permit_was_free() -> None:
     """Guards a tenant against the tokens that it had before all was idle."""
     requests = Requests(1, 100)
     await requests.arrive(2, tenant="old", tokens=1000)
-    requests.finish(0)
-    requests.finish(1)
-    await turns()
+    await requests.end(0, 1)
     await requests.arrive(tenant="first")  # 2
     await requests.arrive(tenant="old")  # 3
     await requests.arrive(tenant="new")  # 4
@@ -200,14 +195,11 @@ async def test_a_tenant_that_runs_nothing_gets_a_spare_permit() -> None:
     await requests.arrive(tenant="other")  # 5 runs
     await requests.arrive(tenant="third")  # 6 waits
     assert (requests.entered, requests.counts) == ([0, 1, 3, 5], (4, 3))
-    requests.finish(3)  # its spare permit goes to the tenant that has had nothing
-    await turns()
+    await requests.end(3)  # its spare permit goes to the tenant that has had nothing
     assert requests.entered[4:] == [6]
-    requests.finish(6)
-    await turns()
+    await requests.end(6)
     assert requests.entered[5:] == [4]
-    requests.finish(4)  # its spare permit is for no tenant that waits: the only one runs something
-    await turns()
+    await requests.end(4)  # its spare permit is for no tenant that waits: the only one runs
     assert requests.counts == (3, 1)
     await requests.finish_all()
     assert requests.most_running == 4
@@ -220,8 +212,7 @@ async def test_a_tenant_is_charged_for_spare_permits() -> None:
     await requests.arrive(2, tenant="large", tokens=100)  # 3 has the spare permit
     assert requests.entered == [0, 3]
     assert await requests.next() == 1
-    requests.finish(1)
-    await turns()
+    await requests.end(1)
     assert requests.entered == [0, 3, 1, 2]
     await requests.finish_all()
 
@@ -232,11 +223,9 @@ async def test_spare_permits_go_in_the_order_of_waiting() -> None:
     await requests.arrive(tenant="long")  # 0 runs
     await requests.arrive(2, tenant="large", tokens=1000)  # 1 has the spare permit
     await requests.arrive(tenant="new")  # 3
-    requests.finish(1)
-    await turns()
+    await requests.end(1)
     await requests.arrive(tenant="newer")  # 4
-    requests.finish(3)
-    await turns()
+    await requests.end(3)
     assert requests.entered == [0, 1, 3, 2]
     await requests.finish_all()
 
@@ -247,15 +236,12 @@ async def test_spare_permits_do_not_move_virtual_time() -> None:
     requests = Requests(1, 100, spare_running=1)
     await requests.arrive(8, tenant="one", tokens=10)  # 0 runs
     await requests.arrive(4, tenant="large", tokens=1000)  # 8 has the spare permit
-    for number in (8, 9, 10):
-        requests.finish(number)
-        await turns()
+    await requests.end(8, 9, 10)
     assert requests.entered == [0, 8, 9, 10, 11]
     await requests.arrive(3, tenant="new", tokens=10)  # 12, 13, 14
     for number in (0, 1, 12, 2, 13):
         assert requests.entered[-1] in (number, 11)
-        requests.finish(number)
-        await turns()
+        await requests.end(number)
     assert requests.entered[5:] == [1, 12, 2, 13, 3]
     await requests.finish_all()
 
@@ -313,8 +299,7 @@ async def test_the_heaviest_tenants_are_few_and_have_requests() -> None:
         await requests.arrive(tenant=name, tokens=10 * (number + 1))
     heaviest = requests.admission.heaviest
     assert heaviest(3) == [("d", 40), ("c", 30), ("b", 20)]
-    requests.finish(1)
-    await turns()
+    await requests.end(1)
     assert heaviest(3) == [("d", 40), ("c", 30), ("a", 10)]
     await requests.finish_all()
     assert heaviest(3) == []
