@@ -246,37 +246,6 @@ async def test_spare_permits_do_not_move_virtual_time() -> None:
     await requests.finish_all()
 
 
-@given(
-    max_running=st.integers(1, 3),
-    spare_running=st.integers(0, 3),
-    events=st.lists(st.sampled_from("abcd") | st.integers(0, 30), max_size=60),
-)
-async def test_nobody_waits_beside_a_permit_that_it_may_have(
-    max_running: int, spare_running: int, events: list[str | int]
-) -> None:
-    """Spare permits never lose or make a permit. A name: a tenant's request; a number: its end, or
-    its cancellation where it waits."""
-    requests = Requests(max_running, 1000, spare_running=spare_running)
-    admission = requests.admission
-    for event in events:
-        if isinstance(event, str):
-            await requests.arrive(tenant=event, tokens=10 ** "abcd".index(event))
-        elif event < len(requests.tasks):
-            if event in requests.entered:
-                requests.finish(event)
-            else:
-                requests.tasks[event].cancel()
-            await turns()
-        tenants = admission._tenants.values()
-        assert admission.running == sum(tenant.running for tenant in tenants) == requests.running
-        assert admission.running <= max_running + spare_running
-        assert admission.running >= max_running or not admission.queued
-        if any(tenant.line and not tenant.running for tenant in tenants):
-            assert admission.running == max_running + spare_running
-    await requests.finish_all()
-    assert requests.counts == (0, 0)
-
-
 async def test_weights_apply_at_once() -> None:
     """Guards a weight that changes while its tenant waits: from 1 to 1 it goes to 3 to 1."""
     requests = Requests(1, 100)
