@@ -161,13 +161,6 @@ def test_an_unknown_flag_ends_the_process(capsys: pytest.CaptureFixture[str]) ->
     assert "--max-runing" in capsys.readouterr().err
 
 
-def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECREJ_ORCHESTRATOR_MAX_RUNNING", "3")
-    monkeypatch.setenv("SPECREJ_ORCHESTRATOR_MAX_QUEUED", "5")
-    settings = load(OrchestratorSettings, ["--max-running=4"])
-    assert (settings.max_running, settings.max_queued) == (4, 5)
-
-
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
@@ -197,6 +190,7 @@ MANUAL = """
 def test_the_composites_of_the_manual_are_accepted(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
+    """From either source; a flag overrides the environment."""
     is_flag = source == "flag"
     monkeypatch.setenv("SPECREJ_ORCHESTRATOR_COMPOSITES", "[]" if is_flag else MANUAL)
     settings = load(OrchestratorSettings, ["--composites", MANUAL] if is_flag else [])
