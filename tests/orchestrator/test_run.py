@@ -42,7 +42,6 @@ from specrej.contracts import (
     Sampling,
     Scores,
     Selection,
-    SessionSpec,
     SlotGauge,
     TokensSchedule,
     WeightedReward,
@@ -327,26 +326,6 @@ async def test_invalid_scores_are_refused(values: list[float], is_weighted: bool
     assert generator.ledger.owned == 0
 
 
-async def test_a_missing_candidate_is_an_internal_error() -> None:
-    """Guards against a loop that waits without end for the missing candidate."""
-
-    class Losing(ToyGenerator):
-        @asynccontextmanager
-        async def open(self, spec: SessionSpec) -> AsyncIterator[ToySession]:
-            async with super().open(spec) as session:
-                extend = session.extend
-
-                async def lossy(until_tokens: int) -> Round:
-                    ended = await extend(until_tokens)
-                    return replace(ended, candidates=ended.candidates[1:])
-
-                session.extend = lossy  # type: ignore[method-assign]
-                yield session
-
-    with pytest.raises(InternalError, match="lost"):
-        await answer(request(), Losing(), FixedScorer())
-
-
 async def test_candidates_without_rewards_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the sum of candidates over all fates against rewards that cannot be opened."""
 
@@ -366,17 +345,23 @@ async def test_candidates_without_rewards_are_abandoned(monkeypatch: pytest.Monk
     assert (names.CANDIDATES, 6, {"fate": "abandoned"}) in counted
 
 
-async def test_a_round_that_ends_early_is_an_internal_error(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("most_tokens", "num_lost", "message"),
+    [(2, 0, "ended at token 2 instead of 16"), (16, 1, "lost 1 candidates")],
+)
+async def test_a_round_that_is_too_short_or_lacks_a_candidate_is_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch, most_tokens: int, num_lost: int, message: str
 ) -> None:
-    """Guards against strides without growth, one after the other until the deadline."""
+    """Guards against strides without growth, one after the other until the deadline, and against a
+    wait without end for the missing candidate."""
     extend = ToySession.extend
 
-    async def short(session: ToySession, until_tokens: int) -> Round:
-        return await extend(session, min(until_tokens, 2))
+    async def faulty(session: ToySession, until_tokens: int) -> Round:
+        ended = await extend(session, min(until_tokens, most_tokens))
+        return replace(ended, candidates=ended.candidates[num_lost:])
 
-    monkeypatch.setattr(ToySession, "extend", short)
-    with pytest.raises(InternalError, match="ended at token 2 instead of 16"):
+    monkeypatch.setattr(ToySession, "extend", faulty)
+    with pytest.raises(InternalError, match=message):
         await answer(request(), ToyGenerator(), FixedScorer())
 
 
