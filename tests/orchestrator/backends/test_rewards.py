@@ -109,22 +109,16 @@ async def test_a_service_that_answers_is_not_away() -> None:
         assert running.counts == (1, 0, 0)
 
 
-async def test_a_service_that_ended_the_session_is_tried_again() -> None:
-    """A session whose lease expired is no sign that its service is lost."""
-    reward = Refuses(2)
-    async with reward_services(reward) as running:
-        generation = await answer(request(12), ToyGenerator(), partial(running.client.open, "toy"))
-    assert reward.num_batches == len(generation.rounds) + 1
-
-
-async def test_each_failure_has_tries_of_its_own() -> None:
-    """Guards a long request, most of whose work is done, against its second small failure."""
-    reward = Refuses(2, 5)
+@pytest.mark.parametrize("batches", [(2,), (2, 5)])
+async def test_a_service_that_ended_the_session_is_tried_again(batches: tuple[int, ...]) -> None:
+    """A session whose lease expired is no sign that its service is lost. Each failure has tries of
+    its own: most of a long request's work is done at the second one."""
+    reward = Refuses(*batches)
     async with reward_services(reward) as running:
         scorer = partial(running.client.open, "toy")
         many = request(12, schedule=GeometricSchedule(2, 1.5))
         generation = await answer(many, ToyGenerator(end_every=10**9), scorer)
-    assert reward.num_batches == len(generation.rounds) + 2 > 6
+    assert reward.num_batches == len(generation.rounds) + len(batches) > 6
 
 
 async def test_no_session_continues_with_another_version() -> None:
