@@ -27,7 +27,6 @@ from specrej.contracts import (
     GeometricSchedule,
     Prompt,
     Pruned,
-    Round,
     Sampling,
     Selection,
     Session,
@@ -46,7 +45,7 @@ from tests.orchestrator.backends.fleets import (
     request,
     target_of,
 )
-from tests.orchestrator.runs import answer
+from tests.orchestrator.runs import FaultyGenerator, answer
 from tests.orchestrator.services import BOUND_S, HeldGenerator
 from tests.serving import until
 
@@ -130,27 +129,14 @@ async def test_forks_without_room_do_not_move(
     assert content(moved) == content(undisturbed)
 
 
-class Refuses(HeldGenerator):
-    """Its sessions cannot grow, and their port answers so."""
-
-    @asynccontextmanager
-    async def open(self, spec: SessionSpec) -> AsyncIterator[Session]:
-        async with super().open(spec) as session:
-
-            async def refuse(until_tokens: int) -> Round:
-                raise Unavailable("the endpoint answers with status 503")
-
-            session.extend = refuse  # type: ignore[method-assign]
-            yield session
-
-
 @pytest.mark.parametrize("makes_whole_answers", [False, True])
 async def test_whole_answers_that_failed_are_not_paid_for_again(
     makes_whole_answers: bool,
 ) -> None:
     """Guards against all N requests to an endpoint, sent again because one of them failed."""
-    toys = [Refuses() for _ in range(2)]
+    toys = [HeldGenerator() for _ in range(2)]
     for toy in toys:
+        toy.toy = FaultyGenerator(breaks_at=0)  # its port answers, with Unavailable
         toy.whole_answers = makes_whole_answers
     async with generators(*toys) as running:
         with pytest.raises(Unavailable):
