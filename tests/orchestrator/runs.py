@@ -37,6 +37,7 @@ from specrej.contracts import (
 )
 from specrej.errors import Unavailable
 from tests.orchestrator.caching import Clock
+from tests.serving import turns
 
 NEVER = 10**9
 PROMPT = Prompt.from_user("four words of prompt")
@@ -93,13 +94,18 @@ class FaultyGenerator(ToyGenerator):
 
 
 class FixedScorer:
-    """Returns fixed values, or a value of each candidate, by default the length of its text."""
+    """Returns fixed values, or a value of each candidate, by default the length of its text.
+
+    It returns after so many turns of the event loop, in which a session may grow.
+    """
 
     def __init__(
         self,
         values: Sequence[float] | Callable[[Candidate], float] = lambda c: float(len(c.text)),
+        num_turns: int = 0,
     ) -> None:
         self._values = values
+        self._num_turns = num_turns
         self.seen: list[int] = []  # ids of finished candidates
 
     @asynccontextmanager
@@ -107,16 +113,49 @@ class FixedScorer:
         yield self
 
     async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        await turns(self._num_turns)
         self.seen += [c.id for c in candidates if c.finish]
         values = [*map(self._values, candidates)] if callable(self._values) else self._values
         return Scores(tuple(values), computed_tokens=len(candidates))
 
 
+class FaultyScorer(FixedScorer):
+    """Fails at its `batch`-th batch (0: when opened): raises `error`, or without one waits until
+    it is cancelled."""
+
+    def __init__(self, batch: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.num_waited = self.num_cancelled = 0
+        self._left = batch
+        self._error = error
+
+    @asynccontextmanager
+    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
+        await self._fail_at_zero()
+        yield self
+
+    async def score(self, candidates: Sequence[Candidate]) -> Scores:
+        self._left -= 1
+        await self._fail_at_zero()
+        return await super().score(candidates)
+
+    async def _fail_at_zero(self) -> None:
+        if self._left:
+            return
+        if self._error:
+            raise self._error
+        self.num_waited += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_cancelled += 1
+
+
 class LetterScorer(FixedScorer):
     """Returns the share of one letter, which differs between candidates and changes over rounds."""
 
-    def __init__(self, letter: str) -> None:
-        super().__init__(lambda c: c.text.count(letter) / max(1, len(c.text)))
+    def __init__(self, letter: str, num_turns: int = 0) -> None:
+        super().__init__(lambda c: c.text.count(letter) / max(1, len(c.text)), num_turns)
 
 
 async def events_of(
@@ -183,18 +222,3 @@ def check_counts(generation: Generation, n: int) -> None:
         # One vetoed candidate may continue if no other is left.
         num_kept = trace.num_live - len(trace.forks)
         assert trace.num_rejected >= trace.num_vetoed - (num_kept <= 1)
-
-
-class SlowScorer(LetterScorer):
-    """Returns after some turns of the event loop, in which a session may grow."""
-
-    def __init__(self, letter: str, turns: int, fails: bool = False) -> None:
-        super().__init__(letter)
-        self.turns, self.fails = turns, fails
-
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        for _ in range(self.turns):
-            await asyncio.sleep(0)
-        if self.fails:
-            raise Unavailable("the reward is gone")
-        return await super().score(candidates)

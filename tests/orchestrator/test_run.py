@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,7 @@ from specrej.telemetry import names
 from tests.orchestrator.runs import (
     PROMPT,
     REQUESTS,
+    FaultyScorer,
     FixedScorer,
     LetterScorer,
     answer,
@@ -328,20 +329,13 @@ async def test_invalid_scores_are_refused(values: list[float], is_weighted: bool
 
 async def test_candidates_without_rewards_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the sum of candidates over all fates against rewards that cannot be opened."""
-
-    class Absent(FixedScorer):
-        @asynccontextmanager
-        async def __call__(self, prompt: object) -> AsyncIterator[Any]:
-            raise Unavailable("away")
-            yield self
-
     counted: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
         "specrej.telemetry.metrics.add",
         lambda name, value=1, **labels: counted.append((name, value, labels)),
     )
     with pytest.raises(Unavailable):
-        await answer(request(n=6), ToyGenerator(), Absent())
+        await answer(request(n=6), ToyGenerator(), FaultyScorer(0, Unavailable("away")))
     assert (names.CANDIDATES, 6, {"fate": "abandoned"}) in counted
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -25,10 +24,8 @@ from specrej.contracts import (
     Forks,
     GenerationRequest,
     GeometricSchedule,
-    Prompt,
     Sampling,
     Scores,
-    ScoringSession,
     WeightedReward,
 )
 from specrej.errors import DeadlineExceeded, RewardInvalid, Unavailable
@@ -36,44 +33,13 @@ from tests.orchestrator.runs import (
     NEVER,
     PROMPT,
     FaultyGenerator,
+    FaultyScorer,
     FixedScorer,
     answer,
     events_of,
     request,
 )
 from tests.orchestrator.services import HeldGenerator
-
-
-class FaultyScorer(FixedScorer):
-    """Fails at its `batch`-th batch (0: when opened): raises `error`, or without one waits until
-    it is cancelled."""
-
-    def __init__(self, batch: int, error: Exception | None = None) -> None:
-        super().__init__()
-        self.num_waited = self.num_cancelled = 0
-        self._left = batch
-        self._error = error
-
-    @asynccontextmanager
-    async def __call__(self, prompt: Prompt) -> AsyncIterator[ScoringSession]:
-        await self._fail_at_zero()
-        yield self
-
-    async def score(self, candidates: Sequence[Candidate]) -> Scores:
-        self._left -= 1
-        await self._fail_at_zero()
-        return await super().score(candidates)
-
-    async def _fail_at_zero(self) -> None:
-        if self._left:
-            return
-        if self._error:
-            raise self._error
-        self.num_waited += 1
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.num_cancelled += 1
 
 
 def lenient(**selection: object) -> GenerationRequest:

@@ -16,6 +16,7 @@ from generator_service.toy import ToyGenerator
 from orchestrator.loop import growth
 from orchestrator.loop.deadline import DeadlineController
 from specrej.contracts import (
+    Candidate,
     Degradation,
     Finished,
     GenerationRequest,
@@ -31,7 +32,8 @@ from tests.orchestrator.runs import (
     PROMPT,
     REWARDS,
     FaultyGenerator,
-    SlowScorer,
+    FixedScorer,
+    LetterScorer,
     answer,
     check_counts,
     events_of,
@@ -57,10 +59,10 @@ async def test_an_answer_is_the_same_if_scores_overlap(
     any_request: GenerationRequest, end_every: int, turns: int
 ) -> None:
     """Survivors have the tokens that they would have drawn later; discarded tokens are counted."""
-    scorers = [SlowScorer(reward.name, turns) for reward in any_request.selection.rewards]
+    scorers = [LetterScorer(reward.name, turns) for reward in any_request.selection.rewards]
     toys = [ToyGenerator(end_every=end_every) for _ in range(2)]
     waiting, overlapping = [
-        await events_of(any_request, toy, scorers or SlowScorer("a", turns), overlaps=overlaps)
+        await events_of(any_request, toy, scorers or LetterScorer("a", turns), overlaps=overlaps)
         for toy, overlaps in zip(toys, (False, True), strict=True)
     ]
     first, second = waiting[-1], overlapping[-1]
@@ -81,14 +83,14 @@ async def test_candidates_grow_while_scores_are_under_way() -> None:
     decision token, which would move it."""
     long = request(16, 64, schedule=GeometricSchedule(8))
     toy = ToyGenerator(end_every=10**9)
-    generation = await answer(long, toy, SlowScorer("a", 1000), overlaps=True)
+    generation = await answer(long, toy, LetterScorer("a", num_turns=1000), overlaps=True)
     discarded = [trace.discarded_tokens for trace in generation.rounds]
     assert discarded == [8 * 7, 4 * 15, 2 * 31, 0]
-    alone = await answer(long, toy, SlowScorer("a", 0), overlaps=True)
+    alone = await answer(long, toy, LetterScorer("a", num_turns=0), overlaps=True)
     assert alone.candidates == generation.candidates
     async with toy.open(SessionSpec(PROMPT, 1, Sampling(), 1)) as other:
         await other.extend(1)
-        shared = await answer(long, toy, SlowScorer("a", 1000), overlaps=True)
+        shared = await answer(long, toy, LetterScorer("a", num_turns=1000), overlaps=True)
     assert shared.candidates == generation.candidates
     assert shared.usage.discarded_tokens == 0
 
@@ -96,15 +98,19 @@ async def test_candidates_grow_while_scores_are_under_way() -> None:
 @pytest.mark.parametrize("may_degrade", [True, False])
 async def test_scores_that_fail_end_the_growth_ahead(may_degrade: bool) -> None:
     """Guards against tasks and slots that stay behind."""
+
+    def failing(_: Candidate) -> float:
+        raise Unavailable("the reward is gone")
+
     toy = ToyGenerator(end_every=10**9)
     long = replace(request(8, 64), allow_degraded=may_degrade)
-    failing = SlowScorer("a", 50, fails=True)
+    scorer = FixedScorer(failing, num_turns=50)
     if may_degrade:
-        generation = await answer(long, toy, failing, overlaps=True)
+        generation = await answer(long, toy, scorer, overlaps=True)
         assert Degradation.REWARD in generation.degradations
     else:
         with pytest.raises(Unavailable):
-            await answer(long, toy, failing, overlaps=True)
+            await answer(long, toy, scorer, overlaps=True)
     assert toy.ledger.owned == 0
 
 
@@ -156,7 +162,7 @@ async def test_an_answer_that_is_rejected_is_none() -> None:
 async def test_a_generator_that_fails_ahead_fails_the_next_round() -> None:
     """Guards against finished candidates whose scores are lost with the stride ahead, and against
     a further call, which could send the prompt to a third generator."""
-    scorer = SlowScorer("a", 50)
+    scorer = LetterScorer("a", num_turns=50)
     generator = FaultyGenerator(breaks_at=9, end_every=10)  # the second stride ahead
     early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
     generation = await answer(early, generator, scorer, overlaps=True)
@@ -175,7 +181,7 @@ async def test_tokens_grown_before_a_failure_are_counted() -> None:
 
     early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
     toy = FaultyGenerator(breaks_at=12, end_every=10, on_step=count)
-    usage = (await answer(early, toy, SlowScorer("a", 50), overlaps=True)).usage
+    usage = (await answer(early, toy, LetterScorer("a", num_turns=50), overlaps=True)).usage
     assert usage.generated_tokens == num_made
     assert usage.discarded_tokens > 0
 

@@ -27,7 +27,6 @@ from tests.orchestrator.runs import (
     REQUESTS,
     FixedScorer,
     LetterScorer,
-    SlowScorer,
     answer,
     request,
 )
@@ -96,7 +95,7 @@ async def test_an_answer_that_ends_while_it_is_scored_is_sent_whole() -> None:
         within: list[Progress | TextDelta] = []
         alone = replace(request(1), sampling=Sampling(max_tokens=60, seed=seed))
         receiver = WithinRounds(within.append)
-        toy, scorer = ToyGenerator(end_every=20), SlowScorer("a", 100)
+        toy, scorer = ToyGenerator(end_every=20), LetterScorer("a", num_turns=100)
         generation = await answer(alone, toy, scorer, overlaps=True, within=receiver)
         text = "".join(event.text for event in within if isinstance(event, TextDelta))
         assert text == generation.best.text

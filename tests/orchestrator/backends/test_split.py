@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -27,7 +26,6 @@ from specrej.contracts import (
     Round,
     RoundEnd,
     Sampling,
-    Scores,
     SessionSpec,
     SlotGauge,
     TokensSchedule,
@@ -222,14 +220,7 @@ class TwoParts(ToyGenerator):
 async def test_a_part_lost_while_it_is_scored(best_part: int) -> None:
     """Guards against INTERNAL if the cut keeps lost candidates only, and against rejected ones that
     count as lost."""
-
-    class Preferring(FixedScorer):
-        async def score(self, candidates: Sequence[Candidate]) -> Scores:
-            for _ in range(50):
-                await asyncio.sleep(0)
-            return await super().score(candidates)
-
-    scorer = Preferring(lambda candidate: float(candidate.id // 4 == best_part))
+    scorer = FixedScorer(lambda c: float(c.id // 4 == best_part), num_turns=50)
     of_two = request(8, TokensSchedule((16,)), allow_degraded=True)
     of_two = replace(of_two, selection=replace(of_two.selection, alpha=0.75))
     answering = answer(of_two, TwoParts(), scorer, overlaps=True)
