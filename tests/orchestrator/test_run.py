@@ -85,10 +85,12 @@ async def test_every_request_ends_with_an_answer_and_all_slots_free(
     events = await events_of(any_request, generator, scorers or FixedScorer())
     assert isinstance(events[0], Admitted)
     assert isinstance(events[-1], Finished)
-    check_counts(events[-1].generation, selection.n)
-    _check_ranking(events[-1].generation, selection)
+    generation = events[-1].generation
+    check_counts(generation, selection.n)
+    _check_ranking(generation, selection)
+    assert generation.rounds[-1].best_score == generation.best.score
     if all(reward.veto_below is None for reward in selection.rewards):
-        _check_promise(events[-1].generation, selection.min_answers)
+        _check_promise(generation, selection.min_answers)
     generator.ledger.check_integrity()
     assert generator.ledger.owned == 0
     for event in events[1:-1]:

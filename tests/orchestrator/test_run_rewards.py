@@ -10,15 +10,11 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from specrej.contracts import (
-    Algorithm,
     Branching,
     Candidate,
     FinishReason,
-    Generation,
     GeometricSchedule,
-    MemorySchedule,
     Normalization,
-    RoundEnd,
     Scores,
     TokensSchedule,
     WeightedReward,
@@ -81,27 +77,6 @@ async def test_answers_of_earlier_rounds_are_compared_with_those_of_later_ones(
         assert generation.best.id == max({c.id for c in finished}, key=scorer.qualities.__getitem__)
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
-async def test_vetoed_candidates_rank_behind_all_others(algorithm: Algorithm) -> None:
-
-    async def answer_with(veto_below: float | None) -> Generation:
-        reward = WeightedReward("length", -1.0, veto_below=veto_below)
-        vetoing = request(algorithm=algorithm, rewards=(reward,), alpha=0.25)
-        return await answer(vetoing, ToyGenerator(), FixedScorer())
-
-    shortest = (await answer_with(None)).best
-    threshold = shortest.rewards[0] + 1
-    generation = await answer_with(threshold)
-    assert generation.best.id != shortest.id
-    assert not generation.best.vetoed
-    for candidate in generation.candidates:
-        assert candidate.vetoed == (candidate.rewards[0] < threshold)
-    order = [candidate.vetoed for candidate in generation.candidates]
-    assert order == sorted(order)
-    best_score = max(candidate.score for candidate in generation.candidates if not candidate.vetoed)
-    assert generation.rounds[-1].best_score == best_score
-
-
 async def test_vetoed_prefixes_are_rejected_at_the_decision_token() -> None:
     """Guards against vetoes that have no effect before the end: alpha is 0."""
     reward = WeightedReward("a", veto_below=0.06)
@@ -154,14 +129,3 @@ async def test_vetoed_candidates_stop_once_there_is_an_answer() -> None:
     assert second.num_live == 0
     assert second.num_vetoed == second.num_rejected > 0
     assert generation.best.rewards == (1.0,) and not generation.best.vetoed
-
-
-async def test_vetoes_release_full_slots() -> None:
-    """Progress: guards against an endless series of empty rounds."""
-    reward = WeightedReward("a", veto_below=0.05)
-    vetoing = request(32, 64, alpha=0.0, schedule=MemorySchedule(), rewards=(reward,))
-    generator = ToyGenerator(32 * 16 + 10, end_every=10**9)
-    generation = await answer(vetoing, generator, LetterScorer("a"))
-    full = [trace for trace in generation.rounds if trace.ended_by is RoundEnd.SLOTS_FULL]
-    assert any(trace.num_vetoed for trace in full), "the case did not occur"
-    assert all(trace.num_rejected >= max(1, trace.num_vetoed) for trace in full)
