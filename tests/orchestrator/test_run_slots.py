@@ -15,19 +15,9 @@ from specrej.contracts import Forks, Generator, MemorySchedule, Pruned, Round, R
 from tests.orchestrator.runs import PROMPT, FixedScorer, answer, request
 
 
-async def test_rounds_of_full_slots_grow_with_a_small_alpha() -> None:
-    """Guards against rounds that release one candidate, grow by nothing and score all again."""
-    generator = ToyGenerator(256 * 4 + 10, end_every=10**9)
-    never = request(256, 60, alpha=0.0, schedule=MemorySchedule(first=4))
-    rounds = (await answer(never, generator, FixedScorer())).rounds
-    positions = [trace.decision_token for trace in rounds]
-    assert positions == sorted(set(positions))
-    assert rounds[0].ended_by is RoundEnd.SLOTS_FULL
-
-
 async def test_rounds_of_full_blocks_grow_soon() -> None:
-    """Guards against one such round after the other where a token may need a block of slots, as on
-    vLLM: each scores all candidates again."""
+    """Guards against rounds that release one candidate, grow by nothing and score all again, also
+    where a token may need a block of slots, as on vLLM."""
     toy = ToyGenerator(1000 * 30, end_every=10**9)
 
     class Blocks:
