@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -179,9 +179,20 @@ async def answer(
     return last.generation
 
 
-def request(n: int = 16, max_tokens: int = 60, **selection: object) -> GenerationRequest:
-    fields = replace(Selection(n=n, return_candidates=64), **selection)  # type: ignore[arg-type]
-    return GenerationRequest(PROMPT, Sampling(max_tokens=max_tokens), fields)
+def request(
+    n: int = 16,
+    max_tokens: int = 60,
+    *,
+    sampling: Mapping[str, Any] | None = None,
+    allow_degraded: bool = False,
+    **selection: Any,
+) -> GenerationRequest:
+    return GenerationRequest(
+        PROMPT,
+        Sampling(max_tokens, **(sampling or {})),
+        Selection(**{"n": n, "return_candidates": 64} | selection),
+        allow_degraded=allow_degraded,
+    )
 
 
 REWARDS = st.builds(

@@ -199,9 +199,9 @@ async def test_forks_fill_the_room_of_rejected_candidates() -> None:
                 seen.setdefault(candidate.id, []).append(candidate.text)
             return await super().score(candidates)
 
-    branching = request(16, 64, schedule=GeometricSchedule(8), branching=Branching(8, 2))
-    branching = replace(branching, sampling=replace(branching.sampling, logprobs=True))
-    generation = await answer(branching, ToyGenerator(end_every=10**9), Noting())
+    branching: dict[str, Any] = {"schedule": GeometricSchedule(8), "branching": Branching(8, 2)}
+    forked = request(16, 64, sampling={"logprobs": True}, **branching)
+    generation = await answer(forked, ToyGenerator(end_every=10**9), Noting())
     first, second, *_ = generation.rounds
     best = [fate.id for fate in first.candidates if fate.fate is Fate.KEPT]
     assert len(best) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, product
 from typing import Any
 
@@ -22,9 +23,7 @@ from specrej.contracts import (
     Finished,
     FinishReason,
     Forks,
-    GenerationRequest,
     GeometricSchedule,
-    Sampling,
     Scores,
     WeightedReward,
 )
@@ -41,9 +40,7 @@ from tests.orchestrator.runs import (
 )
 from tests.orchestrator.services import HeldGenerator
 
-
-def lenient(**selection: object) -> GenerationRequest:
-    return replace(request(**selection), allow_degraded=True)  # type: ignore[arg-type]
+lenient = partial(request, allow_degraded=True)
 
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))
@@ -74,7 +71,7 @@ async def test_a_short_deadline_still_gives_a_complete_answer(
 @pytest.mark.parametrize("allow_degraded", [True, False])
 async def test_a_deadline_before_the_promised_answers_are_complete(allow_degraded: bool) -> None:
     """Guards against fewer answers than promised, and against a cut to fewer to be in time."""
-    promised = replace(request(16, min_answers=8), allow_degraded=allow_degraded)
+    promised = request(16, min_answers=8, allow_degraded=allow_degraded)
     generator = FaultyGenerator(10.0)
     answering = answer(promised, generator, FixedScorer(), time_left_s=300.0, clock=generator.clock)
     if allow_degraded:
@@ -96,11 +93,7 @@ async def test_a_deadline_before_any_answer_is_complete(allow_degraded: bool) ->
     """With `allow_degraded` the best text so far is the answer."""
     generator = FaultyGenerator(100.0)
     clock, began_s = generator.clock, generator.clock()
-    long = replace(
-        request(),
-        allow_degraded=allow_degraded,
-        sampling=Sampling(max_tokens=60, min_tokens=60),
-    )
+    long = request(sampling={"min_tokens": 60}, allow_degraded=allow_degraded)
     running = answer(long, generator, FixedScorer(), time_left_s=2000.0, clock=clock)
     if allow_degraded:
         generation = await running
@@ -120,9 +113,7 @@ async def test_a_generator_lost_within_a_round_causes_no_other_cut(breaks_at: in
     cut where the round broke off could reject all that were live."""
     num_answers, num_degraded = 0, 0
     for seed, allow_degraded in product(range(12), (False, True)):
-        sent = request(16, 60, alpha=0.5, schedule=GeometricSchedule(16))
-        sampling = replace(sent.sampling, seed=seed)
-        sent = replace(sent, sampling=sampling, allow_degraded=allow_degraded)
+        sent = request(alpha=0.5, sampling={"seed": seed}, allow_degraded=allow_degraded)
         generator = FaultyGenerator(0.01, breaks_at=breaks_at)
         within = WithinRounds(lambda _: None)
         options: dict[str, Any] = {"time_left_s": 600.0, "clock": generator.clock}
@@ -255,12 +246,9 @@ async def test_a_failed_stride_leaves_those_before_it(fault: dict[str, int]) -> 
 
 async def test_forks_that_have_not_grown_are_no_answers() -> None:
     """Guards against several equal answers, copies of one survivor, instead of the second best."""
-    forked = lenient(n=8, max_tokens=64, schedule=GeometricSchedule(8), branching=Branching(8, 2))
-    selection = replace(forked.selection, return_candidates=8)
+    forked = lenient(8, 64, schedule=GeometricSchedule(8), branching=Branching(8, 2))
     generator = FaultyGenerator(hangs_at=8, end_every=NEVER)
-    got = await answer(
-        replace(forked, selection=selection), generator, FixedScorer(), time_left_s=1.0
-    )
+    got = await answer(forked, generator, FixedScorer(), time_left_s=1.0)
     assert Degradation.DEADLINE in got.degradations
     assert len(got.candidates) == 2 == len({c.text for c in got.candidates})
 
@@ -309,9 +297,8 @@ async def test_streamed_text_is_in_the_answer_if_a_later_stride_hangs(
     stop: tuple[str, ...],
 ) -> None:
     sent: list[Any] = []
-    single = request(1, 60, schedule=GeometricSchedule(8))
-    sampling = replace(single.sampling, min_tokens=60, stop=stop)
-    single = replace(single, sampling=sampling, allow_degraded=True)
+    sampling = {"min_tokens": 60, "stop": stop}
+    single = lenient(1, schedule=GeometricSchedule(8), sampling=sampling)
     generator, within = FaultyGenerator(hangs_at=30), WithinRounds(sent.append, progress=False)
     options = {"time_left_s": 1.0, "clock": generator.clock, "within": within}
     last = (await events_of(single, generator, FixedScorer(), **options))[-1]
@@ -332,8 +319,7 @@ async def test_a_round_without_scores_is_hurried(time_left_s: float) -> None:
             generator.clock.now_s += 60.0 if len(scored) == 2 else 0.1
             return await super().score(candidates)
 
-    planned = lenient(n=8, max_tokens=128, schedule=GeometricSchedule(16))
-    planned = replace(planned, sampling=replace(planned.sampling, min_tokens=128))
+    planned = lenient(8, 128, sampling={"min_tokens": 128})
     made = await answer(
         planned, generator, Stalls(), time_left_s=time_left_s, clock=generator.clock
     )

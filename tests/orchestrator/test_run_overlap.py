@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,7 +102,7 @@ async def test_scores_that_fail_end_the_growth_ahead(may_degrade: bool) -> None:
         raise Unavailable("the reward is gone")
 
     toy = ToyGenerator(end_every=10**9)
-    long = replace(request(8, 64), allow_degraded=may_degrade)
+    long = request(8, 64, allow_degraded=may_degrade)
     scorer = FixedScorer(failing, num_turns=50)
     if may_degrade:
         generation = await answer(long, toy, scorer, overlaps=True)
@@ -164,7 +163,7 @@ async def test_a_generator_that_fails_ahead_fails_the_next_round() -> None:
     a further call, which could send the prompt to a third generator."""
     scorer = LetterScorer("a", num_turns=50)
     generator = FaultyGenerator(breaks_at=9, end_every=10)  # the second stride ahead
-    early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
+    early = request(40, 64, schedule=GeometricSchedule(8), allow_degraded=True)
     generation = await answer(early, generator, scorer, overlaps=True)
     assert generation.degradations == (Degradation.GENERATOR,)
     assert {c.id for c in generation.candidates} <= set(scorer.seen)
@@ -179,7 +178,7 @@ async def test_tokens_grown_before_a_failure_are_counted() -> None:
         nonlocal num_made
         num_made += step.generated
 
-    early = replace(request(40, 64, schedule=GeometricSchedule(8)), allow_degraded=True)
+    early = request(40, 64, schedule=GeometricSchedule(8), allow_degraded=True)
     toy = FaultyGenerator(breaks_at=12, end_every=10, on_step=count)
     usage = (await answer(early, toy, LetterScorer("a", num_turns=50), overlaps=True)).usage
     assert usage.generated_tokens == num_made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from specrej.contracts import (
     Progress,
     Round,
     RoundEnd,
-    Sampling,
     SlotGauge,
     TextDelta,
 )
@@ -93,7 +90,7 @@ async def test_an_answer_that_ends_while_it_is_scored_is_sent_whole() -> None:
     """Guards against a last part of the text that only the answer has."""
     for seed in range(8):
         within: list[Progress | TextDelta] = []
-        alone = replace(request(1), sampling=Sampling(max_tokens=60, seed=seed))
+        alone = request(1, sampling={"seed": seed})
         receiver = WithinRounds(within.append)
         toy, scorer = ToyGenerator(end_every=20), LetterScorer("a", num_turns=100)
         generation = await answer(alone, toy, scorer, overlaps=True, within=receiver)

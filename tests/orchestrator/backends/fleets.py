@@ -18,15 +18,12 @@ from orchestrator.backends.rewards import FleetRewards
 from reward_service.reward import Reward
 from specrej.channel import open_channel
 from specrej.contracts import (
-    Branching,
     GenerationRequest,
     GeometricSchedule,
-    Prompt,
-    Sampling,
     Schedule,
-    Selection,
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
+from tests.orchestrator import runs
 from tests.orchestrator.services import Backend, generator_backend, reward_backend
 from tests.serving import until
 
@@ -38,7 +35,7 @@ QUICK = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=2)
 PATIENT = PollSettings(poll_s=0.02, resolve_s=0.02, lost_s=60)
 # One poll: afterwards only calls notice a change.
 ONCE = PollSettings(poll_s=60, resolve_s=60, lost_s=60)
-PROMPT = Prompt.from_user("four words of prompt")
+FROM_FOUR = GeometricSchedule(first=4)
 
 
 class ListedTargets:
@@ -116,17 +113,6 @@ async def _running(
         yield RunningFleet(servers, resolver, fleet, client(fleet))
 
 
-def request(
-    n: int = 8,
-    schedule: Schedule | None = None,
-    *,
-    allow_degraded: bool = False,
-    branching: Branching | None = None,
-) -> GenerationRequest:
-    schedule = schedule or GeometricSchedule(first=4)
-    return GenerationRequest(
-        PROMPT,
-        Sampling(max_tokens=32, seed=7, logprobs=True),
-        Selection(n=n, schedule=schedule, return_candidates=n, branching=branching),
-        allow_degraded=allow_degraded,
-    )
+def request(n: int = 8, schedule: Schedule = FROM_FOUR, **changes: Any) -> GenerationRequest:
+    sampling = {"seed": 7, "logprobs": True}
+    return runs.request(n, 32, sampling=sampling, schedule=schedule, **changes)

@@ -21,12 +21,12 @@ from tests.orchestrator import services
 from tests.orchestrator.backends.fleets import (
     ONCE,
     PATIENT,
-    PROMPT,
     ListedTargets,
     connect_generator,
     generators,
     target_of,
 )
+from tests.orchestrator.runs import PROMPT
 from tests.orchestrator.services import HeldGenerator, generator_backend
 from tests.serving import turns, until
 

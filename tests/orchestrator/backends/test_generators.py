@@ -38,14 +38,13 @@ from specrej.errors import Overloaded, Unavailable
 from specrej.security import Share
 from tests.orchestrator.backends.fleets import (
     PATIENT,
-    PROMPT,
     QUICK,
     RunningFleet,
     generators,
     request,
     target_of,
 )
-from tests.orchestrator.runs import FaultyGenerator, answer
+from tests.orchestrator.runs import PROMPT, FaultyGenerator, answer
 from tests.orchestrator.services import BOUND_S, HeldGenerator
 from tests.serving import until
 

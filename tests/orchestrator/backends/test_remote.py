@@ -83,7 +83,7 @@ async def remote_generator(generator: Any) -> AsyncIterator[RemoteGenerator]:
         (100_000, 40, request(algorithm=Algorithm.BEST_OF_N)),
         (100_000, 5, request(n=0)),
         (100_000, 10**9, request(n=1, max_tokens=1)),
-        (100_000, 4, replace(request(), sampling=Sampling(60, min_tokens=20, logprobs=True))),
+        (100_000, 4, request(sampling={"min_tokens": 20, "logprobs": True})),
     ],
 )
 async def test_remote_backends_give_the_same_events_as_local_ones(

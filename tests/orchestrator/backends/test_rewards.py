@@ -13,8 +13,8 @@ from generator_service.toy import ToyGenerator
 from reward_service.toy import ToyReward
 from specrej.contracts import Candidate, GeometricSchedule, Prompt, Scores
 from specrej.errors import NotFound, Overloaded, SpecrejError, Unavailable
-from tests.orchestrator.backends.fleets import ONCE, PROMPT, request, reward_services, target_of
-from tests.orchestrator.runs import answer
+from tests.orchestrator.backends.fleets import ONCE, request, reward_services, target_of
+from tests.orchestrator.runs import PROMPT, answer
 from tests.orchestrator.services import HeldReward
 from tests.serving import until
 

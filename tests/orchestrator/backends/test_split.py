@@ -31,9 +31,9 @@ from specrej.contracts import (
     TokensSchedule,
 )
 from specrej.errors import InternalError, InvalidRequest, Unavailable
-from tests.orchestrator.backends.fleets import ONCE, PROMPT, generators, request
+from tests.orchestrator.backends.fleets import ONCE, generators, request
 from tests.orchestrator.backends.test_generators import SAMPLING, SCORER, content
-from tests.orchestrator.runs import NEVER, FaultyGenerator, FixedScorer, answer
+from tests.orchestrator.runs import NEVER, PROMPT, FaultyGenerator, FixedScorer, answer
 from tests.orchestrator.services import HeldGenerator
 from tests.serving import until
 
@@ -88,8 +88,7 @@ async def test_the_candidate_limits_of_all_generators_add_up(branching: Branchin
 
 async def test_a_part_needs_no_more_answers_than_it_has_candidates() -> None:
     """Guards a valid request against the refusal of a part."""
-    twelve = request(12)
-    twelve = replace(twelve, selection=replace(twelve.selection, min_answers=10))
+    twelve = request(12, min_answers=10)
     async with generators(*(HeldGenerator(max_candidates=8) for _ in range(2))) as running:
         generation = await answer(twelve, running.client, SCORER)
     assert sum(c.finish is not None for c in generation.candidates) >= 10
@@ -221,8 +220,7 @@ async def test_a_part_lost_while_it_is_scored(best_part: int) -> None:
     """Guards against INTERNAL if the cut keeps lost candidates only, and against rejected ones that
     count as lost."""
     scorer = FixedScorer(lambda c: float(c.id // 4 == best_part), num_turns=50)
-    of_two = request(8, TokensSchedule((16,)), allow_degraded=True)
-    of_two = replace(of_two, selection=replace(of_two.selection, alpha=0.75))
+    of_two = request(8, TokensSchedule((16,)), alpha=0.75, allow_degraded=True)
     answering = answer(of_two, TwoParts(), scorer, overlaps=True)
     if best_part:
         with pytest.raises(Unavailable):
