@@ -16,7 +16,7 @@ from specrej import errors, wire
 from specrej.v1 import common_pb2
 from specrej.v1 import orchestrator_pb2 as pb
 from tests.orchestrator.caching import Clock, generation
-from tests.orchestrator.calls import answer, events, small_request
+from tests.orchestrator.calls import answer, small_request
 from tests.orchestrator.services import BOUND_S, Whole
 from tests.serving import until
 
@@ -189,34 +189,6 @@ async def test_a_record_has_the_totals_of_the_answer_and_no_texts(service: Whole
     times += [record.rounds[0].start_ms, record.elapsed_ms]
     assert None not in times and times == sorted(times)  # type: ignore[type-var]
     assert not any(text in repr(record) for text in ("secret", "stop-text", reply.text))
-
-
-async def test_candidates_have_their_fates(service: Whole) -> None:
-    """Guards against fates before the cut, or of other candidates than the scores'."""
-    stream = await events(service, small_request(selection={"n": 12, "return_candidates": 12}))
-    ended = {ranked.candidate_id for ranked in stream[-1].finished.candidates}
-    for event in stream[1:-1]:
-        trace = wire.from_message(event.round_completed.round, c.RoundTrace)
-        assert tuple(candidate.score for candidate in trace.candidates) == trace.scores
-        assert ids_of(trace, c.Fate.KEPT) == set(event.round_completed.survivors)
-        assert len(ids_of(trace, c.Fate.REJECTED)) == trace.num_rejected
-        assert ids_of(trace, c.Fate.FINISHED) <= ended
-
-
-async def test_vetoed_candidates_have_a_fate_of_their_own(service: Whole) -> None:
-    """Guards against a veto recorded as a low rank."""
-    veto = pb.WeightedReward(name="toy", veto_below=0.5)
-    reply = await answer(
-        service, small_request(selection={"n": 12, "alpha": 0.0, "rewards": [veto]})
-    )
-    first = wire.from_message(reply.rounds[0], c.RoundTrace)
-    vetoed = ids_of(first, c.Fate.VETOED)
-    assert vetoed and len(vetoed) == first.num_rejected
-    assert all(candidate.score < 0.5 for candidate in first.candidates if candidate.id in vetoed)
-
-
-def ids_of(trace: c.RoundTrace, fate: c.Fate) -> set[int]:
-    return {candidate.id for candidate in trace.candidates if candidate.fate is fate}
 
 
 async def test_a_running_request_has_a_record(service: Whole) -> None:
