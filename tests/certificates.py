@@ -19,6 +19,11 @@ class Pair:
     cert: Path
     key: Path
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """Of a service that presents the certificate."""
+        return {"tls_cert": str(self.cert), "tls_key": str(self.key)}
+
 
 class Authority:
     """Signs certificates of this machine."""

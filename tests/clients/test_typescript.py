@@ -61,8 +61,7 @@ async def test_tls_and_tokens(tmp_path: Path) -> None:
     server, client = authority.issue(), authority.issue("client")
     tokens.write_text(token_line("acme", "mine"))
     settings: dict[str, Any] = {
-        "tls_cert": str(server.cert),
-        "tls_key": str(server.key),
+        **server.settings,
         "tls_client_ca": str(authority.path),
         "tokens_file": str(tokens),
     }

@@ -14,7 +14,7 @@ from gateway.__main__ import Server
 from gateway.app import Gateway
 from gateway.settings import GatewaySettings
 from specrej.client import Client
-from tests.certificates import Authority, token_line
+from tests.certificates import Authority, Pair, token_line
 from tests.faults.proxy import reset
 
 BODY: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "why?"}]}
@@ -47,11 +47,11 @@ def tokens_file(folder: Path, *tokens: str) -> str:
     return str(folder / "tokens")
 
 
-def context(authority: Authority, **pair: Any) -> ssl.SSLContext:
+def context(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
     """A client that trusts the authority, with a certificate of its own."""
     made = ssl.create_default_context(cafile=authority.path)
     if pair:
-        made.load_cert_chain(pair["cert"], pair["key"])
+        made.load_cert_chain(pair.cert, pair.key)
     return made
 
 
@@ -127,10 +127,16 @@ async def post(port: int, path: str, body: Mapping[str, Any] | bytes, **headers:
     return await response_to(port, request(path, body, **headers))
 
 
-async def response_to(port: int, data: bytes) -> Any:
+async def response_to(port: int, data: bytes, tls: ssl.SSLContext | None = None) -> Any:
     """The response to these bytes, on a connection of their own."""
-    connection = await Connection.open(port, data)
+    connection = await Connection.open(port, data, tls)
     try:
         return await connection.response()
     finally:
         connection.leave()
+
+
+async def whole_reply(port: int, path: str, body: Mapping[str, Any], **headers: str) -> bytes:
+    """Head and body of the answer to the last request of a connection, such as a stream."""
+    connection = await Connection.open(port, request(path, body, connection="close", **headers))
+    return await connection.read_all()

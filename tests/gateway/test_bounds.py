@@ -278,8 +278,7 @@ def tls_of(folder: Path, is_tls: bool) -> tuple[dict[str, str], ssl.SSLContext |
     if not is_tls:
         return {}, None
     authority = Authority(folder)
-    pair = authority.issue()
-    return {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}, context(authority)
+    return authority.issue().settings, context(authority)
 
 
 def holding(orchestrator: FakeOrchestrator) -> None:
@@ -297,8 +296,7 @@ async def test_a_slow_reader_gets_its_reply(
     holding(orchestrator)
     settings, tls = tls_of(tmp_path, is_tls)
     async with gateway_at(address, unread_s=600, **settings) as server:
-        client = Connection(*await asyncio.open_connection("localhost", server.port, ssl=tls))
-        client.writer.write(request(CHAT, BODY))
+        client = await Connection.open(server.port, request(CHAT, BODY), tls)
         await until(lambda: connections(server) == 1)
         served = only_connection(server)
         await client.read_until(b"\r\n\r\n")
@@ -363,7 +361,7 @@ async def test_a_second_request_does_not_excuse_an_unread_reply(
     holding(orchestrator)
     settings, tls = tls_of(tmp_path, is_tls)
     async with gateway_at(address, unread_s=0.3, **settings) as server:
-        client = Connection(*await asyncio.open_connection("localhost", server.port, ssl=tls))
+        client = await Connection.open(server.port, tls=tls)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.writer.write(request(CHAT, BODY))
         await until(lambda: connections(server) == 1)

@@ -14,7 +14,7 @@ import pytest
 from gateway.answers import in_thread
 from specrej import wire
 from specrej.contracts import CandidateTrace, Fate, Finished, Generation, RoundCompleted
-from tests.gateway.gateways import BODY, CHAT, STREAM, Connection, gateway_at, get, post, request
+from tests.gateway.gateways import BODY, CHAT, STREAM, gateway_at, get, post, whole_reply
 from tests.serving import until
 from tests.specrej.fakes import EVENTS, GENERATION, RECORD, FakeOrchestrator, trace
 
@@ -48,8 +48,7 @@ async def test_answers_are_converted_off_the_event_loop(
     async with gateway_at(address) as server:
         assert (await post(server.port, CHAT, BODY))[0] == 200
         streamed = {**STREAM, "stream_options": {"include_usage": True}}
-        stream = await Connection.open(server.port, request(CHAT, streamed, connection="close"))
-        assert b"[DONE]" in await stream.read_all()
+        assert b"[DONE]" in await whole_reply(server.port, CHAT, streamed)
     assert [is_on_loop for _, is_on_loop, _ in calls] == 4 * [False]
     answers = [value for _, _, value in calls if isinstance(value, Generation)]
     assert [(len(answer.candidates), answer.rounds) for answer in answers] == 2 * [(1, ())]
@@ -66,8 +65,7 @@ async def test_large_rounds_are_converted_off_the_event_loop(
     calls = conversions(monkeypatch, "event_from_message", "to_plain")
     body = {**STREAM, "specrej": {"events": "rounds"}}
     async with gateway_at(address) as server:
-        stream = await Connection.open(server.port, request(path, body, connection="close"))
-        assert b"round_completed" in await stream.read_all()
+        assert b"round_completed" in await whole_reply(server.port, path, body)
     rounds = {
         (name, is_on_loop)
         for name, is_on_loop, value in calls

@@ -11,12 +11,12 @@ import pytest
 
 from deploy.local.stack import Stack
 from tests.endpoints import scrape
-from tests.gateway.gateways import BODY, Connection, post, request
+from tests.gateway.gateways import BODY, CHAT, Connection, post, request
 from tests.serving import describe_generator, describe_service, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-CHAT, RAW, TEXT = "/v1/chat/completions", "/v1/specrej/stream", "/v1/completions"
+RAW, TEXT = "/v1/specrej/stream", "/v1/completions"
 LONG = {"max_tokens": 1500, "specrej": {"n": 4, "ignore_eos": True, "events": "rounds"}}
 WHOLE, STREAM = {**BODY, **LONG}, {**BODY, **LONG, "stream": True}
 RAW_TEXT: dict[str, Any] = {"model": "toy", "prompt": "Once", **LONG, "stream": True}

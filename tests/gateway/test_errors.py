@@ -24,6 +24,7 @@ from specrej import errors
 from specrej.client import Client
 from tests.gateway.gateways import (
     BODY,
+    CHAT,
     STREAM,
     Connection,
     gateway_at,
@@ -31,11 +32,11 @@ from tests.gateway.gateways import (
     post,
     request,
     tokens_file,
+    whole_reply,
 )
 from tests.serving import listening, until
 from tests.specrej.fakes import EVENTS, FakeOrchestrator
 
-CHAT = "/v1/chat/completions"
 VIOLATION = errors.Violation("sampling.temperature", "must be 0 or 0.01 .. 2, is 3")
 
 
@@ -148,10 +149,7 @@ async def test_a_late_error_is_the_last_event(
 ) -> None:
     """Guards against a stream that fails and still ends with [DONE]."""
     orchestrator.events = EVENTS[:1]  # ends without an answer
-    connection = await Connection.open(
-        gateway.port, request(path, {**BODY, "stream": True}, connection="close")
-    )
-    text = await connection.read_all()
+    text = await whole_reply(gateway.port, path, STREAM)
     assert beginning in text
     assert b"[DONE]" not in text
     assert text.endswith(b"0\r\n\r\n")
@@ -180,10 +178,7 @@ async def test_a_bug_in_mid_stream_is_an_error_event(
         raise ValueError("secret")
 
     monkeypatch.setattr(Answer, "closing", broken)
-    connection = await Connection.open(
-        gateway.port, request(CHAT, {**BODY, "stream": True}, connection="close")
-    )
-    text = await connection.read_all()
+    text = await whole_reply(gateway.port, CHAT, STREAM)
     assert b'"message":"internal error ' in text and b"secret" not in text
     assert text.endswith(b"0\r\n\r\n") and b"[DONE]" not in text
 
@@ -227,10 +222,7 @@ async def test_logs_have_no_content_of_requests(
         secret = [{"role": "user", "content": "sesame"}]
         for fields in ({}, {"stream": True}, {"sesame": 1}, {"n": "sesame"}, {"tools": ["sesame"]}):
             body = {**BODY, "messages": secret, **fields}
-            connection = await Connection.open(
-                gateway.port, request(CHAT, body, connection="close", authorization="Bearer sesame")
-            )
-            await connection.read_all()
+            await whole_reply(gateway.port, CHAT, body, authorization="Bearer sesame")
     assert orchestrator.requests
     own = [r.getMessage() for r in caplog.records if not r.name.startswith(("grpc", "asyncio"))]
     assert own
@@ -363,8 +355,7 @@ async def test_a_call_that_is_silent_at_first_streams(orchestrator: FakeOrchestr
     orchestrator.events = (EVENTS[-1],)  # without one at admission
     async with listening(service) as address, gateway_at(address, keep_alive_s=0.05) as server:
         orchestrator.holds = True
-        data = request(CHAT, {**BODY, "stream": True}, connection="close")
-        connection = await Connection.open(server.port, data)
+        connection = await Connection.open(server.port, request(CHAT, STREAM, connection="close"))
         head = await connection.read_until(b": keep-alive\n\n")
         orchestrator.released.set()
         text = head + await connection.read_all()

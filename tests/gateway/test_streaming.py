@@ -9,7 +9,7 @@ import pytest
 
 from gateway.answers import Answer
 from gateway.streaming import _part
-from tests.gateway.gateways import BODY, CHAT, Connection, gateway_at, request
+from tests.gateway.gateways import CHAT, STREAM, gateway_at, whole_reply
 from tests.specrej.fakes import ONE, FakeOrchestrator
 
 
@@ -39,8 +39,5 @@ async def test_text_is_requested_where_it_is_sent(
     """Guards against a run that stops after each token for text that only comes at the end."""
     async with gateway_at(address) as server:
         for path in (CHAT, "/v1/specrej/stream"):
-            data = request(path, {**BODY, "stream": True, **body}, connection="close")
-            connection = await Connection.open(server.port, data)
-            await connection.read_all()
-            connection.leave()
+            await whole_reply(server.port, path, {**STREAM, **body})
     assert [stream.text_deltas for stream in orchestrator.streams] == [is_sent, True]

@@ -18,24 +18,19 @@ from tests.gateway.gateways import (
     connections,
     context,
     gateway_at,
+    response_to,
 )
 from tests.serving import until
 
 
 async def get_models(port: int, tls: ssl.SSLContext) -> int:
-    reader, writer = await asyncio.open_connection("localhost", port, ssl=tls)
-    connection = Connection(reader, writer)
-    try:
-        writer.write(MODELS + b"\r\n")
-        return (await connection.response())[0]
-    finally:
-        writer.transport.abort()
+    return int((await response_to(port, MODELS + b"\r\n", tls))[0])
 
 
 async def test_tls_with_certificates_that_change(address: str, tmp_path: Path) -> None:
     first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
     pair = first.issue()
-    async with gateway_at(address, tls_cert=str(pair.cert), tls_key=str(pair.key)) as server:
+    async with gateway_at(address, **pair.settings) as server:
         assert await get_models(server.port, context(first)) == 200
         second.issue()
         assert await get_models(server.port, context(second)) == 200
@@ -48,20 +43,13 @@ async def test_tls_with_certificates_that_change(address: str, tmp_path: Path) -
 async def test_mutual_tls_with_names(address: str, tmp_path: Path) -> None:
     authority, other = Authority(tmp_path), Authority(tmp_path, "other")
     pair, good = authority.issue(), authority.issue("good", "front.example")
-    settings = {
-        "tls_cert": str(pair.cert),
-        "tls_key": str(pair.key),
-        "tls_client_ca": str(authority.path),
-        "allowed_clients": "front.example",
-    }
-    async with gateway_at(address, **settings) as server:
-        tls = context(authority, cert=good.cert, key=good.key)
-        assert await get_models(server.port, tls) == 200
+    clients = {"tls_client_ca": str(authority.path), "allowed_clients": "front.example"}
+    async with gateway_at(address, **pair.settings, **clients) as server:
+        assert await get_models(server.port, context(authority, good)) == 200
         for refused in (pair, authority.issue("nameless", nameless=True)):
-            unnamed = context(authority, cert=refused.cert, key=refused.key)
-            assert await get_models(server.port, unnamed) == 403
+            assert await get_models(server.port, context(authority, refused)) == 403
         foreign = other.issue("foreign", "front.example")
-        for cut in (context(authority), context(authority, cert=foreign.cert, key=foreign.key)):
+        for cut in (context(authority), context(authority, foreign)):
             with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
                 await get_models(server.port, cut)
 
@@ -88,9 +76,8 @@ async def test_no_session_outlives_its_authority(
     pair, client = removed.issue(), removed.issue("client")
     authorities = tmp_path / "clients.pem"
     place(authorities, removed.path.read_bytes())
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
-    async with gateway_at(address, **settings, tls_client_ca=str(authorities)) as server:
-        tls = context(removed, cert=client.cert, key=client.key)
+    async with gateway_at(address, **pair.settings, tls_client_ca=str(authorities)) as server:
+        tls = context(removed, client)
         tls.maximum_version = version
         first, session = await asyncio.to_thread(status_line, server.port, tls)
         assert first == b"HTTP/1.1 200 OK"
@@ -107,9 +94,8 @@ async def test_handshakes_count_as_connections(
     """Guards the process's descriptors against connections that begin no handshake."""
     monkeypatch.setattr(gateway_main, "_HANDSHAKE_S", 1.0)
     authority = Authority(tmp_path)
-    pair = authority.issue("gateway")
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
-    async with gateway_at(address, **settings) as server:
+    pair, trusted = authority.issue("gateway"), context(authority)
+    async with gateway_at(address, **pair.settings, max_connections=4) as server:
         silent = [await Connection.open(server.port) for _ in range(12)]
 
         def num_open() -> int:
@@ -119,14 +105,12 @@ async def test_handshakes_count_as_connections(
         await until(lambda: num_open() <= 4)
         for connection in silent:
             connection.leave()
-        trusted = ssl.create_default_context(cafile=authority.path)
 
         async def is_accepted() -> bool:
             try:
-                _, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusted)
+                (await Connection.open(server.port, tls=trusted)).leave()
             except ConnectionError:
                 return False
-            writer.close()
             return True
 
         await until(is_accepted)
@@ -136,17 +120,11 @@ async def test_handshakes_count_as_connections(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_handshakes_and_connections_have_one_bound(address: str, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    pair = authority.issue("gateway")
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "max_connections": 4}
-    trusted = ssl.create_default_context(cafile=authority.path)
-    async with gateway_at(address, **settings) as server:
-        streams = [
-            await asyncio.open_connection("localhost", server.port, ssl=trusted) for _ in range(3)
-        ]
+    pair, trusted = authority.issue("gateway"), context(authority)
+    async with gateway_at(address, **pair.settings, max_connections=4) as server:
+        encrypted = [await Connection.open(server.port, tls=trusted) for _ in range(3)]
         await until(lambda: connections(server) == 3)
         silent = [await Connection.open(server.port) for _ in range(4)]
         await until(lambda: sum(connection.reader.at_eof() for connection in silent) == 3)
-        for connection in silent:
+        for connection in (*silent, *encrypted):
             connection.leave()
-        for _, writer in streams:
-            writer.close()
