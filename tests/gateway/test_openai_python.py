@@ -24,14 +24,18 @@ def extra(**fields: Any) -> dict[str, Any]:
     return {"specrej": {"n": 4, **fields}}
 
 
+async def create(client: AsyncOpenAI, **fields: Any) -> Any:
+    """The answer to the question, or its stream, of four candidates unless `fields` change it."""
+    usual = {"model": MODEL, "messages": ASK, "extra_body": extra()}
+    return await client.chat.completions.create(**{**usual, **fields})
+
+
 async def test_a_chat_is_answered(client: AsyncOpenAI) -> None:
     turns: list[Any] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=turns, max_completion_tokens=24, extra_body=extra()
-    )
+    answer = await create(client, messages=turns, max_completion_tokens=24)
     (choice,) = answer.choices
     assert choice.message.role == "assistant"
     assert choice.message.content
@@ -48,11 +52,9 @@ async def test_a_chat_is_answered(client: AsyncOpenAI) -> None:
 
 async def test_a_chat_streams(client: AsyncOpenAI) -> None:
     """Guards the order: role, text, end, usage; a stream has the same answer as no stream."""
-    fields: Any = {"model": MODEL, "messages": ASK, "seed": 5, "max_tokens": 24}
-    whole = await client.chat.completions.create(**fields, extra_body=extra())
-    stream = await client.chat.completions.create(
-        **fields, stream=True, stream_options={"include_usage": True}, extra_body=extra()
-    )
+    fields: Any = {"seed": 5, "max_tokens": 24}
+    whole = await create(client, **fields)
+    stream = await create(client, **fields, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk.id for chunk in chunks}) == 1
@@ -71,11 +73,10 @@ async def test_a_stream_has_the_choices_of_a_whole_answer(
     client: AsyncOpenAI, fields: dict[str, Any]
 ) -> None:
     """Guards against choices that are mixed up or cut, and log-probabilities that are lost."""
-    arguments: Any = {"model": MODEL, "messages": ASK, "seed": 5, "max_tokens": 24, **fields}
-    arguments["extra_body"] = extra(n=8)
-    whole = await client.chat.completions.create(**arguments)
+    arguments = {"seed": 5, "max_tokens": 24, "extra_body": extra(n=8), **fields}
+    whole = await create(client, **arguments)
     texts, logprobs, ends = defaultdict[int, str](str), defaultdict[int, list[Any]](list), {}
-    async for chunk in await client.chat.completions.create(**arguments, stream=True):
+    async for chunk in await create(client, **arguments, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             if choice.logprobs and choice.logprobs.content:
@@ -107,13 +108,8 @@ async def test_a_stream_of_raw_text_has_the_choices_of_a_whole_answer(client: As
 @pytest.mark.parametrize("style", ["rounds", "reasoning"])
 async def test_rounds_stream_on_request(client: AsyncOpenAI, style: str) -> None:
     """Guards against an extension that the client's own chunks cannot hold."""
-    stream = await client.chat.completions.create(
-        model=MODEL,
-        messages=ASK,
-        max_tokens=40,
-        stream=True,
-        extra_body=extra(events=style, ignore_eos=True),
-    )
+    extension = extra(events=style, ignore_eos=True)
+    stream = await create(client, max_tokens=40, stream=True, extra_body=extension)
     chunks = [chunk async for chunk in stream]
     if style == "rounds":
         events = [c.model_extra["specrej"] for c in chunks if c.model_extra and not c.choices]
@@ -142,9 +138,7 @@ async def test_raw_text_is_continued(client: AsyncOpenAI) -> None:
 
 
 async def test_log_probabilities_of_drawn_tokens(client: AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=ASK, logprobs=True, top_logprobs=3, max_tokens=8, extra_body=extra()
-    )
+    answer = await create(client, logprobs=True, top_logprobs=3, max_tokens=8)
     logprobs = answer.choices[0].logprobs
     assert logprobs and logprobs.content and answer.usage
     assert len(logprobs.content) == answer.usage.completion_tokens
@@ -156,40 +150,29 @@ async def test_log_probabilities_of_drawn_tokens(client: AsyncOpenAI) -> None:
         assert [top.token for top in item.top_logprobs].index(item.token) == 0
         assert len(item.top_logprobs) == 3
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.chat.completions.create(model=MODEL, messages=ASK, top_logprobs=3)
+        await create(client, top_logprobs=3)
     assert refused.value.param == "top_logprobs"
 
 
 async def test_choices_are_n_and_candidates_are_more(client: AsyncOpenAI) -> None:
     """Guards against fewer choices than n because rejection ended the others."""
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=ASK, n=3, max_tokens=40, extra_body=extra(n=8, prefer_complete=False)
-    )
+    fields: Any = {"n": 3, "max_tokens": 40}
+    answer = await create(client, **fields, extra_body=extra(n=8, prefer_complete=False))
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.model_extra and answer.model_extra["specrej"]["n"] == 8
     scores = answer.model_extra["specrej"]["scores"]
     assert scores == sorted(scores, reverse=True)
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.chat.completions.create(
-            model=MODEL,
-            messages=ASK,
-            n=3,
-            max_tokens=40,
-            extra_body=extra(branching={"width": 8, "keep": 2}),
-        )
+        await create(client, **fields, extra_body=extra(branching={"width": 8, "keep": 2}))
     assert refused.value.param == "n"
     assert "branching.keep (2)" in refused.value.message
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=ASK, n=3, max_tokens=40, extra_body=extra(alpha=0.9, ignore_eos=True)
-    )
+    answer = await create(client, **fields, extra_body=extra(alpha=0.9, ignore_eos=True))
     assert len(answer.choices) == 3
 
 
 async def test_an_absent_seed_is_random_and_a_seed_repeats(client: AsyncOpenAI) -> None:
     async def text(**fields: Any) -> object:
-        answer = await client.chat.completions.create(
-            model=MODEL, messages=ASK, max_tokens=16, extra_body=extra(ignore_eos=True), **fields
-        )
+        answer = await create(client, max_tokens=16, extra_body=extra(ignore_eos=True), **fields)
         return answer.choices[0].message.content
 
     assert await text() != await text()
@@ -200,14 +183,10 @@ async def test_an_absent_seed_is_random_and_a_seed_repeats(client: AsyncOpenAI) 
 async def test_greedy_answers_need_no_candidates(client: AsyncOpenAI) -> None:
     """Guards against an error for temperature 0, which many programs send, also with a preset."""
     for model in (MODEL, f"{MODEL}:sr-32"):
-        answer = await client.chat.completions.create(
-            model=model, messages=ASK, temperature=0, max_tokens=8
-        )
+        answer = await create(client, model=model, temperature=0, max_tokens=8, extra_body=None)
         assert answer.model_extra and answer.model_extra["specrej"]["n"] == 1
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.chat.completions.create(
-            model=MODEL, messages=ASK, temperature=0, extra_body={"specrej": {"n": 2}}
-        )
+        await create(client, temperature=0)
     assert refused.value.param == "temperature"
 
 
@@ -217,25 +196,20 @@ async def test_presets_are_models(client: AsyncOpenAI) -> None:
     assert (await client.models.retrieve(f"{MODEL}:bon-32")).id == f"{MODEL}:bon-32"
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt-4o")
-    answer = await client.chat.completions.create(
-        model=f"{MODEL}:bon-32", messages=ASK, max_tokens=20, extra_body={"specrej": {"n": 3}}
-    )
+    answer = await create(client, model=f"{MODEL}:bon-32", max_tokens=20, extra_body=extra(n=3))
     assert answer.model == f"{MODEL}:bon-32"
     assert answer.model_extra and answer.model_extra["specrej"]["n"] == 3
     for unknown in ("gpt-4o", f"{MODEL}:none", "nothing:bon-32"):
         with pytest.raises(openai.NotFoundError) as missing:
-            await client.chat.completions.create(model=unknown, messages=ASK)
+            await create(client, model=unknown)
         assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
 
 
 async def test_answers_conform_to_a_regular_expression(client: AsyncOpenAI) -> None:
     """tests/e2e/test_gateway.py has JSON, which a toy cannot write."""
     pattern = "amber( birch| cloud){0,2}"
-    answer = await client.chat.completions.create(
-        model=MODEL,
-        messages=ASK,
-        extra_body=extra(structured_output={"kind": "regex", "pattern": pattern}),
-    )
+    output = {"kind": "regex", "pattern": pattern}
+    answer = await create(client, extra_body=extra(structured_output=output))
     (choice,) = answer.choices
     assert choice.finish_reason == "stop"
     assert re.fullmatch(pattern, choice.message.content or "")
@@ -274,26 +248,19 @@ async def test_errors_of_the_core_name_the_callers_field(client: AsyncOpenAI) ->
     ]
     for fields, param in cases:
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(**{"model": MODEL, "messages": ASK, **fields})
+            await create(client, **{"extra_body": None, **fields})
         assert refused.value.param == param
         assert refused.value.type == "invalid_request_error"
         assert param in refused.value.message
     with pytest.raises(openai.NotFoundError) as missing:
-        await client.chat.completions.create(
-            model=MODEL, messages=ASK, extra_body=extra(rewards={"none": 1})
-        )
+        await create(client, extra_body=extra(rewards={"none": 1}))
     assert missing.value.param == "specrej.rewards"
 
 
 async def test_a_failure_in_mid_stream_is_an_exception(client: AsyncOpenAI) -> None:
     """Guards against a stream that ends as if it were complete."""
-    stream = await client.chat.completions.create(
-        model=MODEL,
-        messages=ASK,
-        max_tokens=400,
-        stream=True,
-        extra_body=extra(timeout_s=0.5, ignore_eos=True),
-    )
+    extension = extra(timeout_s=0.5, ignore_eos=True)
+    stream = await create(client, max_tokens=400, stream=True, extra_body=extension)
     with pytest.raises(openai.APIError) as failed:
         _ = [chunk async for chunk in stream]
     assert isinstance(failed.value.body, dict)
@@ -305,12 +272,8 @@ async def test_a_late_answer_is_not_repeated(stack: Stack) -> None:
     url = f"{stack.gateway_url}/v1"
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=2) as client:
         with pytest.raises(openai.InternalServerError) as late:
-            await client.chat.completions.create(
-                model=MODEL,
-                messages=ASK,
-                max_tokens=400,
-                extra_body=extra(timeout_s=0.2, ignore_eos=True),
-            )
+            extension = extra(timeout_s=0.2, ignore_eos=True)
+            await create(client, max_tokens=400, extra_body=extension)
     assert late.value.status_code == 504
     assert late.value.response.headers["x-should-retry"] == "false"
     assert late.value.response.request.headers["x-stainless-retry-count"] == "0"
@@ -334,9 +297,7 @@ async def test_langchain(stack: Stack) -> None:
 
 
 async def test_records_by_the_answers_id(client: AsyncOpenAI, stack: Stack) -> None:
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=ASK, max_tokens=20, extra_body=extra()
-    )
+    answer = await create(client, max_tokens=20)
     record = await client.get(f"/specrej/records/{answer.id}", cast_to=object)
     assert isinstance(record, dict)
     assert record["outcome"] == "OK"
