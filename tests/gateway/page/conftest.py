@@ -29,8 +29,9 @@ async def window(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Asyn
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def fresh(window: Window) -> AsyncIterator[Window]:
-    """The page, just loaded in a wide window; at the end its console is empty, and it has called
-    no other origin."""
+    """The page, just loaded in a wide window of light colors; at the end its console is empty, and
+    it has called no other origin."""
+    await window.page.prefer("light")
     await window.load()
     await window.page.log("performance")  # of the browser's first page
     yield window

@@ -68,36 +68,30 @@ async def test_reduced_motion_moves_nothing(fresh: Window) -> None:
     for reduces in (False, True):
         feature = "reduce" if reduces else "no-preference"
         await fresh.page.prefer("light", prefers_reduced_motion=feature)
-        try:
-            await fresh.js("window.drawn = { frames: 0, other: [] }")
-            for _ in range(8):  # a busy machine draws few frames of a run
-                await fresh.run(**SEEDED)
-                await fresh.until("document.getElementById('live').state.rounds.length")
-                if reduces:
-                    assert await fresh.js("return document.getAnimations().length") == 0
-                await fresh.ended()
-                drawn = await fresh.js("return window.drawn")
-                if drawn["frames"] > 100:
-                    break
-            assert drawn["frames"] > 100 and (drawn["other"] == []) == reduces
-        finally:
-            await fresh.page.prefer("light")
+        await fresh.js("window.drawn = { frames: 0, other: [] }")
+        for _ in range(8):  # a busy machine draws few frames of a run
+            await fresh.run(**SEEDED)
+            await fresh.until("document.getElementById('live').state.rounds.length")
+            if reduces:
+                assert await fresh.js("return document.getAnimations().length") == 0
+            await fresh.ended()
+            drawn = await fresh.js("return window.drawn")
+            if drawn["frames"] > 100:
+                break
+        assert drawn["frames"] > 100 and (drawn["other"] == []) == reduces
 
 
 async def test_a_replay_waits_where_motion_is_reduced(fresh: Window, client: Client) -> None:
     """Guards against a picture that moves on its own as soon as it is opened."""
     generation = await client.generate(PROMPT, n=12, max_tokens=64, seed=18)
     await fresh.page.prefer("light", prefers_reduced_motion="reduce")
-    try:
-        await fresh.load(f"#record={generation.request_id}")
-        await fresh.until("document.getElementById('player').checkVisibility()")
-        await fresh.frames(20)
-        assert await fresh.text("#play") == "Play"
-        assert await fresh.js("return document.getElementById('seek').value") == "0"
-        await fresh.press("Play")
-        assert await fresh.ended("past") == "finished"
-    finally:
-        await fresh.page.prefer("light")
+    await fresh.load(f"#record={generation.request_id}")
+    await fresh.until("document.getElementById('player').checkVisibility()")
+    await fresh.frames(20)
+    assert await fresh.text("#play") == "Play"
+    assert await fresh.js("return document.getElementById('seek').value") == "0"
+    await fresh.press("Play")
+    assert await fresh.ended("past") == "finished"
 
 
 COLORS = """
@@ -120,40 +114,34 @@ COLORS = """
 async def test_forced_colors_keep_the_marks(fresh: Window) -> None:
     """Guards against lanes that vanish where the system chooses all colors."""
     await fresh.page.prefer("dark", forced_colors="active")
-    try:
-        await fresh.run(**SEEDED)
-        await fresh.ended()
-        system, inks = await fresh.js(
-            f"{COLORS} return [system, colors('#live .lane .mark', 'stroke')]"
-        )
-        assert inks == [system] and len(await fresh.fates()) == 24
-        lines = await fresh.js(
-            f"{COLORS} return [all('nav [aria-current]', 'textDecorationLine'),"
-            " all('nav a:not([aria-current])', 'textDecorationLine')]"
-        )
-        assert lines == [["underline"], ["none"]]
-    finally:
-        await fresh.page.prefer("light")
+    await fresh.run(**SEEDED)
+    await fresh.ended()
+    system, inks = await fresh.js(
+        f"{COLORS} return [system, colors('#live .lane .mark', 'stroke')]"
+    )
+    assert inks == [system] and len(await fresh.fates()) == 24
+    lines = await fresh.js(
+        f"{COLORS} return [all('nav [aria-current]', 'textDecorationLine'),"
+        " all('nav a:not([aria-current])', 'textDecorationLine')]"
+    )
+    assert lines == [["underline"], ["none"]]
 
 
 async def test_forced_colors_keep_the_density_view(fresh: Window) -> None:
     """Guards against traces and cuts in the color of the bands below them."""
     await fresh.page.prefer("dark", forced_colors="active")
-    try:
-        await fresh.run(n=200, max_tokens=64, seed=19)
-        await fresh.ended()
-        await fresh.js("document.querySelector('#live [role=slider]').focus()")
-        await fresh.page.press(DOWN, DOWN)
-        await fresh.frames(60)
-        system, bars, lost, traces, widths = await fresh.js(
-            f"""{COLORS}
-            return [system, colors('#live .bar', 'fill'), colors('#live .lost', 'fill'),
-              colors('#live .trace', 'stroke'), all('#live .trace:not([d=""])', 'strokeWidth')];"""
-        )
-        assert lost == traces == [system] and bars and system not in bars
-        assert len(widths) == 2, "the answer and the chosen candidate are not alike"
-    finally:
-        await fresh.page.prefer("light")
+    await fresh.run(n=200, max_tokens=64, seed=19)
+    await fresh.ended()
+    await fresh.js("document.querySelector('#live [role=slider]').focus()")
+    await fresh.page.press(DOWN, DOWN)
+    await fresh.frames(60)
+    system, bars, lost, traces, widths = await fresh.js(
+        f"""{COLORS}
+        return [system, colors('#live .bar', 'fill'), colors('#live .lost', 'fill'),
+          colors('#live .trace', 'stroke'), all('#live .trace:not([d=""])', 'strokeWidth')];"""
+    )
+    assert lost == traces == [system] and bars and system not in bars
+    assert len(widths) == 2, "the answer and the chosen candidate are not alike"
 
 
 TWIN = """
@@ -188,14 +176,7 @@ async def test_the_table_twin_has_the_candidates(fresh: Window, client: Client) 
         for part in range(1, 5)
     ]
     for time_ms in (0.0, *times_ms):
-        await fresh.js(
-            """
-            const seek = document.getElementById('seek');
-            seek.step = 'any';  // a thousandth of a slow request is longer than a round
-            seek.value = arguments[0];
-            seek.dispatchEvent(new Event('input'));""",
-            1000 * time_ms / record.elapsed_ms,
-        )
+        await fresh.seek(1000 * time_ms / record.elapsed_ms)
         await fresh.frames(2)
         state = await fresh.state("past")
         rows = await fresh.js(TWIN, "past")
@@ -253,11 +234,7 @@ CUT = """
 async def test_nothing_is_wider_than_the_window(fresh: Window) -> None:
     """Guards against a page that scrolls sideways: loaded narrow, and at every width later."""
     await fresh.load(width=WIDTHS[0])
-    await fresh.run(**SEEDED, compare=True)
-    await fresh.ended()
-    await fresh.ended("other")
-    await fresh.js("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
-    request_id = (await fresh.state())["id"]
+    request_id = await fresh.compare()
     for width in WIDTHS:
         await fresh.page.resize(width, 900)
         for fragment in ("#watch", f"#record={request_id}", "#operate"):
@@ -277,21 +254,14 @@ VIOLATIONS = """
 async def test_axe_finds_nothing(fresh: Window) -> None:
     """Guards against missing names, roles and contrast, in every view and both color schemes."""
     source = need(AXE, "axe-core").read_text()
-    await fresh.run(**SEEDED, compare=True)
-    await fresh.ended()
-    await fresh.ended("other")
-    await fresh.js("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    request_id = await fresh.compare()
     await fresh.js(source)
-    request_id = (await fresh.state())["id"]
-    try:
-        for scheme in ("light", "dark"):
-            await fresh.page.prefer(scheme)
-            for fragment in ("#watch", f"#record={request_id}", "#operate"):
-                await fresh.go(fragment)
-                await fresh.frames(10)
-                assert await fresh.js(VIOLATIONS) == [], (scheme, fragment)
-            await fresh.press("Token")
-            assert await fresh.js(VIOLATIONS) == [], scheme
-            await fresh.page.press(ESCAPE)
-    finally:
-        await fresh.page.prefer("light")
+    for scheme in ("light", "dark"):
+        await fresh.page.prefer(scheme)
+        for fragment in ("#watch", f"#record={request_id}", "#operate"):
+            await fresh.go(fragment)
+            await fresh.frames(10)
+            assert await fresh.js(VIOLATIONS) == [], (scheme, fragment)
+        await fresh.press("Token")
+        assert await fresh.js(VIOLATIONS) == [], scheme
+        await fresh.page.press(ESCAPE)

@@ -207,12 +207,7 @@ async def test_a_record_replays_step_by_step_and_at_any_speed(
     record = await client.record(generation.request_id)
     await fresh.load(f"#record={generation.request_id}")
     await fresh.until("document.getElementById('past').state.n")
-    await fresh.js(
-        """
-        const seek = document.getElementById('seek');
-        seek.value = 0;
-        seek.dispatchEvent(new Event('input'));"""
-    )
+    await fresh.seek(0)
     lives: list[int] = []
     for _ in range(len(record.rounds) + 2):
         await fresh.press("Step forward")
@@ -226,12 +221,7 @@ async def test_a_record_replays_step_by_step_and_at_any_speed(
     await fresh.press("Play")
     assert await fresh.ended("past") == "finished"
     assert await fresh.fates("past") == fates_of(record)
-    await fresh.js(
-        """
-        const seek = document.getElementById('seek');
-        seek.value = 0;
-        seek.dispatchEvent(new Event('input'));"""
-    )
+    await fresh.seek(0)
     await fresh.press("Step forward")
     await fresh.frames(2)
     assert {*(await fresh.fates("past")).values()} == {None}  # of the start, not of the end

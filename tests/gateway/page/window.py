@@ -145,6 +145,25 @@ class Window:
             == "Network.requestWillBeSent"
         ]
 
+    async def compare(self) -> str:
+        """Run the seeded request and its comparison, and open all details; the request's id."""
+        await self.run(**SEEDED, compare=True)
+        await self.ended()
+        await self.ended("other")
+        await self.js("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+        return str((await self.state())["id"])
+
+    async def seek(self, thousandths: float) -> None:
+        """Show that part of the time of the record."""
+        await self.js(
+            """
+            const seek = document.getElementById('seek');
+            seek.step = 'any';  // a thousandth of a slow request is longer than a round
+            seek.value = arguments[0];
+            seek.dispatchEvent(new Event('input'));""",
+            thousandths,
+        )
+
     async def fill_speed(self, speed: str) -> None:
         """Choose the speed of the player."""
         await self.js(
