@@ -16,7 +16,6 @@ from generator_service.toy import ToyGenerator
 from orchestrator.loop.scoring import fingerprint_of
 from reward_service.toy import ToyReward
 from reward_service.worker import Worker
-from specrej.channel import open_channel
 from specrej.contracts import (
     Algorithm,
     Candidate,
@@ -46,7 +45,7 @@ from specrej.errors import (
     Violation,
 )
 from specrej.remote import RemoteGenerator, RemoteRewards
-from tests.faults.rogue import grpc_rogue
+from tests.faults.rogue import Rogue
 from tests.orchestrator.runs import PROMPT, events_of, request
 from tests.orchestrator.services import (
     BOUND_S,
@@ -60,6 +59,7 @@ from tests.orchestrator.services import (
     whole,
 )
 from tests.reward_service.fakes import FixedReward
+from tests.serving import serving
 
 
 async def remote_events_of(generation_request: GenerationRequest, service: Whole) -> list[Event]:
@@ -215,8 +215,7 @@ async def test_the_answer_to_another_command_is_an_internal_error(fault: str) ->
     """Guards against candidates ranked by the scores of another batch."""
     batch = [Candidate(0, "one", 1, -1.0), Candidate(1, "two", 1, -1.0)]
     async with (
-        grpc_rogue(fault) as port,
-        open_channel(f"127.0.0.1:{port}", retries=False) as channel,
+        serving(Rogue(fault).service()) as channel,
         RemoteRewards(channel).open("toy", PROMPT) as session,
     ):
         with pytest.raises(InternalError, match="another command"):
