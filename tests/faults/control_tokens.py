@@ -5,15 +5,12 @@ The generator's and the reward's tiny models have one token per byte, and one pe
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from specrej.client import RewardClient
 from specrej.contracts import Message, Prompt
 from tests.faults.case import Case, here
-from tests.faults.engines import engine_world
+from tests.faults.engines import reader_world
 from tests.faults.world import World
 
 # Control tokens of the tiny models.
@@ -48,28 +45,22 @@ async def _scored_tokens(running: World, prompt: Prompt, response: str) -> int:
 async def control_tokens(_: World) -> list[str]:
     """A prompt or response of control tokens has as many tokens as any other of its length; only
     raw text that allows them has fewer."""
-    from tests.reward_service.tiny import save_language_model  # imports torch
-
     codes: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="specrej-") as directory:
-        save_language_model(Path(directory))
-        reader = {"name": "reader", "kind": "likelihood", "directory": directory}
-        rewards = json.dumps([{"name": "toy", "kind": "toy"}, reader])
-        async with engine_world(SPECREJ_REWARD_REWARDS=rewards) as running:
-            raw, allowed = Prompt(text=_EVIL), Prompt(text=_EVIL, allow_special_tokens=True)
-            pair = [_conversation(_EVIL), _conversation(_PLAIN)]
-            evil, plain = await _prompt_tokens(running, pair, codes)
-            assert evil == plain, f"{evil} tokens of a conversation, not {plain}"
-            evil, plain, real = await _prompt_tokens(
-                running, [raw, Prompt(text=_PLAIN), allowed], codes
-            )
-            assert evil == plain == real + _NUM_CONTROL_CHARACTERS - 3, (evil, plain, real)
-            evil = await _scored_tokens(running, pair[0], _EVIL)
-            plain = await _scored_tokens(running, pair[1], _PLAIN)
-            assert evil == plain, f"the reward reads {evil} tokens, not {plain}"
-            refused = Prompt(messages=pair[0].messages, allow_special_tokens=True)
-            codes.append((await running.generate(prompt=refused)).code)
-            await running.settle()
+    async with reader_world() as running:
+        raw, allowed = Prompt(text=_EVIL), Prompt(text=_EVIL, allow_special_tokens=True)
+        pair = [_conversation(_EVIL), _conversation(_PLAIN)]
+        evil, plain = await _prompt_tokens(running, pair, codes)
+        assert evil == plain, f"{evil} tokens of a conversation, not {plain}"
+        evil, plain, real = await _prompt_tokens(
+            running, [raw, Prompt(text=_PLAIN), allowed], codes
+        )
+        assert evil == plain == real + _NUM_CONTROL_CHARACTERS - 3, (evil, plain, real)
+        evil = await _scored_tokens(running, pair[0], _EVIL)
+        plain = await _scored_tokens(running, pair[1], _PLAIN)
+        assert evil == plain, f"the reward reads {evil} tokens, not {plain}"
+        refused = Prompt(messages=pair[0].messages, allow_special_tokens=True)
+        codes.append((await running.generate(prompt=refused)).code)
+        await running.settle()
     return codes
 
 

@@ -7,6 +7,7 @@ separate world. The invariant is checked there, with that world's reference answ
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -65,6 +66,21 @@ async def engine_world(
             await asyncio.wait({keeping})
 
 
+@asynccontextmanager
+async def reader_world(
+    make_stack: type[Stack] = BreakableStack, **environment: str
+) -> AsyncIterator[World]:
+    """The same with one reward, "reader", of a tiny model."""
+    from tests.reward_service.tiny import save_language_model  # imports torch
+
+    with tempfile.TemporaryDirectory(prefix="specrej-") as directory:
+        save_language_model(Path(directory))
+        rewards = [{"name": "reader", "kind": "likelihood", "directory": directory}]
+        environment["SPECREJ_REWARD_REWARDS"] = json.dumps(rewards)
+        async with engine_world(make_stack, **environment) as running:
+            yield running
+
+
 def _save_model(directory: Path) -> None:
     # Imports torch; the cases of `make test` need no model.
     from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
@@ -106,14 +122,19 @@ async def thread_breaks(number: signal.Signals, _: World) -> list[str]:
         running.signal("generator", number)
         outcome = await call.outcome()
         late = await running.generate(timeout_s=5)
-        await until(partial(_is_new, running, before), bound_s=_START_S)
-        await running.settle()
+        await until_replaced(running, "generator", before)
         return [outcome.label, late.label]
 
 
-async def _is_new(running: World, before: int) -> bool:
-    is_new = running.stack.processes["generator"] != before
-    return is_new and await running.health("generator") == "SERVING"
+async def until_replaced(running: World, name: str, before: int) -> None:
+    """Wait until another process than `before` serves, and the invariant holds."""
+
+    async def is_new() -> bool:
+        is_other = running.stack.processes[name] != before
+        return is_other and await running.health(name) == "SERVING"
+
+    await until(is_new, bound_s=_START_S)
+    await running.settle()
 
 
 CASES: tuple[Case, ...] = (

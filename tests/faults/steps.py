@@ -6,22 +6,18 @@ On real engines with tiny models, in separate worlds.
 from __future__ import annotations
 
 import asyncio
-import json
-import tempfile
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from specrej.contracts import TokensSchedule
 from tests.faults.breaks import FAILS, HANGS_IN, HANGS_IN_REWARD
 from tests.faults.case import Case, here
-from tests.faults.engines import BreakableStack, engine_world
-from tests.faults.world import Outcome, World, until
+from tests.faults.engines import BreakableStack, engine_world, reader_world, until_replaced
+from tests.faults.world import Outcome, World
 
 _LIMIT_S = 180.0
 _HANGS_LIMIT_S = 600.0
-_START_S = 60.0
 _STUCK_S = "1"
 # Long enough to be under way when another session fails.
 _BYSTANDER: Mapping[str, Any] = {"n": 3, "max_tokens": 400, "logprobs": True, "timeout_s": 60}
@@ -66,29 +62,14 @@ async def generator_hangs(_: World) -> list[str]:
 
 async def reward_hangs(_: World) -> list[str]:
     """If a reward's thread hangs between two passes, the process is replaced."""
-    from tests.reward_service.tiny import save_language_model  # imports torch
-
-    with tempfile.TemporaryDirectory(prefix="specrej-") as directory:
-        save_language_model(Path(directory))
-        rewards = [{"name": "reader", "kind": "likelihood", "directory": directory}]
-        environment = {
-            "SPECREJ_REWARD_REWARDS": json.dumps(rewards),
-            "SPECREJ_REWARD_STUCK_S": _STUCK_S,
-        }
-        async with engine_world(_RewardStack, **environment) as running:
-            return [await _replaced(running, "reward", f"This one {HANGS_IN_REWARD}")]
+    async with reader_world(_RewardStack, SPECREJ_REWARD_STUCK_S=_STUCK_S) as running:
+        return [await _replaced(running, "reward", f"This one {HANGS_IN_REWARD}")]
 
 
 async def _replaced(running: World, name: str, prompt: str) -> str:
     before = running.stack.processes[name]
     code = (await running.generate(prompt=prompt, **_HANGING, timeout_s=5)).code
-
-    async def is_new() -> bool:
-        is_other = running.stack.processes[name] != before
-        return is_other and await running.health(name) == "SERVING"
-
-    await until(is_new, bound_s=_START_S)
-    await running.settle()
+    await until_replaced(running, name, before)
     return code
 
 
