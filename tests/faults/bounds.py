@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,14 +31,19 @@ _PORTS = {_GENERATE: "orchestrator", _SESSION: "generator"}
 
 
 def peak_mib(process_id: int) -> float:
-    """The largest resident memory since `reset_peak`."""
+    """The largest resident memory since the last reset."""
     status = Path(f"/proc/{process_id}/status").read_text().split()
     return int(status[status.index("VmHWM:") + 1]) / 1024
 
 
-def reset_peak(process_id: int) -> None:
-    """Let the peak begin with the present memory."""
+@contextmanager
+def little_memory(process_id: int) -> Iterator[None]:
+    """Raises AssertionError at the end: the process has needed much more memory meanwhile."""
     Path(f"/proc/{process_id}/clear_refs").write_text("5")
+    before_mib = peak_mib(process_id)
+    yield
+    growth_mib = peak_mib(process_id) - before_mib
+    assert growth_mib < MAX_GROWTH_MIB, f"{growth_mib:.0f} MiB more"
 
 
 _NUMBERS = b"\x08\x01"  # field 1, not packed
@@ -75,14 +80,10 @@ _PARTS = (
 
 async def many_parts(parts: _Parts, world: World) -> list[str]:
     """The request is refused before its parts are objects."""
-    port = _port(parts.method)
-    reset_peak(world.process(port).pid)
-    before_mib = peak_mib(world.process(port).pid)
-    error = await _send(world, parts.method, parts.data)
+    with little_memory(world.process(_port(parts.method)).pid):
+        error = await _send(world, parts.method, parts.data)
     assert isinstance(error, grpc.aio.AioRpcError)
     assert set(violations_of(error)) == {parts.path}
-    growth_mib = peak_mib(world.process(port).pid) - before_mib
-    assert growth_mib < MAX_GROWTH_MIB, f"{growth_mib:.0f} MiB more"
     return [error.code().name]
 
 
@@ -119,19 +120,16 @@ async def unread_replies(port: str, world: World) -> list[str]:
     flat, and the connections are shut."""
     host, number = world.addresses[port].rsplit(":", 1)
     calls = b"".join(http2.unary(2 * stream + 1, _CHECK) for stream in range(_NUM_UNREAD))
-    reset_peak(world.process(port).pid)
-    before_mib = peak_mib(world.process(port).pid)
-    opened = [await asyncio.open_connection(host, int(number)) for _ in range(4)]
-    for _, writer in opened:
-        writer.write(http2.PREFACE + http2.window(0) + calls)
-    # Each check waits for a flood of valid calls, for seconds on a busy machine.
-    answered = [await health_of(world.addresses[port], timeout_s=20) for _ in range(20)]
-    for reader, writer in opened:
-        with suppress(ConnectionError):
-            await reader.read()  # until the service shuts the connection
-        writer.close()
-    growth_mib = peak_mib(world.process(port).pid) - before_mib
-    assert growth_mib < MAX_GROWTH_MIB, f"{growth_mib:.0f} MiB more"
+    with little_memory(world.process(port).pid):
+        opened = [await asyncio.open_connection(host, int(number)) for _ in range(4)]
+        for _, writer in opened:
+            writer.write(http2.PREFACE + http2.window(0) + calls)
+        # Each check waits for a flood of valid calls, for seconds on a busy machine.
+        answered = [await health_of(world.addresses[port], timeout_s=20) for _ in range(20)]
+        for reader, writer in opened:
+            with suppress(ConnectionError):
+                await reader.read()  # until the service shuts the connection
+            writer.close()
     return answered
 
 
