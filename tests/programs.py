@@ -22,10 +22,10 @@ class Outcome(NamedTuple):
     stderr: str
 
 
-async def run(
+async def outcome_of(
     *command: str | Path, folder: Path = ROOT, bound_s: float = 120, **environment: str
-) -> str:
-    """The stdout of a command in `folder`; an AssertionError with its output if it fails."""
+) -> Outcome:
+    """The outcome of a command in `folder`."""
     process = await asyncio.create_subprocess_exec(
         *command, cwd=folder, env={**os.environ, **environment}, stdout=PIPE, stderr=PIPE
     )
@@ -34,8 +34,15 @@ async def run(
     finally:
         if process.returncode is None:
             process.kill()
-    assert process.returncode == 0, (output + errors).decode()
-    return output.decode()
+    assert process.returncode is not None
+    return Outcome(process.returncode, output.decode(), errors.decode())
+
+
+async def run(*command: str | Path, **options: Any) -> str:
+    """The stdout of a command; an AssertionError with its output if it fails."""
+    code, output, errors = await outcome_of(*command, **options)
+    assert code == 0, output + errors
+    return output
 
 
 def in_process(main: Callable[..., object], *arguments: Any) -> Outcome:

@@ -5,7 +5,6 @@ Killed processes, in every phase of a request: tests/faults, on toys.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -21,11 +20,11 @@ from deploy.local.stack import Stack
 from specrej import Client, GeometricSchedule
 from specrej.client import Options
 from specrej.contracts import Algorithm, CacheControl
+from tests.programs import ROOT, outcome_of, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).parents[2]
 OPTIONS = Options(
     n=16, max_tokens=16, schedule=GeometricSchedule(first=4), seed=3, cache=CacheControl.BYPASS
 )
@@ -59,17 +58,9 @@ async def test_rewards(stack: Stack, reward: str) -> None:
         assert generation.usage.reward_tokens > 0
 
 
-async def _run(*arguments: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    stdout, stderr = await asyncio.wait_for(process.communicate(), 240)
-    return process.returncode or 0, stdout.decode(), stderr.decode()
-
-
 async def test_the_command_line(stack: Stack) -> None:
-    specrej, address = str(BIN / "specrej"), ("--address", stack.orchestrator_address)
-    code, out, err = await _run(
+    specrej, address = BIN / "specrej", ("--address", stack.orchestrator_address)
+    code, out, err = await outcome_of(
         specrej, "generate", PROMPT, *address, "-n", "8", "--max-tokens", "18", "--json"
     )
     answer = json.loads(out)
@@ -77,20 +68,20 @@ async def test_the_command_line(stack: Stack) -> None:
     assert answer["n"] == 8
     assert answer["rounds"][0]["decision_token"] == 16
     assert "round 1" in err
-    code, out, err = await _run(specrej, "generate", PROMPT, *address, "--alpha", "1.5")
+    code, out, err = await outcome_of(specrej, "generate", PROMPT, *address, "--alpha", "1.5")
     assert (code, out) == (2, "")
     assert "selection.alpha" in err
-    code, out, _ = await _run(specrej, "describe", *address, "--json")
+    code, out, _ = await outcome_of(specrej, "describe", *address, "--json")
     assert json.loads(out)["rewards"] == ["relevance", "harmless", "likelihood"]
     flags = ("--reward", "relevance,batch", "--reward", "harmless=0.5,veto=1e6", "-n", "4")
-    code, out, err = await _run(
+    code, out, err = await outcome_of(
         specrej, "generate", PROMPT, *address, *flags, "--max-tokens", "18", "--json"
     )
     best = json.loads(out)["candidates"][0]
     assert best["vetoed"]  # no answer reaches the veto limit: the best one is returned, flagged
     assert len(best["rewards"]) == 2
     assert "vetoed" in err
-    code, out, _ = await _run(
+    code, out, _ = await outcome_of(
         specrej, "score", "--address", stack.reward_address, "--prompt", "How do plants eat?",
         "Plants make food from light.", "My car is red.", "--json",
     )  # fmt: skip
@@ -103,11 +94,8 @@ async def test_the_printed_structured_output(stack: Stack) -> None:
     page = (ROOT / "docs" / "structured.md").read_text(encoding="utf-8")
     command = re.search(r"^```sh\n(\.venv/bin/specrej [\s\S]*?)^```$", page, re.MULTILINE)
     assert command
-    code, out, err = await _run(
-        "env", f"--chdir={ROOT}", f"SPECREJ_ADDRESS={stack.orchestrator_address}",
-        *("bash", "-euc", command[1]),
-    )  # fmt: skip
-    assert code == 0, err
+    address = stack.orchestrator_address
+    out = await run("bash", "-euc", command[1], bound_s=240, SPECREJ_ADDRESS=address)
     assert json.loads(out)["sky"] in ("clear", "cloudy")
 
 

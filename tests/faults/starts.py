@@ -18,6 +18,7 @@ from deploy.local.stack import Ports, Stack
 from tests.faults.case import Case, here
 from tests.faults.proxy import HOST
 from tests.faults.world import SERVICES, Call, World, until, world
+from tests.programs import outcome_of
 from tests.serving import health_of
 
 _SLOW_TO_LOAD = '[{"name": "slow", "kind": "function", "function": "tests.faults.slow_load:score"}]'
@@ -177,13 +178,9 @@ async def no_child_left(_: World) -> list[str]:
 async def model_fails_to_load(_: World) -> list[str]:
     """The generator prints the reason and ends; the orchestrator waits and serves later."""
     async with trio("orchestrator", "reward") as three:
-        broken = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "generator_service", "--port", "0", "--model", "/nowhere"),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(_START_S):
-            _stdout, errors = await broken.communicate()
-        assert b"/nowhere" in errors.splitlines()[-1], errors[-300:]
+        command = (sys.executable, "-m", "generator_service", "--port", "0", "--model", "/nowhere")
+        broken = await outcome_of(*command, bound_s=_START_S)
+        assert "/nowhere" in broken.stderr.splitlines()[-1], broken.stderr[-300:]
         refused = await three.call(timeout_s=5).outcome()
         assert await health_of(three.address("orchestrator")) == "NOT_SERVING"
         await three.start("generator")
