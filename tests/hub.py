@@ -77,12 +77,8 @@ def use(
 def running() -> Iterator[Hub]:
     """A hub on a free port of loopback."""
     hub = Hub()
-
-    class Handler(_Handler):
-        pass
-
-    Handler.hub = hub
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -104,12 +100,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         hub = self.hub
         hub.requests.append((self.command, self.path, self.headers.get("Range", "")))
         match = _API.match(self.path) or _FILE.fullmatch(self.path)
@@ -131,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in files]
         commit = hub.commit_of(name, match[3])
         return self._json({"id": name, "modelId": name, "sha": commit, "siblings": siblings})
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
