@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 import specrej
 from deploy.local.stack import Ports
@@ -16,7 +17,6 @@ from specrej import Client, Retries, RewardClient, errors, wire
 from specrej import contracts as c
 from specrej.channel import SERVICE_CONFIG, open_channel, options
 from specrej.client import Options, build_request
-from specrej.v1 import orchestrator_pb2
 from specrej.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from tests.serving import listening, until
 from tests.specrej.fakes import (
@@ -28,35 +28,11 @@ from tests.specrej.fakes import (
     FakeOrchestrator,
     FakeReward,
 )
+from tests.specrej.test_wire import REQUESTS
 
 NAN = float("nan")
 JITTER = 0.2  # of gRPC's waits, both ways
 VIOLATION = errors.Violation("selection.n", "too many")
-REQUEST = c.GenerationRequest(
-    prompt=c.Prompt.from_user("why?"),
-    sampling=c.Sampling(
-        *(64, 0.7, 50, 0.9, ("\n\n",), 7, True, 5, True, 0.05, 1.2, 0.5, -0.5),
-        logit_bias=(c.TokenBias(7, -100.0), c.TokenBias(8, 1.5)),
-        bad_words=("in", "fact"),
-        stop_token_ids=(3, 4),
-        top_logprobs=2,
-        structured_output=c.JsonSchema('{"a":1}'),
-    ),
-    selection=c.Selection(
-        n=8,
-        alpha=0.25,
-        schedule=c.TokensSchedule((8, 32)),
-        algorithm=c.Algorithm.BEST_OF_N,
-        rewards=(c.WeightedReward("relevance"), c.WeightedReward("likelihood", 0.5)),
-        return_candidates=2,
-        min_answers=2,
-        prefer_complete=False,
-        branching=c.Branching(8, 2, 0.5),
-    ),
-    model="tiny",
-    cache=c.CacheControl.REFRESH,
-    allow_degraded=True,
-)
 
 
 def test_omitted_options_are_absent_on_the_wire() -> None:
@@ -67,9 +43,22 @@ def test_omitted_options_are_absent_on_the_wire() -> None:
     assert [field.name for field, _ in message.ListFields()] == ["prompt", "sampling", "selection"]
 
 
+@given(REQUESTS)
+def test_every_option_reaches_its_field(request: c.GenerationRequest) -> None:
+    """Guards against an option that is accepted and dropped, or lands in the wrong field, such as
+    a normalisation or a veto."""
+    parts = (request.selection, request.sampling, request)
+    options: Any = {
+        name: next(getattr(part, name) for part in parts if hasattr(part, name))
+        for name in Options.__annotations__
+    }
+    message = build_request(request.prompt, **options)
+    assert wire.from_message(message, c.GenerationRequest) == request
+
+
 def test_rewards_and_prompts_have_several_forms() -> None:
-    """Guards against a string taken for a sequence of messages, raw text wrapped in a chat turn,
-    and a normalisation or a veto that is dropped."""
+    """Guards against a string taken for a sequence of messages, and raw text wrapped in a chat
+    turn."""
     named = build_request("why?", rewards={"relevance": 2.0})
     assert build_request("why?", rewards=[c.WeightedReward("relevance", 2.0)]) == named
     for prompt in (c.Prompt.from_user("why?"), [c.Message("user", "why?")]):
@@ -77,9 +66,8 @@ def test_rewards_and_prompts_have_several_forms() -> None:
     assert build_request(c.Prompt(text="once")).prompt.text == "once"
     schema = build_request("why?", structured_output={"a": 1})
     assert build_request("why?", structured_output=c.JsonSchema('{"a":1}')) == schema
-    reward = c.WeightedReward("harmless", 0.5, specrej.Normalization("fixed", 0.2, 1.1), -1.0)
-    (sent,) = build_request("why?", rewards=[reward]).selection.rewards
-    assert wire.from_message(sent, c.WeightedReward) == reward
+    biased = build_request("why?", logit_bias={7: -100.0})
+    assert build_request("why?", logit_bias=[c.TokenBias(7, -100.0)]) == biased
 
 
 @pytest.mark.parametrize(
@@ -109,8 +97,8 @@ def test_an_unknown_option_is_a_type_error() -> None:
 
 
 async def test_values_survive_the_wire(address: str, orchestrator: FakeOrchestrator) -> None:
-    """Guards against an option that is accepted and dropped, or lands in the wrong field, fields
-    lost between the wire and the value, and events out of order."""
+    """Guards against options that a method drops, fields lost between the wire and the value, and
+    events out of order."""
     assert OPTIONS.keys() == Options.__annotations__.keys()
     async with Client(address) as client:
         assert await client.generate("why?", **OPTIONS) == GENERATION
@@ -119,7 +107,7 @@ async def test_values_survive_the_wire(address: str, orchestrator: FakeOrchestra
         assert await client.record("r1") == RECORD
         with pytest.raises(errors.NotFound):
             await client.record("r2")
-    assert orchestrator.requests == [wire.to_message(REQUEST, orchestrator_pb2.GenerateRequest)] * 2
+    assert orchestrator.requests == [build_request("why?", **OPTIONS)] * 2
 
 
 async def test_a_stream_without_an_answer_is_an_error(
