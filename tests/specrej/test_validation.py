@@ -38,56 +38,62 @@ def with_selection(**changes: Any) -> c.GenerationRequest:
     return replace(GOOD, selection=replace(GOOD.selection, **changes))
 
 
-def with_tokens(*tokens: int) -> c.GenerationRequest:
-    return with_selection(schedule=c.TokensSchedule(tokens))
-
-
-def with_rewards(*rewards: tuple[str, float]) -> c.GenerationRequest:
-    return with_selection(rewards=tuple(c.WeightedReward(*reward) for reward in rewards))
-
-
-def with_reward(**changes: Any) -> c.GenerationRequest:
-    return with_selection(rewards=(c.WeightedReward("a"), c.WeightedReward("b", **changes)))
-
-
 def with_turns(*turns: tuple[str, str]) -> c.GenerationRequest:
     return replace(GOOD, prompt=c.Prompt(messages=tuple(c.Message(*turn) for turn in turns)))
 
 
-# Each value of each field alone is a violation of the field.
-BAD_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (-1, CONTEXT + 1),
-    # The default of max_tokens is 128: one more would be a candidate that never may end.
-    "min_tokens": (129,),
-    "temperature": (0.0,),  # of several candidates
-    "seed": (c.MAX_SEED + 1,),
-    "top_logprobs": (1,),  # without logprobs
-}
 BIAS = c.TokenBias(3, 1.0)
-BAD_LISTS: list[tuple[str, tuple[Any, ...], str]] = [
-    ("stop", ("x", ""), "[1]"),
-    ("bad_words", ("x", " \n"), "[1]"),
-    ("stop_token_ids", (0, VOCABULARY), "[1]"),
-    ("logit_bias", (BIAS, c.TokenBias(4, 1.0), c.TokenBias(3, 2.0)), ""),
-    ("logit_bias", (BIAS, c.TokenBias(VOCABULARY, 1.0)), "[1].token_id"),
+# Changes and the path of their only violation.
+BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": CONTEXT + 1}, "max_tokens"),
+    # The default of max_tokens is 128: one more would be a candidate that never may end.
+    ({"min_tokens": 129}, "min_tokens"),
+    ({"temperature": 0.0}, "temperature"),  # of several candidates
+    ({"seed": c.MAX_SEED + 1}, "seed"),
+    ({"top_logprobs": 1}, "top_logprobs"),  # without logprobs
+    ({"stop": ("x", "")}, "stop[1]"),
+    ({"bad_words": ("x", " \n")}, "bad_words[1]"),
+    ({"stop_token_ids": (0, VOCABULARY)}, "stop_token_ids[1]"),
+    ({"logit_bias": (BIAS, c.TokenBias(4, 1.0), c.TokenBias(3, 2.0))}, "logit_bias"),
+    ({"logit_bias": (BIAS, c.TokenBias(VOCABULARY, 1.0))}, "logit_bias[1].token_id"),
+    *(
+        ({"structured_output": c.JsonSchema(text)}, "structured_output.json_schema.schema")
+        for text in ("", "{", "true", "[" * 60_000)
+    ),
+    ({"structured_output": c.Regex("")}, "structured_output.regex.pattern"),
+    ({"structured_output": c.Grammar(" \n")}, "structured_output.grammar.lark"),
+    # A structured output alone decides the end.
+    ({"structured_output": c.JsonObject(), "stop": ("x",)}, "stop"),
+    ({"structured_output": c.JsonObject(), "stop_token_ids": (3,)}, "stop_token_ids"),
+    ({"structured_output": c.JsonObject(), "ignore_eos": True}, "ignore_eos"),
 ]
-BAD_SELECTION = {"n": (CAP + 1,), "min_answers": (CAP + 1,)}
-BAD_BRANCHING = (
-    (c.Branching(1, 1), "width"),
-    (c.Branching(CAP + 1), "width"),
-    (c.Branching(16, 0), "keep"),
-    (c.Branching(16, 16), "keep"),
-)
-BAD_TOKENS = ((8, 8), (16, 8), tuple(range(1, 1026)))
-BAD_REWARDS: list[tuple[list[tuple[str, float]], str]] = [
-    ([("a", 1.0), ("a", 2.0)], ""),
-    ([(f"r{i}", 1.0) for i in range(9)], ""),
-    ([("a", 1.0), ("b", 0.0)], "[1].weight"),
-]
-BAD_NORMALIZATIONS = [
-    (c.Normalization("bath"), ".kind"),
-    (c.Normalization(mean=1.0), ""),
-    (c.Normalization("batch", deviation=2.0), ""),
+A = c.WeightedReward("a")
+BAD_SELECTION: list[tuple[dict[str, Any], str]] = [
+    ({"n": CAP + 1}, "n"),
+    ({"min_answers": CAP + 1}, "min_answers"),
+    ({"n": 4, "min_answers": 5}, "min_answers"),
+    ({"n": 4, "branching": c.Branching(8, 2), "min_answers": 3}, "min_answers"),
+    *(
+        ({"schedule": c.TokensSchedule(tokens)}, "schedule.tokens.decision_tokens")
+        for tokens in ((8, 8), (16, 8), tuple(range(1, 1026)))
+    ),
+    ({"branching": c.Branching(1, 1)}, "branching.width"),
+    ({"branching": c.Branching(CAP + 1)}, "branching.width"),
+    ({"branching": c.Branching(16, 0)}, "branching.keep"),
+    ({"branching": c.Branching(16, 16)}, "branching.keep"),
+    ({"branching": c.Branching(), "algorithm": c.Algorithm.BEST_OF_N}, "branching"),
+    ({"rewards": (A, c.WeightedReward("a", 2.0))}, "rewards"),
+    ({"rewards": tuple(c.WeightedReward(f"r{i}") for i in range(9))}, "rewards"),
+    ({"rewards": (A, c.WeightedReward("b", 0.0))}, "rewards[1].weight"),
+    *(
+        ({"rewards": (A, c.WeightedReward("b", normalization=normalization))}, f"rewards[1].{path}")
+        for normalization, path in (
+            (c.Normalization("bath"), "normalization.kind"),
+            (c.Normalization(mean=1.0), "normalization"),
+            (c.Normalization("batch", deviation=2.0), "normalization"),
+        )
+    ),
 ]
 BAD_PROMPTS = [
     (c.Prompt(), "prompt"),
@@ -103,26 +109,12 @@ BAD_PROMPTS = [
 
 def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
     """Requests and the path of their only violation."""
-    for field, values in BAD_SAMPLING.items():
-        yield from ((with_sampling(**{field: value}), f"sampling.{field}") for value in values)
-    for field, values in BAD_SELECTION.items():
-        yield from ((with_selection(**{field: value}), f"selection.{field}") for value in values)
-    for tokens in BAD_TOKENS:
-        yield with_tokens(*tokens), "selection.schedule.tokens.decision_tokens"
-    for branching, field in BAD_BRANCHING:
-        yield with_selection(branching=branching), f"selection.branching.{field}"
-    yield with_selection(n=4, min_answers=5), "selection.min_answers"
-    branching = c.Branching(8, 2)
-    yield with_selection(n=4, branching=branching, min_answers=3), "selection.min_answers"
-    best_of_n = with_selection(algorithm=c.Algorithm.BEST_OF_N, branching=c.Branching())
-    yield best_of_n, "selection.branching"
+    for changes, field in BAD_SAMPLING:
+        yield with_sampling(**changes), f"sampling.{field}"
+    for changes, field in BAD_SELECTION:
+        yield with_selection(**changes), f"selection.{field}"
     greedy = c.Selection(n=1, branching=c.Branching())
     yield replace(with_sampling(temperature=0.0), selection=greedy), "selection.branching"
-    for rewards, field in BAD_REWARDS:
-        yield with_rewards(*rewards), f"selection.rewards{field}"
-    for normalization, field in BAD_NORMALIZATIONS:
-        path = f"selection.rewards[1].normalization{field}"
-        yield with_reward(normalization=normalization), path
     for prompt, field in BAD_PROMPTS:
         yield replace(GOOD, prompt=prompt), field
     yield with_turns(("tool", "a"), ("user", "b")), "prompt.messages[0].role"
@@ -131,39 +123,12 @@ def bad_requests() -> Iterator[tuple[c.GenerationRequest, str]]:
     yield with_turns(*turns), "prompt.messages[0].content"
 
 
-@pytest.mark.parametrize(
-    ("request_", "path"),
-    [
-        *bad_requests(),
-        *((with_sampling(**{f: items}), f"sampling.{f}{path}") for f, items, path in BAD_LISTS),
-    ],
-)
+@pytest.mark.parametrize(("request_", "path"), list(bad_requests()))
 def test_bad_values(request_: c.GenerationRequest, path: str) -> None:
     """Guards against values that reach the engine's softmax or its slots, sums that are NaN,
-    schedules that stand still, and roles that a chat template drops."""
-    assert set(paths(request_)) == {path}
-
-
-@pytest.mark.parametrize(
-    ("output", "path"),
-    [
-        *((c.JsonSchema(text), "json_schema.schema") for text in ("", "{", "true", "[" * 60_000)),
-        (c.Regex(""), "regex.pattern"),
-        (c.Grammar(" \n"), "grammar.lark"),
-    ],
-)
-def test_bad_structured_outputs(output: c.StructuredOutput, path: str) -> None:
-    """Guards against texts that the generator's library would read, or that overflow a stack."""
-    assert paths(with_sampling(structured_output=output)) == [f"sampling.structured_output.{path}"]
-
-
-@pytest.mark.parametrize(
-    "end", [{"stop": ("x",)}, {"stop_token_ids": (3,)}, {"ignore_eos": True}], ids=str
-)
-def test_a_structured_output_alone_decides_the_end(end: dict[str, Any]) -> None:
-    """Guards against candidates that end, and do not conform."""
-    (name,) = end
-    assert paths(with_sampling(structured_output=c.JsonObject(), **end)) == [f"sampling.{name}"]
+    schedules that stand still, roles that a chat template drops, texts of structured output that
+    overflow a stack, and candidates that end and do not conform."""
+    assert paths(request_) == [path]
 
 
 def test_too_many_min_tokens_name_the_range() -> None:
@@ -190,9 +155,9 @@ def test_too_many_min_tokens_name_the_range() -> None:
         ],
         with_sampling(stop_token_ids=(0, VOCABULARY - 1), bad_words=("x" * 256,) * 64),
         with_sampling(logit_bias=(c.TokenBias(0, -100.0), c.TokenBias(VOCABULARY - 1, 100.0))),
-        with_tokens(1, 2, INT32_MAX),
+        with_selection(schedule=c.TokensSchedule((1, 2, INT32_MAX))),
         *[with_selection(schedule=c.MemorySchedule(first)) for first in (1, INT32_MAX)],
-        with_reward(normalization=c.Normalization("batch"), veto_below=0.0),
+        with_selection(rewards=(c.WeightedReward("a", 1.0, c.Normalization("batch"), 0.0),)),
         with_turns(("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")),
         with_turns(("system", ""), ("user", "b"), ("assistant", ""), ("user", "d")),
         replace(GOOD, prompt=c.Prompt(text="x" * MAX_PROMPT_CHARACTERS)),
