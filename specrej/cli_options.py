@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, fields
 from enum import Enum
 from pathlib import Path
@@ -36,11 +37,20 @@ STRUCTURED_SYNTAX = "json_object | (json_schema|regex|grammar):(TEXT|@FILE)"
 REWARD_SYNTAX = "NAME[=WEIGHT][,veto=X][,mean=M,deviation=D][,batch]"
 
 
+@contextmanager
+def _usage(text: str, syntax: str) -> Iterator[None]:
+    """Turn the errors of a text that cannot be read into one with the syntax to use."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r}: use {syntax}") from None
+
+
 def parse_schedule(text: str) -> Schedule:
     """`memory[:FIRST]`, `geometric[:FIRST[,FACTOR]]` or `tokens:T,T,...`."""
     kind, _, rest = text.partition(":")
     values = rest.split(",") if rest else []
-    try:
+    with _usage(text, "memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64"):
         if kind == "memory" and len(values) <= 1:
             return MemorySchedule(int(values[0])) if values else MemorySchedule()
         if kind == "tokens" and values:
@@ -50,22 +60,14 @@ def parse_schedule(text: str) -> Schedule:
             first = int(values[0]) if values else default.first
             factor = float(values[1]) if len(values) == 2 else default.factor
             return GeometricSchedule(first=first, factor=factor)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(
-        f"{text!r}: use memory:16 (first), geometric:16,2 (first, factor) or tokens:16,32,64"
-    )
+        raise ValueError("unknown schedule")
 
 
 def parse_branching(text: str) -> Branching:
     """`WIDTH[,KEEP[,TAPER]]`."""
     width, *rest = text.split(",")
-    try:
+    with _usage(text, "16,4 or 32,2,1 (width, keep, taper)"):
         return Branching(int(width), *map(int, rest[:1]), *map(float, rest[1:]))
-    except (ValueError, TypeError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: use 16,4 or 32,2,1 (width, keep, taper)"
-        ) from None
 
 
 def parse_reward(text: str) -> WeightedReward:
@@ -73,23 +75,19 @@ def parse_reward(text: str) -> WeightedReward:
     first, *rest = text.split(",")
     name, _, weight = first.partition("=")
     parts = {key: value for key, _, value in (part.partition("=") for part in rest)}
-    try:
+    with _usage(text, REWARD_SYNTAX):
         if len(parts) < len(rest):
             raise ValueError("a part is repeated")
         veto = parts.pop("veto", None)
         veto_below = None if veto is None else float(veto)
         return WeightedReward(name, float(weight or 1), _normalization(parts), veto_below)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: use {REWARD_SYNTAX}") from None
 
 
 def parse_bias(text: str) -> TokenBias:
     """`TOKEN=BIAS`: a token id and a number."""
     token_id, _, bias = text.partition("=")
-    try:
+    with _usage(text, BIAS_SYNTAX):
         return TokenBias(int(token_id), float(bias))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: use {BIAS_SYNTAX}") from None
 
 
 def parse_structured_output(text: str) -> StructuredOutput:
@@ -168,11 +166,8 @@ def _choice(kind: type[Enum]) -> Callable[[str], Enum]:
     """A parser of an enumeration's values."""
 
     def parse(text: str) -> Enum:
-        try:
+        with _usage(text, f"one of {', '.join(choice.value for choice in kind)}"):
             return kind(text)
-        except ValueError:
-            values = ", ".join(choice.value for choice in kind)
-            raise argparse.ArgumentTypeError(f"{text!r}: use one of {values}") from None
 
     return parse
 
