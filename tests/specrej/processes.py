@@ -6,14 +6,8 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
+from tests.programs import Outcome
 
 
 async def start(*arguments: str, **environment: str) -> Process:

@@ -17,7 +17,7 @@ import pytest
 from specrej import contracts as c
 from tests.serving import until
 from tests.specrej.fakes import EVENTS, ONE, FakeOrchestrator
-from tests.specrej.processes import Outcome, finish, run, start, start_writing_to
+from tests.specrej.processes import finish, run, start, start_writing_to
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ async def test_an_interrupt_cancels_the_call(
     process = await start("generate", "why?", "--address", address)
     await asyncio.wait_for(orchestrator.received.wait(), 60)
     process.send_signal(number)
-    assert await finish(process) == Outcome(code, "", "")
+    assert await finish(process) == (code, "", "")
     await asyncio.wait_for(orchestrator.cancelled.wait(), 10)
 
 
@@ -90,7 +90,7 @@ async def test_an_answer_that_stdout_cannot_encode_is_escaped(
     orchestrator.events = (*EVENTS[:-1], c.Finished(replace(ONE, candidates=(best,))))
     command = ("generate", "why?", "--address", address, *flags)
     outcome = await run(*command, PYTHONIOENCODING="ascii")
-    assert outcome.code == 0 and printed in outcome.out
+    assert outcome.returncode == 0 and printed in outcome.stdout
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
@@ -113,4 +113,4 @@ async def test_a_wait_for_stdin_can_be_interrupted(
     finally:
         os.close(reading)
         os.close(writing)
-    assert (ended.code, ended.err) == (code, "")
+    assert (ended.returncode, ended.stderr) == (code, "")
