@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from generator_service import loading, memory
 from generator_service.engine import Engine
@@ -19,6 +18,7 @@ from specrej.inference.kv import SuffixKV
 from specrej.inference.sizes import CPU_COLUMNS
 from tests.generator_service import tiny
 from tests.generator_service.stepping import admitted, grown, steps
+from tests.inference.test_kv import allocated, nothing
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -120,27 +120,13 @@ def test_a_step_stays_within_its_workspace(
     engine.extend(decoding, 4)
     steps(engine, until=lambda: engine.gauge(decoding).owned >= 150 + n)
     admitted(engine, [6] * chunk, 1, sampling, first=1)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        engine.step()
+    step = allocated(lambda _: engine.step(), nothing)
     limit = model.workspace_bytes(n, chunk, context_tokens=154)
-    assert limit / 8 < _peak_bytes(profiled) <= limit
+    assert limit / 8 < step.peak <= limit
 
 
 def test_compiled_attention_holds_the_reserved_scores() -> None:
     assert COLUMNS <= CPU_COLUMNS
-
-
-def _peak_bytes(profiled: profile) -> int:
-    """Highest sum of allocations less frees since the profile began."""
-    assert profiled.profiler
-    assert profiled.profiler.kineto_results
-    events: list[Any] = list(profiled.profiler.kineto_results.events())
-    memory_events = [event for event in events if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(memory_events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def test_short_strides_copy_few_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
