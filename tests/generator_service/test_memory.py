@@ -76,13 +76,6 @@ def test_the_memory_of_gpus_decides_n_and_cpus_begin_64() -> None:
     assert GeneratorSettings(max_candidates=8).auto_candidates_of("cpu") == 8
 
 
-def test_a_context_beyond_the_models_is_refused() -> None:
-    assert GeneratorSettings(context_tokens=100).context_of(256) == 100
-    assert GeneratorSettings().context_of(256) == 256
-    with pytest.raises(ValueError, match="context_tokens must be at most the model's 256, is 257"):
-        GeneratorSettings(context_tokens=257).context_of(256)
-
-
 def test_no_room_for_a_slot_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against a negative capacity, and a process that starts and refuses all sessions."""
     host(monkeypatch, tmp_path, GIB // 1024, GIB // 1024, "max")
