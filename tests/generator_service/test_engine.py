@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Self
+from unittest import mock
 
 import pytest
 import torch
@@ -228,10 +229,7 @@ def test_a_failure_after_the_pass_ends_one_session() -> None:
 def test_no_memory_at_admission_ends_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(MODEL, 5000)
     session_id = admitted(engine)
-
-    def exhausted(shape: object, rows: int) -> None:
-        raise MemoryError
-
+    exhausted = mock.Mock(side_effect=MemoryError)
     monkeypatch.setattr("generator_service.engine.SuffixKV", exhausted)
     refused = opened(engine, OpenCommand(PROMPT, 2, ENDLESS, 8))
     with pytest.raises(InternalError):
@@ -303,13 +301,10 @@ def test_most_probable_tokens_cost_nothing_unless_requested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards against a sort of the vocabulary in every step."""
-
-    def fail(*_: object) -> None:
-        raise AssertionError("computed")
-
     engine = Engine(MODEL, 5000)
     with monkeypatch.context() as patched:
-        patched.setattr("generator_service.engine.most_probable", fail)
+        most_probable = mock.Mock(side_effect=AssertionError("computed"))
+        patched.setattr("generator_service.engine.most_probable", most_probable)
         session_id = admitted(engine, sampling=replace(ENDLESS, logprobs=True))
         batch = grown(engine, session_id)
     assert {prefix.new_top for prefix in batch.prefixes} == {()}

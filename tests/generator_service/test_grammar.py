@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from random import Random
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -171,19 +171,12 @@ def test_a_candidate_that_is_given_up_stays_so(monkeypatch: pytest.MonkeyPatch) 
         states.allowed([0], [tokens("a" * length)])
     assert states._left_s < -95
     monkeypatch.undo()
-    states, num_compiled = matchers(WORDS), 0
-    compiled = CompiledGrammar.of
-
-    def counted(*arguments: Any) -> CompiledGrammar:
-        nonlocal num_compiled
-        num_compiled += 1
-        return compiled(*arguments)
-
-    monkeypatch.setattr(CompiledGrammar, "of", counted)
+    states, compiled = matchers(WORDS), mock.Mock(wraps=CompiledGrammar.of)
+    monkeypatch.setattr(CompiledGrammar, "of", compiled)
     for number in range(5):
         states.allowed([number], [tokens("ax" + "b" * number)])
         states.keep([number], {number + 1: number})
-    assert num_compiled == 1
+    assert compiled.call_count == 1
 
 
 def test_tokens_of_another_generator_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,17 +325,12 @@ def test_what_a_trial_accepts_needs_half_of_a_threads_stack() -> None:
 
 def test_the_latest_outputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a schema in constant use against a flood of others, whose trials it would wait for."""
-    compiler, tried = Grammars(SPEC, [EOS]), list[str]()
-
-    def run(source: str) -> str:
-        tried.append(source)
-        return ""
-
+    compiler, run = Grammars(SPEC, [EOS]), mock.Mock(return_value="")
     monkeypatch.setattr(compiler._trials, "run", run)
     for number in range(600):
         for output in (WORDS, Regex(f"a{{{number + 1}}}")):
             compiler.compile(output)
-    assert len(tried) == 1 + 600
+    assert run.call_count == 1 + 600
 
 
 def test_a_mask_does_not_depend_on_other_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

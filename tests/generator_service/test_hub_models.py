@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import pytest
@@ -125,11 +126,8 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
     ids = torch.tensor([[1, 5, 9, 40]])
     with torch.inference_mode():
         torch.testing.assert_close(plain(ids).logits, model(ids).logits)
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("converted again")
-
-    monkeypatch.setattr(hub, "convert", refuse)
+    again = mock.Mock(side_effect=AssertionError("converted again"))
+    monkeypatch.setattr(hub, "convert", again)
     assert hub.find(str(path)) == found
 
 

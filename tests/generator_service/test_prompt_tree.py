@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -136,11 +137,7 @@ def test_a_failing_split_leaves_the_tree_unchanged(monkeypatch: pytest.MonkeyPat
     tree, ledger = tree_of()
     used = tree.acquire("", run(1, 100))
     compute(used)
-
-    def exhausted(cells: Cells, at: int) -> tuple[Cells, Cells]:
-        raise MemoryError
-
-    monkeypatch.setattr(Cells, "split", exhausted)
+    monkeypatch.setattr(Cells, "split", mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         tree.acquire("", run(1, 80))
     assert (ledger.held, ledger.cached, computed_of(used)) == (100, 0, 100)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -126,14 +126,10 @@ def test_an_allocation_that_fails_reserves_nothing(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against room that no session has, and that is missing until the process ends."""
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
     reward = load("classifier", models["llama"])
     session = reward.open(PROMPT)
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(PromptKV, "grown", fail)
+        patched.setattr(PromptKV, "grown", mock.Mock(side_effect=MemoryError))
         scored(reward, session, {0: "abc"})
     session.close()
     assert reward.scorer.kept_tokens == 0
@@ -173,16 +169,11 @@ def test_many_forks_compare_few_texts(
     reward = load("classifier", models["llama"])
     session = reward.open(PROMPT)
     scored(reward, session, {key: f"begun{key:02}" for key in range(40)})
-    compared: list[int] = []
-
-    def counted(token_ids: Sequence[int], *others: Any) -> tuple[int, int]:
-        compared.append(len(token_ids))
-        return match(token_ids, *others)
-
-    monkeypatch.setattr(causal, "match", counted)
+    compared = mock.Mock(wraps=match)
+    monkeypatch.setattr(causal, "match", compared)
     forks = {40 + key: f"begun{key:02}!" for key in range(40)}
     forked = scored(reward, session, {0: "begun00?", **forks})
-    assert len(compared) < 8 * len(forks)
+    assert compared.call_count < 8 * len(forks)
     assert forked.computed_tokens == 41 * (1 + CLOSING)  # each has its own parent's tokens
 
 
@@ -221,12 +212,8 @@ def test_failed_pass_leaves_nothing_that_counts_as_computed(
     reward = load("classifier", models["llama"])
     session = reward.open(PROMPT)
     expected = scored(reward, session, {0: "abcdef"}).values
-
-    def fail(*_: Any) -> Any:
-        raise MemoryError
-
     with monkeypatch.context() as patched:
-        patched.setattr(reward.scorer, "compute", fail)
+        patched.setattr(reward.scorer, "compute", mock.Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             scored(reward, session, {0: "abcdefghi"})
     assert reward.scorer.kept_tokens == 0

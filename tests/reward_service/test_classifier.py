@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,19 +96,12 @@ def test_a_response_of_megabytes_is_cut_before_it_is_tokenized(
     """Guards the thread of all callers, and memory; the last tokens count, as without the cut."""
     reward = load("classifier", llama)
     limit = reward.conversation.max_tokens * MAX_TOKEN_CHARACTERS
-    sizes: list[int] = []
-    mark = reward.conversation._control_tokens.mark
-
-    def measured(text: str) -> str:
-        sizes.append(len(text))
-        marked: str = mark(text)
-        return marked
-
-    monkeypatch.setattr(reward.conversation._control_tokens, "mark", measured)
+    mark = mock.Mock(wraps=reward.conversation._control_tokens.mark)
+    monkeypatch.setattr(reward.conversation._control_tokens, "mark", mark)
     whole, part = "a" * 10 * limit + "b", "a" * limit + "b"
     first, second = score(reward, PROMPT, [whole, part]).values
     assert first == second
-    assert max(sizes) <= limit
+    assert max(len(call.args[0]) for call in mark.call_args_list) <= limit
 
 
 def test_conversation_that_the_template_rejects_is_an_invalid_request(llama: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -72,34 +72,24 @@ def test_a_long_prompt_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """Guards other callers against seconds in which the thread of a reward tokenizes."""
     made = conversation(make_tokenizer(None))
     turns = made.turns(Prompt.from_user("x" * 20_000))
-    encoded: list[int] = []
-    encode = made._control_tokens.encode
-
-    def counted(texts: list[str], **options: Any) -> list[list[int]]:
-        encoded.extend(map(len, texts))
-        return encode(texts, **options)
-
-    monkeypatch.setattr(made._control_tokens, "encode", counted)
+    encode = mock.Mock(wraps=made._control_tokens.encode)
+    monkeypatch.setattr(made._control_tokens, "encode", encode)
     tokenized = turns.tokenize([f"answer {i}" for i in range(64)], [True] * 64)
     assert min(len(tokens.token_ids) for tokens in tokenized) > 20_000
-    assert sum(encoded) < 20_000
+    encoded = [text for call in encode.call_args_list for text in call.args[0]]
+    assert sum(map(len, encoded)) < 20_000
 
 
 def test_conversations_are_written_a_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against gigabytes of text: each of up to 1,024 conversations has the whole prompt."""
     made = conversation(make_tokenizer(None))
     turns = made.turns(PROMPTS[0])
-    sizes: list[int] = []
-    written = made.written
-
-    def counted(conversations: Sequence[Sequence[Message]]) -> list[str]:
-        sizes.append(len(conversations))
-        return written(conversations)
-
-    monkeypatch.setattr(made, "written", counted)
+    written = mock.Mock(wraps=made.written)
+    monkeypatch.setattr(made, "written", written)
     texts = [f"answer {i}" for i in range(100)]
     closed = [i % 2 == 0 for i in range(100)]
     tokenized = turns.tokenize(texts, closed)
+    sizes = [len(call.args[0]) for call in written.call_args_list]
     assert max(sizes) <= 32 and sum(sizes) == 100
     expected = made.encode(made.render(PROMPTS[0], texts))
     ends = [None if is_closed else -1 for is_closed in closed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -31,10 +32,7 @@ def test_model_is_placed_whole_and_readable_by_others(tmp_path: Path) -> None:
 def test_files_are_copied_where_links_are_impossible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_links(*_: object) -> None:
-        raise OSError("cross-device link")
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("cross-device link")))
     (tmp_path / "relevance").mkdir()  # an empty directory is filled
     embedded.place(tmp_path / "relevance")
     assert (tmp_path / "relevance" / "model.safetensors").stat().st_nlink == 1
