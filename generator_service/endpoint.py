@@ -33,7 +33,6 @@ from specrej.contracts import (
     FinishReason,
     Forks,
     GeneratorDescription,
-    Prompt,
     Pruned,
     Round,
     RoundEnd,
@@ -313,21 +312,12 @@ def _request(
         body["stop"] = list(sampling.stop)
     if sampling.logit_bias:
         body["logit_bias"] = {str(one.token_id): one.bias for one in sampling.logit_bias}
-    return _of_prompt(spec.prompt, body, with_logprobs=settings.remote_logprobs)
-
-
-def _of_prompt(
-    prompt: Prompt, body: dict[str, Any], *, with_logprobs: bool
-) -> tuple[str, dict[str, Any]]:
-    if prompt.text:
-        more = {"logprobs": 0} if with_logprobs else {}
-        return "/completions", {**body, "prompt": prompt.text, **more}
-    turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
-    return "/chat/completions", {
-        **body,
-        "messages": turns,
-        **({"logprobs": True} if with_logprobs else {}),
-    }
+    if settings.remote_logprobs:
+        body["logprobs"] = 0 if spec.prompt.text else True
+    if spec.prompt.text:
+        return "/completions", {**body, "prompt": spec.prompt.text}
+    turns = [{"role": turn.role, "content": turn.content} for turn in spec.prompt.messages]
+    return "/chat/completions", {**body, "messages": turns}
 
 
 def _logprobs(given: dict[str, Any]) -> list[float]:
