@@ -194,12 +194,6 @@ async def test_a_delay_beyond_the_time_left_is_returned(
     assert refused.value.retry_after_s == 120 and len(endpoint.requests) == 1
 
 
-def test_the_endpoints_delay_is_kept() -> None:
-    """Guards against attempts that are earlier than the endpoint allows."""
-    failure, delay_s = endpoint_module._failure(429, {"retry-after": "120"}, b"", 0)
-    assert failure.retry_after_s == delay_s == 120
-
-
 @pytest.mark.parametrize(
     ("text", "delay_s"),
     [("120", 120), ("inf", 86_400), ("nan", 0), ("-1", 0), ("", 0), ("soon", 0),
