@@ -91,11 +91,10 @@ def admitted(
     prompt: Sequence[int] = PROMPT,
     n: int = 3,
     sampling: Sampling = ENDLESS,
-    salt: str = "",
     first: int = 8,
 ) -> int:
     """The id of a session that has its slots; nothing of its prompt is read yet."""
-    session = opened(engine, OpenCommand(prompt, n, sampling, first, cache_salt=salt))
+    session = opened(engine, OpenCommand(prompt, n, sampling, first))
     assert session.opened.result(0)
     return session.id
 

@@ -59,15 +59,15 @@ async def generator(
             assert made.load().slots.owned == made.load().sessions == 0
 
 
-def answered(text: str, tokens: int = 3, *, finish: str = "stop", prompt: int = 7) -> Reply:
-    """A complete answer to a conversation, of `tokens` tokens of log-probability -0.5."""
+def answered(text: str, finish: str = "stop") -> Reply:
+    """A complete answer to a conversation of 7 tokens, of 3 tokens of log-probability -0.5."""
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": text},
         "finish_reason": finish,
-        "logprobs": {"content": [{"token": "t", "logprob": -0.5}] * tokens},
+        "logprobs": {"content": [{"token": "t", "logprob": -0.5}] * 3},
     }
-    usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
     return Reply({"choices": [choice], "usage": usage})
 
 

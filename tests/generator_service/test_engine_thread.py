@@ -211,9 +211,6 @@ class HangingText(Text):
     def grammars(self, vocabulary: int) -> Grammars:
         return tiny.grammars()
 
-    def stops(self, stop: Sequence[str]) -> None:
-        """It has no stop texts."""
-
     def answer(self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> str:
         return ""
 

@@ -68,9 +68,9 @@ def check_stores(tree: Tree) -> None:
         assert (*node.store.tokens[: node.computed],) == node.tokens[: node.computed]
 
 
-def cache(tree: Tree, prompt: Sequence[int], salt: str = "") -> None:
+def cache(tree: Tree, prompt: Sequence[int]) -> None:
     """Open and close a session with this prompt."""
-    leaf = tree.acquire(salt, prompt)
+    leaf = tree.acquire("", prompt)
     compute(leaf)
     tree.release(leaf)
 
