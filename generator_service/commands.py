@@ -98,8 +98,7 @@ class Opened:
     """An admitted session."""
 
     n: int
-    slots: SlotGauge
-    reduced: bool = False  # as in `contracts.Session`
+    reduced: bool  # as in `contracts.Session`
 
 
 # The most probable tokens of a step, best first, and their log-probabilities.

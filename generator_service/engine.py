@@ -316,8 +316,7 @@ class Engine:
             session.suffix = SuffixKV(self._model.shape, n)
             session.rows = command.candidates(n)
             session.unreported = list(session.rows)
-            is_reduced = self.queue.is_reduced(session, n)
-            resolve(session.opened, Opened(n, self.gauge(session.id), is_reduced))
+            resolve(session.opened, Opened(n, self.queue.is_reduced(session, n)))
         except Exception as error:
             self._fail(session, error, "the generator cannot hold the session")
 
