@@ -114,8 +114,8 @@ class _EncoderReward(ABC):
 class RelevanceReward(_EncoderReward):
     """Cosine of mean-pooled embeddings of prompt and response, in [-1, 1].
 
-    Texts longer than `max_tokens` tokens (at most 512; [CLS] and [SEP] count) are cut at their end;
-    an empty one is embedded as these two: a low, finite score. Always float32.
+    Texts longer than MAX_TOKENS tokens ([CLS] and [SEP] count) are cut at their end; an empty one
+    is embedded as these two: a low, finite score. Always float32.
     """
 
     description = (
@@ -123,9 +123,7 @@ class RelevanceReward(_EncoderReward):
         " relevance, not correctness."
     )
 
-    def __init__(
-        self, spec: RelevanceSpec, resources: Resources, max_tokens: int = MAX_TOKENS
-    ) -> None:
+    def __init__(self, spec: RelevanceSpec, resources: Resources) -> None:
         set_threads(resources)
         options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32}
         model = AutoModel.from_pretrained(
@@ -133,14 +131,11 @@ class RelevanceReward(_EncoderReward):
         )
         super().__init__(resources, load_tokenizer(spec.directory), model.to(resources.device))
         self.name = spec.name
-        settings = {"kind": "relevance", "max_tokens": max_tokens}
+        settings = {"kind": "relevance", "max_tokens": MAX_TOKENS}
         self.fingerprint = fingerprint.of_directory(spec.directory, settings)
-        self._max_tokens = max_tokens
 
     def _begin(self, question: str, texts: Sequence[str]) -> TextTask:
-        items, where = self._tokenize(
-            [question, *texts], truncation=True, max_length=self._max_tokens
-        )
+        items, where = self._tokenize([question, *texts], truncation=True, max_length=MAX_TOKENS)
         return TextTask(items, where, _cosines)
 
     def _encode(self, ids: Tensor, mask: Tensor, types: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from transformers import (
     RobertaConfig,
 )
 
-from reward_service.encoder import RelevanceReward, plan
+from reward_service import encoder
+from reward_service.encoder import plan
 from reward_service.reward import score
-from reward_service.specs import RelevanceSpec, Resources
 from specrej.contracts import Message, Prompt
 from tests.reward_service import tiny
 from tests.reward_service.tiny import PAD, load, make_tokenizer
@@ -121,10 +121,12 @@ def test_tokens_are_counted_once_per_different_text_without_padding(reward: Any)
     assert score(reward, prompt, ["oven " * 1000]).computed_tokens == 3 + 256
 
 
-def test_length_limit_is_in_the_fingerprint(minilm: Path, reward: Any) -> None:
-    spec = RelevanceSpec(name="other", directory=minilm)
-    assert RelevanceReward(spec, Resources()).fingerprint == reward.fingerprint
-    assert RelevanceReward(spec, Resources(), 128).fingerprint != reward.fingerprint
+def test_length_limit_is_in_the_fingerprint(
+    minilm: Path, reward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load("relevance", minilm, name="other").fingerprint == reward.fingerprint
+    monkeypatch.setattr(encoder, "MAX_TOKENS", 128)
+    assert load("relevance", minilm).fingerprint != reward.fingerprint
 
 
 def save_cross_encoder(directory: Path, config: Any) -> Path:
