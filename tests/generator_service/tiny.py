@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
@@ -50,6 +51,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZES),
     "gemma": GemmaConfig(**(_SIZES | {"num_key_value_heads": 1})),
     "gemma2": Gemma2Config(**_SIZES, sliding_window=12),
+    "gemma3": Gemma3TextConfig(**_SIZES, sliding_window=12, sliding_window_pattern=2),
 }
 
 
