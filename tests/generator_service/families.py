@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from tests.generator_service import tiny
 from tests.reward_service.tiny import make_tokenizer
@@ -109,14 +108,10 @@ def save(name: str, directory: Path) -> Path:
     options: dict[str, Any]
     kind, options = (SUPPORTED.get(name) or REFUSED[name])[:2]
     config = getattr(transformers, kind)(**{"num_hidden_layers": 3, **options})
-    torch.manual_seed(7)
     if name == "T5":
         config.save_pretrained(directory)
         return directory
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0)
+    model = tiny.of_config(config)
     model.generation_config = GenerationConfig(eos_token_id=[END, END_OF_TURN], bos_token_id=1)
     model.save_pretrained(directory)
     tokenizer = make_tokenizer(None)

@@ -56,10 +56,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 def build(name: str = "llama", **sizes: Any) -> Any:
-    """A model with reproducible random weights, wide enough apart that tokens differ."""
-    torch.manual_seed(7)
+    """A random model of the configuration of that name, with other `sizes`."""
     config = copy.deepcopy(CONFIGS[name])  # a model writes its attention into its config
     config.update(sizes)
+    return of_config(config)
+
+
+def of_config(config: Any) -> Any:
+    """A model with reproducible random weights, wide enough apart that tokens differ."""
+    torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
