@@ -17,6 +17,7 @@ from reward_service.reward import Reward
 from reward_service.servicer import RewardServicer
 from reward_service.worker import Worker
 from specrej.channel import open_channel
+from tests.reward_service.tiny import save, save_language_model
 from tests.serving import listening
 
 # Starts a service with rewards (none: still loading) and options, returns its address.
@@ -60,6 +61,18 @@ async def serve(start: Start) -> AsyncIterator[Serve]:
             return await stack.enter_async_context(channel)
 
         yield serve
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny Llama and a head of one label."""
+    return save(tmp_path_factory.mktemp("classifier"))
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny Llama, whose tokens are bytes."""
+    return save_language_model(tmp_path_factory.mktemp("language-model"))
 
 
 @pytest.fixture(scope="session")

@@ -37,11 +37,6 @@ from tests.reward_service.tiny import (
 )
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"))
-
-
 @pytest.mark.parametrize(
     ("family", "pad", "pad_id"),
     [*((family, None, None) for family in sorted(CONFIGS)), ("llama", EOS, 2), ("llama", PAD, 0)],
@@ -62,9 +57,9 @@ def test_scores_are_plain_transformers_scores_whatever_the_batch(
         assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
 
 
-def test_tokens_are_the_templates_with_one_bos_and_no_padding(llama: Path) -> None:
+def test_tokens_are_the_templates_with_one_bos_and_no_padding(classifier: Path) -> None:
     """Guards against a second BOS, and against counting padding or equal texts twice."""
-    reward = load("classifier", llama)
+    reward = load("classifier", classifier)
     prompt = Prompt(text="hi")
     rendered = 1 + len("<user>hi") + 1 + len("<assistant>") + 1
     assert score(reward, prompt, [""]).computed_tokens == rendered
@@ -72,8 +67,8 @@ def test_tokens_are_the_templates_with_one_bos_and_no_padding(llama: Path) -> No
     assert score(reward, prompt, ["abc", "", "abc"]).computed_tokens == rendered + 3 + 1
 
 
-def test_prompt_is_all_of_its_turns_and_raw_text_is_one_user_message(llama: Path) -> None:
-    reward = load("classifier", llama)
+def test_prompt_is_all_of_its_turns_and_raw_text_is_one_user_message(classifier: Path) -> None:
+    reward = load("classifier", classifier)
     text = PROMPT.messages[0].content
     assert score(reward, Prompt(text=text), TEXTS) == score(reward, PROMPT, TEXTS)
     earlier = (Message("user", "Hi"), Message("assistant", "Hello"))
@@ -81,9 +76,9 @@ def test_prompt_is_all_of_its_turns_and_raw_text_is_one_user_message(llama: Path
     assert score(reward, longer, ["no"]).values != score(reward, PROMPT, ["no"]).values
 
 
-def test_last_tokens_count_if_prompt_and_response_are_too_long(llama: Path) -> None:
+def test_last_tokens_count_if_prompt_and_response_are_too_long(classifier: Path) -> None:
     """Guards against positions after the model's last, and against cutting what differs."""
-    reward = load("classifier", llama)
+    reward = load("classifier", classifier)
     assert reward.conversation.max_tokens == CONTEXT
     scores = score(reward, PROMPT, ["a" * 1000, "a" * 1000 + "b"])
     assert scores.computed_tokens == 2 * CONTEXT
@@ -91,10 +86,10 @@ def test_last_tokens_count_if_prompt_and_response_are_too_long(llama: Path) -> N
 
 
 def test_a_response_of_megabytes_is_cut_before_it_is_tokenized(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+    classifier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the thread of all callers, and memory; the last tokens count, as without the cut."""
-    reward = load("classifier", llama)
+    reward = load("classifier", classifier)
     limit = reward.conversation.max_tokens * MAX_TOKEN_CHARACTERS
     mark = mock.Mock(wraps=reward.conversation._control_tokens.mark)
     monkeypatch.setattr(reward.conversation._control_tokens, "mark", mark)
@@ -104,11 +99,11 @@ def test_a_response_of_megabytes_is_cut_before_it_is_tokenized(
     assert max(len(call.args[0]) for call in mark.call_args_list) <= limit
 
 
-def test_conversation_that_the_template_rejects_is_an_invalid_request(llama: Path) -> None:
+def test_conversation_that_the_template_rejects_is_an_invalid_request(classifier: Path) -> None:
     """Guards against INTERNAL for a model without a system turn."""
     prompt = Prompt(messages=(Message("system", "Be brief."), *PROMPT.messages))
     with pytest.raises(InvalidRequest, match="no system turns") as failure:
-        score(load("classifier", llama), prompt, ["x"])
+        score(load("classifier", classifier), prompt, ["x"])
     assert [violation.field for violation in failure.value.violations] == ["prompt.messages"]
 
 
@@ -145,12 +140,12 @@ def test_other_models_are_refused(tmp_path: Path, options: dict[str, Any], match
     [Transform(kind="sigmoid", scale=4.0, offset=-2.0), Transform(scale=0.5, offset=3)],
     ids=str,
 )
-def test_declared_transform_is_applied_to_the_logit(llama: Path, transform: Transform) -> None:
+def test_declared_transform_is_applied_to_the_logit(classifier: Path, transform: Transform) -> None:
     """Guards regression heads: their model cards define what the logits mean."""
-    logits = torch.tensor(references(llama, TEXTS))
+    logits = torch.tensor(references(classifier, TEXTS))
     function = torch.sigmoid if transform.kind == "sigmoid" else torch.clone
     expected = (transform.scale * function(logits) + transform.offset).tolist()
-    reward = load("classifier", llama, transform=transform)
+    reward = load("classifier", classifier, transform=transform)
     assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
     assert [Transform(kind="sigmoid")(logit) for logit in (1e30, -1e30)] == [1, 0]
 
@@ -198,7 +193,7 @@ def test_special_tokens_by_the_tokenizer_are_those_of_the_model_cards(
         assert score(by_template, PROMPT, TEXTS).values != pytest.approx(expected, abs=1e-3)
 
 
-def test_plain_format_replaces_the_template(llama: Path, tmp_path: Path) -> None:
+def test_plain_format_replaces_the_template(classifier: Path, tmp_path: Path) -> None:
     """Guards models without a chat template, braces in texts, and BOS, which no template writes."""
     save(tmp_path, tokenizer=without_template())
     reward = load("classifier", tmp_path, format="Q: {prompt} A: {response}.")
@@ -207,30 +202,31 @@ def test_plain_format_replaces_the_template(llama: Path, tmp_path: Path) -> None
     ]
     (ids,) = reward.conversation.encode(["a"])
     assert ids[0] == reward.conversation.tokenizer.bos_token_id
-    same = load("classifier", llama, format="Q: {prompt} A: {response}.")
+    same = load("classifier", classifier, format="Q: {prompt} A: {response}.")
     assert score(reward, PROMPT, TEXTS) == score(same, PROMPT, TEXTS)
 
 
-def test_adapters_weights_are_added(llama: Path, tmp_path: Path) -> None:
+def test_adapters_weights_are_added(classifier: Path, tmp_path: Path) -> None:
     """Guards against an adapter that is loaded and left out, or scaled wrongly."""
-    base: Any = AutoModelForSequenceClassification.from_pretrained(llama)
+    base: Any = AutoModelForSequenceClassification.from_pretrained(classifier)
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     get_peft_model(base.model, config).save_pretrained(str(tmp_path))
-    reward = load("classifier", llama, adapter=tmp_path)
-    unadapted: Any = AutoModelForSequenceClassification.from_pretrained(llama).eval()
+    reward = load("classifier", classifier, adapter=tmp_path)
+    unadapted: Any = AutoModelForSequenceClassification.from_pretrained(classifier).eval()
     adapted = PeftModel.from_pretrained(unadapted.model, str(tmp_path)).eval()
-    weight = load_file(llama / "model.safetensors")["score.weight"]
+    weight = load_file(classifier / "model.safetensors")["score.weight"]
     expected = []
     for text in TEXTS:
+        ids, _ = computed(classifier, text)
         with torch.inference_mode():
-            states = adapted(input_ids=torch.tensor([computed(llama, text)[0]])).last_hidden_state
+            states = adapted(input_ids=torch.tensor([ids])).last_hidden_state
         expected.append(float(states[0, -1] @ weight[0]))
     assert score(reward, PROMPT, TEXTS).values == pytest.approx(expected, abs=1e-4)
-    assert expected != pytest.approx(references(llama, TEXTS), abs=1e-2)
-    wrong: Any = AutoModelForSequenceClassification.from_pretrained(llama)
+    assert expected != pytest.approx(references(classifier, TEXTS), abs=1e-2)
+    wrong: Any = AutoModelForSequenceClassification.from_pretrained(classifier)
     get_peft_model(wrong, config).save_pretrained(str(tmp_path / "wrong"))
     with pytest.raises(ValueError, match="another kind of model"):
-        load("classifier", llama, adapter=tmp_path / "wrong")
+        load("classifier", classifier, adapter=tmp_path / "wrong")
     with pytest.raises(ValueError, match="holds no adapter"):
-        load("classifier", llama, adapter=llama)
+        load("classifier", classifier, adapter=classifier)

@@ -10,14 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from reward_service.reward import score
 from specrej.errors import InvalidRequest
-from tests.reward_service.tiny import PROMPT, load, plain, save_language_model
+from tests.reward_service.tiny import PROMPT, load, plain
 
 TEXTS = ["Mix {a} flour.", "", "no", "Wait {b}.", "Bake."]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_language_model(tmp_path_factory.mktemp("pairwise"))
 
 
 def preferred(directory: Path, a: str, b: str) -> float:
@@ -34,7 +29,7 @@ def preferred(directory: Path, a: str, b: str) -> float:
 
 @pytest.mark.parametrize(("num_texts", "opponents"), [(5, 1), (5, 2), (5, 9), (2, 2), (3, 1)])
 def test_scores_are_mean_preferences_in_both_orders(
-    directory: Path, num_texts: int, opponents: int
+    language_model: Path, num_texts: int, opponents: int
 ) -> None:
     """Guards against one place's favour, a pair counted twice, and braces in responses."""
     texts = TEXTS[:num_texts]
@@ -43,24 +38,24 @@ def test_scores_are_mean_preferences_in_both_orders(
     expected = []
     for i in range(num_texts):
         others = sorted(next(iter(pair - {i})) for pair in pairs if i in pair)
-        shares = [preferred(directory, texts[i], texts[j]) for j in others]
-        shares += [1 - preferred(directory, texts[j], texts[i]) for j in others]
+        shares = [preferred(language_model, texts[i], texts[j]) for j in others]
+        shares += [1 - preferred(language_model, texts[j], texts[i]) for j in others]
         expected.append(sum(shares) / len(shares))
-    scores = score(load("pairwise", directory, opponents=opponents), PROMPT, texts)
+    scores = score(load("pairwise", language_model, opponents=opponents), PROMPT, texts)
     assert scores.values == pytest.approx(expected, abs=1e-4)
 
 
-def test_equal_texts_score_alike_and_a_lone_one_half(directory: Path) -> None:
-    reward = load("pairwise", directory)
+def test_equal_texts_score_alike_and_a_lone_one_half(language_model: Path) -> None:
+    reward = load("pairwise", language_model)
     assert score(reward, PROMPT, ["a"]).values == (0.5,)
     assert score(reward, PROMPT, ["a", "a"]).values == (0.5, 0.5)
     first, second, third = score(reward, PROMPT, ["a", "b", "a"]).values
     assert first == third != second
 
 
-def test_prompt_is_computed_once(directory: Path) -> None:
+def test_prompt_is_computed_once(language_model: Path) -> None:
     """Guards the cost: the text before the responses is the same in every comparison."""
-    reward = load("pairwise", directory, opponents=1)
+    reward = load("pairwise", language_model, opponents=1)
     context = f"[CONTEXT] {PROMPT.messages[0].content} [RESPONSE A] "
     shared = 1 + len(f"<user>{context}")  # with BOS
     two = score(reward, PROMPT, ["a", "b"]).computed_tokens
@@ -68,14 +63,14 @@ def test_prompt_is_computed_once(directory: Path) -> None:
     reward.scorer.check_integrity()
 
 
-def test_words_of_several_tokens_are_refused(directory: Path) -> None:
+def test_words_of_several_tokens_are_refused(language_model: Path) -> None:
     with pytest.raises(ValueError, match="the word 'AB' must be one token, is 2"):
-        load("pairwise", directory, first="AB")
+        load("pairwise", language_model, first="AB")
 
 
-def test_prompt_that_the_template_rejects_is_an_invalid_request(directory: Path) -> None:
+def test_prompt_that_the_template_rejects_is_an_invalid_request(language_model: Path) -> None:
     """Guards against jinja's own error, which would be a bug's status."""
-    reward = load("pairwise", directory)
+    reward = load("pairwise", language_model)
     reward.conversation.tokenizer.chat_template = "{{ raise_exception('only in French') }}"
     with pytest.raises(InvalidRequest, match="only in French"):
         reward.open(PROMPT)
