@@ -23,7 +23,7 @@ from specrej.channel import open_channel
 from specrej.contracts import Prompt, Sampling, SessionSpec
 from specrej.errors import InvalidRequest
 from specrej.serving import Server
-from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
+from tests.reward_service.tiny import save_language_model
 from tests.serving import failure_of, until
 
 
@@ -54,7 +54,7 @@ async def test_a_session_without_a_deadline_has_the_servers(
 
 
 async def test_a_shorter_context_is_a_limit(tmp_path: Path) -> None:
-    save_language_model(tmp_path, make_config("llama", None), make_tokenizer(None))
+    save_language_model(tmp_path)
     settings = GeneratorSettings(model=str(tmp_path), kv_slots=1000, context_tokens=40)
     async with AsyncExitStack() as resources:
         generator, _ = await _load(settings, resources)
@@ -71,7 +71,7 @@ def engine_threads() -> set[threading.Thread]:
 
 async def test_the_engine_ends_with_the_service(tmp_path: Path) -> None:
     """Guards the exit code: an interpreter that ends during a step in torch aborts."""
-    save_language_model(tmp_path, make_config("llama", None), make_tokenizer(None))
+    save_language_model(tmp_path)
     others = engine_threads()
     async with AsyncExitStack() as resources:
         await _load(GeneratorSettings(model=str(tmp_path), kv_slots=1000), resources)
