@@ -166,20 +166,6 @@ async def test_a_fork_continues_its_parent(subject: Subject, sampling: Sampling)
     assert len({tokens[number] for number in tokens}) == len(tokens)
 
 
-async def test_tokens_that_are_given_are_read_without_a_draw(subject: Subject) -> None:
-    """So a session moves before its candidates are forked: the next round has all of its tokens."""
-    expected = await tokens_in_one_round(subject.generator, 3, ENDLESS)
-    started = tuple(StartedCandidate(n, expected[n][:8], 0.0) for n in range(3))
-    spec = SessionSpec(PROMPT, 3, ENDLESS, 9, started=started)
-    async with subject.generator.open(spec) as session:
-        read = await session.extend(8)
-        assert read.num_tokens == 8 and not any(c.new_token_ids for c in read.candidates)
-        await session.prune([0, 2], {3: 2})
-        tokens = {c.id: c.new_token_ids for c in (await session.extend(24)).candidates}
-    assert {n: expected[n][:8] + tokens[n] for n in (0, 2)} == {n: expected[n] for n in (0, 2)}
-    assert len(tokens[3]) == len(tokens[2])
-
-
 @also_remote_own
 async def test_a_fork_of_a_fork_and_its_text(subject: Subject) -> None:
     """Texts and log-probabilities are of all tokens, also of those before the forks."""
@@ -258,7 +244,8 @@ async def test_a_candidate_is_the_same_in_any_session(subject: Subject) -> None:
 
 @IN_ALL_WAYS
 async def test_a_session_goes_on_from_given_tokens(subject: Subject, sampling: Sampling) -> None:
-    """They are neither drawn again nor reported, and their log-probability is kept."""
+    """They are neither drawn again nor reported, and their log-probability is kept. A session that
+    has moved can fork before another token is drawn."""
     expected = await tokens_in_one_round(subject.generator, 6, sampling)
     started = tuple(StartedCandidate(i, expected[i][:8], -4.0) for i in (2, 5))
     async with subject.generator.open(
@@ -269,10 +256,11 @@ async def test_a_session_goes_on_from_given_tokens(subject: Subject, sampling: S
             (2, 8, (), -4.0),
             (5, 8, (), -4.0),
         ]
+        await session.prune([2, 5], {7: 5})
         ended = await session.extend(24)
-        assert {c.id: c.new_token_ids for c in ended.candidates} == {
-            i: expected[i][8:] for i in (2, 5)
-        }
+        tokens = {c.id: c.new_token_ids for c in ended.candidates}
+        assert {i: tokens[i] for i in (2, 5)} == {i: expected[i][8:] for i in (2, 5)}
+        assert len(tokens[7]) == 16
         assert all(c.logprob < -4.0 for c in ended.candidates)
 
 
