@@ -29,7 +29,7 @@ from specrej.channel import open_channel
 from specrej.contracts import Generator, GeneratorDescription, Prompt
 from specrej.remote import RemoteGenerator
 from tests.reward_service.tiny import make_config, make_tokenizer, save_language_model
-from tests.serving import listening, serving
+from tests.serving import listening
 
 # More engine arguments, such as those of `make conformance-distributed`.
 VLLM_OPTIONS = json.loads(os.environ.get("SPECREJ_VLLM_OPTIONS", "{}"))
@@ -115,9 +115,7 @@ async def vllm(directory: Path, **more: Any) -> AsyncIterator[Subject]:
 @asynccontextmanager
 async def remote(served: Subject) -> AsyncIterator[Subject]:
     """A generator behind a port, over real gRPC."""
-    servicer = GeneratorServicer(lease_s=60)
-    servicer.load(served.generator)
-    async with serving(servicer.service()) as channel:
+    async with port(served.generator) as address, open_channel(address, retries=False) as channel:
         yield Subject(RemoteGenerator(channel), served.is_toy)
 
 
