@@ -332,7 +332,7 @@ def test_the_command_prints_one_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--context-tokens", "8193"), "context_tokens must be at most the model's 8192"),
+        (("--context-tokens", "8193"), "context_tokens must be at most the model's 8192, is 8193"),
         (("--memory", "8GiB"), "does not fit: 7.2 GiB less 15.0 GiB of weights"),
         (("--memory", "8 GiBs"), "use 80GiB, 80GB or a number of bytes"),
         (("--memory", "9" * 400), "use 80GiB, 80GB or a number of bytes"),
