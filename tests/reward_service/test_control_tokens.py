@@ -108,16 +108,6 @@ def test_a_cross_encoder_reads_characters(tmp_path: Path) -> None:
     )
 
 
-def test_the_embedded_relevance_model_reads_characters(minilm: Path) -> None:
-    """Guards [SEP] and [MASK] in texts: the tokens are those of transformers' plain reading."""
-    reward = load("relevance", minilm)
-    tokenizer: Any = AutoTokenizer.from_pretrained(minilm)
-    text = "a [SEP] b[MASK]c [CLS][PAD] [UNK]"
-    (tokens,), _ = reward._tokenize([text], truncation=True, max_length=256)
-    assert list(tokens.token_ids) == tokenizer(text, split_special_tokens=True)["input_ids"]
-    assert len(tokens.types) == len(tokens.token_ids)
-
-
 def test_what_follows_a_response_may_have_any_words(language_model: Path) -> None:
     """Guards against an open turn that ends with the format's own words."""
     spec = "{prompt} {response} End of Response"

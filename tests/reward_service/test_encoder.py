@@ -35,7 +35,7 @@ TEXTS = [
     "The stock market fell sharply on Tuesday after the central bank raised its rates again.",
     "You need flour. " * 20,
     "Weiße Brötchen, 面包, خبز 🍞",
-    "[PAD] [PAD] bread [SEP] [PAD]",
+    "[PAD] [PAD] bread [SEP] b[MASK]c [CLS][PAD] [UNK] [PAD]",
     "You need flour. " * 400,
     "the [MASK] " * 60 + "Mix flour, water, salt and yeast, then bake the bread.",  # 252 tokens
     "the [MASK] " * 60 + "You need flour. " * 400,
@@ -84,7 +84,8 @@ def reward(minilm: Path) -> Any:
 
 @pytest.mark.parametrize("token_budget", [1, 300, 100_000])
 def test_relevance_is_plain_transformers_cosine(minilm: Path, token_budget: int) -> None:
-    """Guards pooling and truncation; padding tokens in the mean would shift every score."""
+    """Guards pooling and truncation; padding tokens in the mean would shift every score. Control
+    tokens in texts are characters, as in transformers' plain reading."""
     tokenizer: Any = AutoTokenizer.from_pretrained(minilm)
     model: Any = AutoModel.from_pretrained(minilm).eval()
 
