@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reward_service.reward import score
-from specrej.errors import InvalidRequest
 from tests.reward_service.tiny import PROMPT, load, plain
 
 TEXTS = ["Mix {a} flour.", "", "no", "Wait {b}.", "Bake."]
@@ -66,11 +65,3 @@ def test_prompt_is_computed_once(language_model: Path) -> None:
 def test_words_of_several_tokens_are_refused(language_model: Path) -> None:
     with pytest.raises(ValueError, match="the word 'AB' must be one token, is 2"):
         load("pairwise", language_model, first="AB")
-
-
-def test_prompt_that_the_template_rejects_is_an_invalid_request(language_model: Path) -> None:
-    """Guards against jinja's own error, which would be a bug's status."""
-    reward = load("pairwise", language_model)
-    reward.conversation.tokenizer.chat_template = "{{ raise_exception('only in French') }}"
-    with pytest.raises(InvalidRequest, match="only in French"):
-        reward.open(PROMPT)
