@@ -41,13 +41,14 @@ async def start() -> AsyncIterator[Start]:
             max_batch: int = 8,
             lease_s: float = 30,
             queue_limit: int = 4,
+            **settings: Any,
         ) -> str:
             workers = [await Worker.start(partial(_same, r), queue_limit) for r in rewards]
             for worker in workers:
                 stack.callback(worker.close)
             servicer = RewardServicer(max_batch, lease_s)
             servicer.serve(workers)
-            return await stack.enter_async_context(listening(servicer.service()))
+            return await stack.enter_async_context(listening(servicer.service(), **settings))
 
         yield start
 

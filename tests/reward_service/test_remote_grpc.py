@@ -146,29 +146,20 @@ async def test_a_late_or_cancelled_call_ends_there() -> None:
     assert all(10 < left_s < 22 for left_s in hanging.times_left)
 
 
-async def test_token_is_sent_over_tls(tmp_path: Path) -> None:
+async def test_token_is_sent_over_tls(start: Start, tmp_path: Path) -> None:
     """A refused token is no fault of the caller: UNAVAILABLE."""
     authority = Authority(tmp_path)
     pair = authority.issue()
     token, line = new_token("front")
     place(tmp_path / "tokens", line)
     place(tmp_path / "token", token)
-    worker = await Worker.start(ToyReward)
-    servicer = RewardServicer(max_batch=8, lease_s=30)
-    servicer.serve([worker])
-    secured: dict[str, Any] = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
-    secured["tokens_file"] = str(tmp_path / "tokens")
-
-    async def check(address: str) -> None:
-        spec: dict[str, Any] = {"address": address, "tls_ca": str(authority.path), "timeout_s": 10}
-        async with front_of(**spec, token_file=str(tmp_path / "token")) as front:
-            assert (await front.score(PROMPT, ["aab"])).values == (2 / 3,)
-            place(tmp_path / "tokens", "")
-            with pytest.raises(Unavailable, match="refused this service's token"):
-                await front.score(PROMPT, ["aab"])
-        with pytest.raises(RuntimeError, match="UNAUTHENTICATED"):
-            await connect("grpc", **spec)
-
-    async with listening(servicer.service(), **secured) as address:
-        await check(address)
-    worker.close()
+    keys = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
+    address = await start(ToyReward(), tokens_file=str(tmp_path / "tokens"), **keys)
+    spec: dict[str, Any] = {"address": address, "tls_ca": str(authority.path), "timeout_s": 10}
+    async with front_of(**spec, token_file=str(tmp_path / "token")) as front:
+        assert (await front.score(PROMPT, ["aab"])).values == (2 / 3,)
+        place(tmp_path / "tokens", "")
+        with pytest.raises(Unavailable, match="refused this service's token"):
+            await front.score(PROMPT, ["aab"])
+    with pytest.raises(RuntimeError, match="UNAUTHENTICATED"):
+        await connect("grpc", **spec)
