@@ -183,10 +183,11 @@ def _usable(name: str, directory: Path, file: str) -> ModelFiles:
     if (index := directory / _INDEX).exists():
         try:
             wanted = set(json.loads(index.read_text())["weight_map"].values())
-        except (AttributeError, KeyError, TypeError):
+            missing = ", ".join(sorted(wanted - shards)[:3])
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise HubError(f"{name} has an index that names no weights") from None
-        if missing := sorted(wanted - shards):
-            raise HubError(f"{name} lacks {', '.join(missing[:3])}, which its index names")
+        if missing:
+            raise HubError(f"{name} lacks {missing}, which its index names")
     elif not shards:
         raise HubError(f"{name} has no safetensors files; other weights are not loaded")
     return ModelFiles(name, directory)

@@ -161,8 +161,10 @@ INDEX = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"
             | {"model-1.safetensors": b"a"},
             "lacks model-2.safetensors, which its index names",
         ),
-        (FILES | {"model.safetensors.index.json": b"{}"}, "has an index that names no weights"),
-        (FILES | {"model.safetensors.index.json": b"[1]"}, "has an index that names no weights"),
+        *(
+            (FILES | {"model.safetensors.index.json": bad}, "has an index that names no weights")
+            for bad in (b"{}", b"[1]", b"{", b"\xff", b'{"weight_map": {"a": 1}}')
+        ),
     ],
 )
 def test_an_incomplete_model_is_refused(
