@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -42,7 +41,7 @@ from specrej.contracts import (
 )
 from specrej.credentials import may_use_proxy
 from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable, Violation
-from specrej.reloading_file import ReloadingFile
+from specrej.reloading_file import ReloadingFile, read_line
 from specrej.serving import time_left_s
 
 log = logging.getLogger(__name__)
@@ -164,7 +163,7 @@ class EndpointGenerator:
         self._sessions: set[EndpointSession] = set()
         self._places = _Places(settings.remote_requests)
         path = settings.remote_key_file
-        self._key = ReloadingFile((path,), partial(_read_key, path)) if path else None
+        self._key = ReloadingFile((path,), partial(read_line, path)) if path else None
         # Compressed answers are not read: a few bytes could be gigabytes.
         headers = {"Accept-Encoding": "identity"}
         limits = httpx2.Limits(max_connections=settings.remote_requests)
@@ -363,10 +362,3 @@ def _reason(answer: bytes) -> str:
     with suppress(ValueError, TypeError, KeyError):
         return str(json.loads(answer)["error"]["message"])[:200]
     return "without a reason"
-
-
-def _read_key(path: Path) -> str:
-    key = path.read_text("ascii", "replace").strip()
-    if not (key.isprintable() and key):
-        raise ValueError(f"{path} must hold one line")
-    return key

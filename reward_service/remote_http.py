@@ -12,7 +12,6 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -25,10 +24,9 @@ from specrej.contracts import Candidate, FinishReason, Prompt, Scores
 from specrej.credentials import may_use_proxy
 from specrej.errors import RewardInvalid, Unavailable
 from specrej.limits import MAX_BATCH
-from specrej.reloading_file import ReloadingFile
+from specrej.reloading_file import ReloadingFile, read_line
 
 _MAX_ANSWER_BYTES = 1 << 20
-_MAX_SECRET_BYTES = 8192
 _KEPT_CONNECTIONS = 8  # while idle
 _TIMEOUT_HEADER = "Specrej-Timeout-Ms"
 
@@ -50,7 +48,7 @@ class HTTPReward:
         self.max_batch = MAX_BATCH
         self._url, self._timeout_s = spec.url, spec.timeout_s
         self._secrets = {
-            name: ReloadingFile((path,), partial(_read_value, path))
+            name: ReloadingFile((path,), partial(read_line, path))
             for name, path in spec.header_files.items()
         }
         # Compressed answers are not read: a few bytes could be gigabytes.
@@ -119,10 +117,3 @@ class HTTPReward:
 async def connect(spec: HTTPSpec) -> HTTPReward:
     """The reward; connections are made by its calls."""
     return HTTPReward(spec)
-
-
-def _read_value(path: Path) -> str:
-    value = path.read_text("ascii", "replace").strip()
-    if not (value.isascii() and value.isprintable() and 0 < len(value) <= _MAX_SECRET_BYTES):
-        raise ValueError(f"{path} must hold one line of 1 to {_MAX_SECRET_BYTES} characters")
-    return value

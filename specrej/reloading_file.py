@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MAX_LINE_CHARACTERS = 8192
+
 _adding = threading.Lock()
 _all: WeakSet[ReloadingFile[Any]] = WeakSet()
 _State = tuple[tuple[int, int, int] | None, ...]
@@ -96,3 +98,17 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
         return None
     # The inode differs for a replaced file of equal size and time.
     return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def read_line(path: Path) -> str:
+    """The one line of a file, such as a key that is sent in a header.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has another number of lines, or other characters than printable ASCII.
+    """
+    line = path.read_text("ascii", "replace").strip()
+    if not (line.isascii() and line.isprintable() and 0 < len(line) <= _MAX_LINE_CHARACTERS):
+        most = _MAX_LINE_CHARACTERS
+        raise ValueError(f"{path} must hold one line of 1 to {most} printable ASCII characters")
+    return line

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specrej.reloading_file import ReloadingFile, num_rejected
+from specrej.reloading_file import ReloadingFile, num_rejected, read_line
 from tests.certificates import place
 
 
@@ -107,3 +107,16 @@ def test_a_file_replaced_while_it_is_read_is_read_again(path: Path) -> None:
     place(path, "2")
     assert watched.get() == 1  # 2 was replaced before it was in force
     assert watched.get() == 3
+
+
+def test_a_line_is_read_without_its_end(path: Path) -> None:
+    path.write_text(" a key\r\n")
+    assert read_line(path) == "a key"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "one\ntwo", "schl\u00fcssel", "a\tb", "k" * 8193])
+def test_what_no_header_can_hold_is_refused(path: Path, text: str) -> None:
+    """Guards against a key that fails at every request instead of at the start."""
+    path.write_text(text)
+    with pytest.raises(ValueError, match="must hold one line of 1 to 8192 printable ASCII"):
+        read_line(path)
