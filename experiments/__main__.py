@@ -172,8 +172,11 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Numbers separated by commas; raises ValueError if they are not."""
-    return tuple(int(part) for part in text.split(","))
+    """Numbers of at least 1, separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError("must be numbers of 1 or more, separated by commas")
+    return tuple(map(int, parts))
 
 
 if __name__ == "__main__":

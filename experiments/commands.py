@@ -104,14 +104,18 @@ async def collect(arguments: argparse.Namespace) -> None:
 
 def _collection_settings(arguments: argparse.Namespace) -> Settings:
     """The settings that the flags set; raises ValueError as Settings does."""
-    rewards = (name.strip() for name in arguments.rewards.split(","))
     values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
     values |= {
         "grid": arguments.grid or default_grid(arguments.max_tokens),
-        "rewards": tuple(name for name in rewards if name and name != LIKELIHOOD),
+        "rewards": tuple(name for name in _names(arguments.rewards) if name != LIKELIHOOD),
         "stop": tuple(arguments.stop),
     }
     return Settings(**values)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name for name in map(str.strip, text.split(",")) if name)
 
 
 def _models(
@@ -229,7 +233,7 @@ async def live(arguments: argparse.Namespace) -> None:
 
 async def branching(arguments: argparse.Namespace) -> None:
     """Branching against Speculative Rejection, on live requests."""
-    names = tuple(name.strip() for name in arguments.rewards.split(","))
+    names = _names(arguments.rewards)
     settings = Settings(
         max_tokens=arguments.max_tokens,
         grid=default_grid(arguments.max_tokens),

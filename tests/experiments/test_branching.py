@@ -23,7 +23,7 @@ from tests.experiments.conftest import Refusal, Run
 from tests.experiments.doubles import models
 from tests.orchestrator.runs import LetterScorer
 
-FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels", "--n", "8,16,32")
+FLAGS = ("--limit", "5", "--max-tokens", "64", "--rewards", "vowels,", "--n", "8,16,32")
 SETTINGS = Settings(max_tokens=24, grid=(24,), rewards=("letters",), seed=5)
 ITEMS = tuple(
     Item(name, number, Prompt.from_user(f"say {name}")) for number, name in enumerate("ab")

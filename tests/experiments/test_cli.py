@@ -191,3 +191,13 @@ def test_invalid_schedule_is_refused_with_the_syntax(
     with pytest.raises(SystemExit):
         run("replay", "--schedule", "sometimes")
     assert "use memory:16 (first), geometric:16,2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numbers", ["x", "0", "8,", "-1"])
+def test_other_numbers_of_candidates_are_refused(
+    run: Run, capsys: pytest.CaptureFixture[str], numbers: str
+) -> None:
+    """Guards against live requests with N left open, which no replay equals."""
+    with pytest.raises(SystemExit):
+        run("live", f"--n={numbers}")
+    assert "--n: must be numbers of 1 or more, separated by commas" in capsys.readouterr().err
