@@ -76,15 +76,15 @@ def _add_up(commands: Any) -> None:
 
 
 def _port(text: str) -> int:
-    if not 1 <= (port := int(text)) <= _MAX_PORT:
+    if not (text.isdecimal() and 1 <= int(text) <= _MAX_PORT):
         raise argparse.ArgumentTypeError(f"must be 1 .. {_MAX_PORT}")
-    return port
+    return int(text)
 
 
 def _count(text: str) -> int:
-    if (count := int(text)) < 1:
+    if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError("must be 1 or more")
-    return count
+    return int(text)
 
 
 def _stack(given: argparse.Namespace) -> Stack:

@@ -118,7 +118,7 @@ def test_the_page_of_a_gateway_with_tls_is_https() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--port", "--redis-port", "--metrics-port"])
-@pytest.mark.parametrize("port", ["0", "65533"])
+@pytest.mark.parametrize("port", ["0", "65533", "x"])
 def test_ports_are_checked(
     flag: str, port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
