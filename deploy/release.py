@@ -228,8 +228,8 @@ def check_node(directory: Path) -> None:
 
 def _check_demo(tools: Path) -> str:
     """Install the services with the embedded models into an empty environment; run the demo."""
-    settings = images.pip_settings()
-    index = () if settings else (f"--index-url={_TORCH_INDEX}",)
+    has_sources = "TORCH_INDEX_URL" in images.pip_settings()
+    index = () if has_sources else (f"--index-url={_TORCH_INDEX}",)
     lock = f"--requirement={ROOT}/requirements-torch.lock"
     python = _environment("embedded", *index, "--no-deps", "--require-hashes", lock)
     torch = re.findall(r"^torch==\S+", (ROOT / "requirements-torch.lock").read_text(), re.MULTILINE)
