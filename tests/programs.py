@@ -34,6 +34,7 @@ async def outcome_of(
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
     assert process.returncode is not None
     return Outcome(process.returncode, output.decode(), errors.decode())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import atheris  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-_OURS = ["specrej", "orchestrator", "reward_service", "loadtest"]
+_OURS = ["specrej", "orchestrator", "reward_service", "gateway", "loadtest"]
 _LONGEST = 4096
 
 

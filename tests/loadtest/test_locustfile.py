@@ -81,7 +81,7 @@ async def test_shape_ends_with_the_run_time(toys: Stack) -> None:
 
 async def test_master_adds_up_its_workers_and_checks_the_limits(toys: Stack) -> None:
     """Requests, rounds and tokens of two workers come together."""
-    options = ("--processes", "2", "--algorithm", "both", "--max-p95-ms", "1", "--run-time", "3s")
+    options = ("--processes", "2", "--algorithm", "both", "--max-p95-ms", "1", "--run-time", "6s")
     run = await locust(*USERS, *options, "--host", toys.orchestrator_address)
     assert run.code == 1
     assert "limit broken: p95 ms" in run.err
