@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from deploy.local.processes import ProcessError, Processes, Program
-from deploy.local.stack import HOST, Stack, check_free, first_line
+from deploy.local.stack import HOST, Stack, check_free
 from specrej.cli import note, run_to_end
 
 _LOCUSTFILE = Path(__file__).with_name("locustfile.py")
@@ -63,7 +63,12 @@ async def _serve(address: str, port: int, more: list[str]) -> None:
 
 
 async def _answers(port: int) -> bool:
-    return bool(await first_line(port, b"GET / HTTP/1.0\r\n\r\n"))
+    try:
+        _, writer = await asyncio.open_connection(HOST, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 if __name__ == "__main__":
