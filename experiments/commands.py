@@ -234,6 +234,8 @@ async def live(arguments: argparse.Namespace) -> None:
 async def branching(arguments: argparse.Namespace) -> None:
     """Branching against Speculative Rejection, on live requests."""
     names = _names(arguments.rewards)
+    if not names:
+        raise ValueError("--rewards must name a reward")
     settings = Settings(
         max_tokens=arguments.max_tokens,
         grid=default_grid(arguments.max_tokens),

@@ -183,11 +183,12 @@ def _usable(name: str, directory: Path, file: str) -> ModelFiles:
     if (index := directory / _INDEX).exists():
         try:
             wanted = set(json.loads(index.read_text())["weight_map"].values())
-            missing = ", ".join(sorted(wanted - shards)[:3])
+            missing = sorted(wanted - shards)[:3]
+            listed = ", ".join(missing)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise HubError(f"{name} has an index that names no weights") from None
         if missing:
-            raise HubError(f"{name} lacks {missing}, which its index names")
+            raise HubError(f"{name} lacks {listed}, which its index names")
     elif not shards:
         raise HubError(f"{name} has no safetensors files; other weights are not loaded")
     return ModelFiles(name, directory)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-from asyncio.subprocess import PIPE
+import signal
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -23,17 +24,23 @@ class Outcome(NamedTuple):
 
 
 async def outcome_of(
-    *command: str | Path, folder: Path = ROOT, bound_s: float = 120, **environment: str
+    *command: str | Path, folder: Path = ROOT, bound_s: float = 240, **environment: str
 ) -> Outcome:
     """The outcome of a command in `folder`."""
     process = await asyncio.create_subprocess_exec(
-        *command, cwd=folder, env={**os.environ, **environment}, stdout=PIPE, stderr=PIPE
+        *command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=PIPE,
+        start_new_session=True,
     )
     try:
         output, errors = await asyncio.wait_for(process.communicate(), bound_s)
     finally:
         if process.returncode is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # also what holds its pipes open
             await process.wait()
     assert process.returncode is not None
     return Outcome(process.returncode, output.decode(), errors.decode())

@@ -285,7 +285,7 @@ def _adapter(request: GenerationRequest, generator: GeneratorDescription) -> str
 
 
 def _most_candidates(request: GenerationRequest, generator: GeneratorDescription) -> int:
-    """Most candidates of a request; n = 0: all slots, each candidate at its first cut."""
+    """Most candidates of a request; n = 0: as many as one generator holds at their first cut."""
     selection = request.selection
     # The newest token of a candidate has no slot yet.
     room = _capacity(selection, generator) // max(1, first_round_tokens(request) - 1)

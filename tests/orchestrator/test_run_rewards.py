@@ -10,8 +10,10 @@ import pytest
 
 from generator_service.toy import ToyGenerator
 from specrej.contracts import (
+    Algorithm,
     Branching,
     Candidate,
+    Fate,
     FinishReason,
     GeometricSchedule,
     Normalization,
@@ -86,6 +88,18 @@ async def test_vetoed_prefixes_are_rejected_at_the_decision_token() -> None:
     assert 0 < first.num_vetoed < first.num_started, "the case did not occur"
     assert first.num_rejected == first.num_vetoed
     assert first.freed_slots == 10 * first.num_vetoed
+    low = {candidate.id for candidate in first.candidates if candidate.score < 0.06}
+    assert {c.id for c in first.candidates if c.fate is Fate.VETOED} == low
+
+
+async def test_best_of_n_ranks_vetoed_candidates_last() -> None:
+    reward = WeightedReward("a", veto_below=0.06)
+    vetoing = request(algorithm=Algorithm.BEST_OF_N, alpha=0.0, rewards=(reward,))
+    generation = await answer(vetoing, ToyGenerator(), LetterScorer("a"))
+    vetoed = [candidate.vetoed for candidate in generation.candidates]
+    assert set(vetoed) == {False, True}, "the case did not occur"
+    assert vetoed == sorted(vetoed)
+    assert all(c.vetoed == (c.score < 0.06) for c in generation.candidates)
 
 
 async def test_all_vetoed_keeps_the_best_one() -> None:
