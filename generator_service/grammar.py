@@ -40,6 +40,8 @@ Mask = NDArray[np.uint32]
 
 _PATH = "sampling.structured_output"
 _MOST_TRIED = 256  # outputs whose trials are remembered
+# Of a trial process: those that compute end by themselves, but one that waits for ever does not.
+_PATIENCE_S = 120.0
 _BITS = 32  # of a mask's words
 _MOST_STATES = 50_000  # of a session's lexers, about a kilobyte each
 
@@ -195,15 +197,24 @@ class Trials:
         if self._process and self._process.poll() is not None:  # it was killed between two trials
             self._end()
             self._process = None
+        sent = [source] if self._process else [self._opening, source]
         process = self._process = self._process or self._start()
-        with suppress(BrokenPipeError):
-            _send(process, source)
         assert process.stdout
-        answer = process.stdout.readline()
+        hangs = threading.Timer(_PATIENCE_S, process.kill)
+        hangs.daemon = True
+        hangs.start()
+        try:
+            with suppress(BrokenPipeError):
+                for value in sent:
+                    _send(process, value)
+            answer = process.stdout.readline()
+        finally:
+            hangs.cancel()
         if not answer:
             self._process, code = None, process.wait()
             self._end()
-            if code > 0 or code == -signal.SIGKILL:  # SIGKILL is not of its own limits
+            # SIGKILL is not of its own limits: the memory ended, or it did not answer in time.
+            if code > 0 or code == -signal.SIGKILL:
                 raise InternalError("the generator cannot compile structured outputs")
             return "takes too much time or memory"
         error: str = json.loads(answer)
@@ -219,7 +230,6 @@ class Trials:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self._end = weakref.finalize(self, _end, process)
-        _send(process, self._opening)
         return process
 
 

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import re
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from generator_service.grammar import (
     unpacked,
 )
 from specrej.contracts import Grammar, JsonObject, JsonSchema, Regex, StructuredOutput
-from specrej.errors import InvalidRequest
+from specrej.errors import InternalError, InvalidRequest
 from tests.reward_service.tiny import make_tokenizer
 from tests.serving import until
 
@@ -366,6 +367,20 @@ def test_a_trial_process_that_is_killed_decides_nothing() -> None:
     assert process
     process.kill()
     process.wait()
+    compiler.compile(Regex("b+"))
+
+
+def test_a_trial_process_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against one that blocks all later outputs, without the processor time that ends it."""
+    compiler = Grammars(SPEC, [EOS])
+    compiler.compile(Regex("a+"))
+    process = compiler._trials._process
+    assert process
+    process.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar, "_PATIENCE_S", 0.2)
+        with pytest.raises(InternalError, match="cannot compile structured outputs"):
+            compiler.compile(Regex("b+"))
     compiler.compile(Regex("b+"))
 
 
