@@ -9,6 +9,7 @@ would let services wait for it until their tests' bounds end.
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -30,6 +31,10 @@ channel.options = lambda *given, **options: [
     *_shared_options(*given, **options),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+# gRPC's poller can still wake an earlier test's event loop, which is closed, and asyncio logs that.
+logging.getLogger("asyncio").addFilter(
+    lambda record: "PollerCompletionQueue" not in record.getMessage()
+)
 # Examples have no deadline: their time depends on the machine's load. Benchmarks measure speed.
 # `make test-long` runs property tests with the profile `long`.
 settings.register_profile("specrej", deadline=None, max_examples=40)
