@@ -12,6 +12,7 @@ import asyncio
 import email.utils
 import json
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -39,6 +40,7 @@ from specrej.contracts import (
     SessionSpec,
     SlotGauge,
 )
+from specrej.contracts.requests import MAX_INT32
 from specrej.credentials import may_use_proxy
 from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable, Violation
 from specrej.reloading_file import ReloadingFile, read_line
@@ -53,6 +55,8 @@ _MAX_RETRY_AFTER_S = 86_400.0
 _MAX_ANSWER_BYTES = 64 << 20
 _UNKNOWN_CONTEXT, _UNKNOWN_VOCABULARY = 131_072, 1_000_000
 _AUTO_CANDIDATES = 8
+# What reading JSON of another form than the API's raises, besides failed look-ups.
+_UNREADABLE = (ValueError, TypeError, RecursionError)
 _REFUSED = {
     "logprobs": "the endpoint has no token ids",
     "top_logprobs": "the endpoint has no token ids",
@@ -257,20 +261,24 @@ class EndpointGenerator:
         try:
             content = json.loads(answer)
             choice, usage = content["choices"][0], content["usage"]
-            made, prompt = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
+            made, prompt = _count(usage["completion_tokens"]), _count(usage["prompt_tokens"])
             text = choice["text"] if "text" in choice else choice["message"]["content"]
+            if not isinstance(text, str | None):
+                raise TypeError("the text must be a string")
             logprobs = _logprobs(choice.get("logprobs") or {})
+            if not math.isfinite(logprob := sum(logprobs)):
+                raise ValueError("log-probabilities must be finite")
             candidate = Candidate(
                 candidate_id,
-                text or "",
+                _encodable(text or ""),
                 made,
-                min(0.0, float(sum(logprobs))),
+                min(0.0, logprob),
                 # A filtered answer is no complete one.
                 FinishReason.STOP if choice["finish_reason"] == "stop" else FinishReason.LENGTH,
             )
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            text = f"the endpoint's answer cannot be read: {type(error).__name__} {error}"
-            raise InternalError(text) from error
+        except (ArithmeticError, AttributeError, LookupError, *_UNREADABLE) as error:
+            reason = _encodable(f"{type(error).__name__} {error}")
+            raise InternalError(f"the endpoint's answer cannot be read: {reason}") from error
         if self._settings.remote_logprobs and made and not logprobs:
             raise InternalError("the endpoint reports no logprobs: set remote_logprobs to false")
         if self._on_step:
@@ -326,6 +334,18 @@ def _logprobs(given: dict[str, Any]) -> list[float]:
     return [float(value) for value in given.get("token_logprobs") or () if value is not None]
 
 
+def _count(given: Any) -> int:
+    """Raises ValueError, TypeError, OverflowError: it is no number of tokens."""
+    if not 0 <= (number := int(given)) <= MAX_INT32:
+        raise ValueError("counts of tokens must be from 0 to 2**31 - 1")
+    return number
+
+
+def _encodable(text: str) -> str:
+    """With U+FFFD for halves of surrogate pairs, which UTF-8 lacks and JSON may have."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _failure(
     status: int, headers: Any, answer: bytes, attempt: int
 ) -> tuple[Overloaded | Unavailable, float]:
@@ -359,6 +379,6 @@ def _retry_after_s(text: str) -> float:
 
 
 def _reason(answer: bytes) -> str:
-    with suppress(ValueError, TypeError, KeyError):
-        return str(json.loads(answer)["error"]["message"])[:200]
+    with suppress(LookupError, *_UNREADABLE):
+        return _encodable(str(json.loads(answer)["error"]["message"])[:200])
     return "without a reason"

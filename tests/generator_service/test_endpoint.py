@@ -20,8 +20,15 @@ from generator_service.settings import GeneratorSettings
 from generator_service.steps import Step
 from orchestrator.loop.run import run
 from specrej import contracts as c
-from specrej.errors import InternalError, InvalidRequest, Overloaded, Unavailable
+from specrej.errors import (
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    SpecrejError,
+    Unavailable,
+)
 from specrej.remote import RemoteGenerator
+from specrej.status import to_status
 from tests.orchestrator.runs import LetterScorer
 from tests.reward_service.endpoint import Endpoint, Replies, Reply, served
 from tests.serving import serving, turns, until
@@ -68,6 +75,13 @@ def answered(text: str, finish: str = "stop") -> Reply:
         "logprobs": {"content": [{"token": "t", "logprob": -0.5}] * 3},
     }
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    return Reply({"choices": [choice], "usage": usage})
+
+
+def with_choice(changes: Body, **counts: float) -> Reply:
+    """An answer of one token without log-probabilities, with these changes."""
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, **counts}
+    choice = {"text": "t", "finish_reason": "stop", **changes}
     return Reply({"choices": [choice], "usage": usage})
 
 
@@ -161,20 +175,42 @@ async def test_a_busy_endpoint_is_called_again(status: int) -> None:
         (Reply({}, 401), InternalError, "refuses the key", 1),
         (Reply({"choices": []}), InternalError, "answer cannot be read: IndexError", 1),
         (Reply([]), InternalError, "answer cannot be read: TypeError", 1),
-        (Reply({"choices": [{"text": "t", "finish_reason": "stop"}],
-                "usage": {"prompt_tokens": 1, "completion_tokens": 1}}), InternalError,
-         "reports no logprobs: set remote_logprobs", 1),
+        (with_choice({}), InternalError, "reports no logprobs: set remote_logprobs", 1),
+        (with_choice({"logprobs": {"token_logprobs": [-1.0, float("nan")]}}), InternalError,
+         "answer cannot be read: ValueError log-probabilities must be finite", 1),
+        (with_choice({"text": [{"type": "text", "text": "t"}]}), InternalError,
+         "answer cannot be read: TypeError the text must be a string", 1),
+        (with_choice({}, completion_tokens=-5), InternalError,
+         "answer cannot be read: ValueError counts of tokens must be from 0", 1),
+        (with_choice({}, prompt_tokens=1 << 31), InternalError,
+         "answer cannot be read: ValueError counts of tokens must be from 0", 1),
+        (with_choice({}, prompt_tokens=float("inf")), InternalError,
+         "answer cannot be read: OverflowError", 1),
+        (Reply({"error": {"message": "cut \ud83d"}}, 400), InvalidRequest, "cut \ufffd", 1),
+        (Reply(b"[" * 100_000, 400), InvalidRequest, "without a reason", 1),
+        (Reply(b"[" * 100_000), InternalError, "cannot be read: RecursionError", 1),
     ],
 )  # fmt: skip
 async def test_failures_are_those_of_the_status_table(
-    reply: Reply, kind: type[Exception], text: str, most: int
+    reply: Reply, kind: type[SpecrejError], text: str, most: int
 ) -> None:
-    """Guards against retries of what fails for good, and an error without its cause."""
+    """Guards against retries of what fails for good, an error without its cause or with a text
+    that no status can hold, and counts or log-probabilities that make a candidate the best."""
     spec = replace(SPEC, n=1)
     async with generator(lambda *_: reply) as (made, endpoint), made.open(spec) as session:
-        with pytest.raises(kind, match=text):
+        with pytest.raises(kind, match=text) as failure:
             await session.extend(9)
     assert len(endpoint.requests) == most
+    assert to_status(failure.value)[1] == failure.value.message
+
+
+async def test_half_a_surrogate_pair_is_one_replacement_character() -> None:
+    """Guards against N answers that are lost since one ends within an emoji."""
+    reply = with_choice({"text": "\U0001f600 cut \ud83d"})
+    settings = {"remote_logprobs": False}
+    async with generator(lambda *_: reply, **settings) as (made, _), made.open(SPEC) as session:
+        (text,) = {one.text for one in (await session.extend(9)).candidates}
+    assert text == "\U0001f600 cut \ufffd"
 
 
 @pytest.mark.parametrize("left_s", [5.0, 100.0, None])
