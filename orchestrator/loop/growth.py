@@ -131,6 +131,11 @@ class Growth:
             awaited.cancel()
             await asyncio.gather(awaited, return_exceptions=True)
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """Candidates that were lost with their generator while they grew ahead."""
+        return frozenset(self._ahead.lost if self._ahead else ())
+
     def fail(self, error: OutOfTime | SpecrejError) -> None:
         """Let the next `extend` raise this error."""
         self._failure = error
@@ -160,8 +165,12 @@ class Growth:
         most_tokens = self._deadline.max_tokens
         if part.ended_by is RoundEnd.DECISION_TOKEN and part.num_tokens != until:
             raise InternalError(f"a generator ended at token {part.num_tokens} instead of {until}")
-        if any(c.finish is None and c.num_tokens >= most_tokens for c in part.candidates):
+        is_over = until >= most_tokens and part.ended_by is RoundEnd.DECISION_TOKEN
+        live = [c.num_tokens for c in part.candidates if c.finish is None]
+        if live and (is_over or max(live) >= most_tokens):
             raise InternalError("a generator goes on at max_tokens")
+        if live and part.ended_by is RoundEnd.ALL_FINISHED:
+            raise InternalError("a generator has finished all candidates but some that go on")
         is_full = part.ended_by is RoundEnd.SLOTS_FULL
         if is_full and rows == 1 and part.num_tokens == self._last_end:
             raise InternalError("a generator has no slot for the last candidate")

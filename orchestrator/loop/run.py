@@ -328,6 +328,9 @@ class _Run:
             vetoed=state.vetoed,
             has_answer=state.has_answer,
         )
+        if cut.kept & self.growth.lost:  # others get their places
+            state.lose(self.growth.lost, may_degrade=self.request.allow_degraded)
+            return await self._reject(ended)
         rejected = state.live & cut.rejected
         if branching:
             alpha = len(rejected) / live

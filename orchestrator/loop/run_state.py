@@ -88,9 +88,7 @@ class RunState:
                 none is left.
         """
         self.num_started = len(self.live)
-        if ended.lost:
-            self._lose(ended.lost, may_degrade=may_degrade)
-        if missing := self.live - {candidate.id for candidate in ended.candidates}:
+        if missing := self.live - {*ended.lost, *(candidate.id for candidate in ended.candidates)}:
             raise InternalError(f"the generator lost {len(missing)} candidates")
         self.made_by |= ended.made_by
         self.repeated_tokens += ended.repeated_tokens
@@ -98,11 +96,12 @@ class RunState:
         self.num_tokens = max(self.num_tokens, ended.num_tokens)
         self.latest.update((candidate.id, candidate) for candidate in ended.candidates)
         self.live -= {c.id for c in ended.candidates if c.finish is not None}
-        if ended.lost and not (self.live or self.ended()):
-            raise Unavailable("a generator was lost, and with it all candidates that were left")
+        if ended.lost:
+            self.lose(ended.lost, may_degrade=may_degrade)
         self.tokens.add(ended)
 
-    def _lose(self, lost: Collection[int], *, may_degrade: bool) -> None:
+    def lose(self, lost: Collection[int], *, may_degrade: bool) -> None:
+        """Remove live candidates that are lost with their generator; raises as `take` does."""
         if not may_degrade:
             raise Unavailable("a generator was lost, and with it some of the candidates")
         if Degradation.CANDIDATES not in self.degradations:
@@ -110,6 +109,8 @@ class RunState:
         self.lost |= set(lost)
         self.live -= self.lost
         self.ranked -= self.lost
+        if not (self.live or self.ended()):
+            raise Unavailable("a generator was lost, and with it all candidates that were left")
 
     def judge(self, candidates: Sequence[Candidate], scored: RawScores, num_again: int = 0) -> None:
         """Store the raw scores of these candidates and compute their verdicts, and all others that
@@ -246,6 +247,7 @@ class RunState:
         made = tuple(Fork(*fork) for fork in sorted(forks.items())) if has_room else ()
         self.num_traced += len(fates) + len(made)
         num_kept = len(self.live) - len(forks)
+        num_lost = len(self.lost) - sum(trace.num_lost for trace in self.rounds)
         grown = ended.repeated_tokens + sum(len(c.new_token_ids) for c in candidates)
         trace = RoundTrace(
             number=number,
@@ -253,7 +255,7 @@ class RunState:
             ended_by=ended.ended_by,
             num_started=self.num_started,
             num_finished=num_finished,
-            num_rejected=self.num_started - num_finished - num_kept - len(ended.lost),
+            num_rejected=self.num_started - num_finished - num_kept - num_lost,
             num_live=len(self.live),
             best_score=self.verdicts[best].score if best is not None else 0.0,
             scores=tuple(fate.score for fate in fates),
@@ -266,7 +268,7 @@ class RunState:
             score_ms=score_ms,
             prune_ms=prune_ms,
             num_vetoed=sum(c.finish is None and c.id in vetoed for c in candidates),
-            num_lost=len(ended.lost),
+            num_lost=num_lost,
             alpha=alpha,
             candidates=fates,
             forks=made,

@@ -377,21 +377,29 @@ async def test_a_round_that_is_too_short_or_lacks_a_candidate_is_an_internal_err
         await answer(request(), ToyGenerator(), FixedScorer())
 
 
-@pytest.mark.parametrize("ended_by", [RoundEnd.DECISION_TOKEN, RoundEnd.SLOTS_FULL])
+@pytest.mark.parametrize(
+    ("ended_by", "num_tokens", "message"),
+    [
+        (RoundEnd.DECISION_TOKEN, None, "max_tokens"),
+        (RoundEnd.DECISION_TOKEN, 3, "max_tokens"),
+        (RoundEnd.ALL_FINISHED, 3, "go on"),
+        (RoundEnd.SLOTS_FULL, 3, "no slot"),
+    ],
+)
 async def test_a_generator_without_progress_is_an_internal_error(
-    ended_by: RoundEnd, monkeypatch: pytest.MonkeyPatch
+    ended_by: RoundEnd, num_tokens: int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against thousands of rounds per second: a live candidate at max_tokens, and one whose
-    slots are always full."""
+    """Guards against thousands of rounds per second: a live candidate at max_tokens or after the
+    end of all, one without new tokens, and one whose slots are always full."""
 
     async def still(session: ToySession, until_tokens: int) -> Round:
+        live = (Candidate(0, "a", num_tokens or until_tokens, -1.0),)
         reached = until_tokens if ended_by is RoundEnd.DECISION_TOKEN else 3
-        live = (Candidate(0, "a", reached, -1.0),)
         return Round(live, ended_by, reached, SlotGauge(10, 10, 10))
 
     monkeypatch.setattr(ToySession, "extend", still)
     async with asyncio.timeout(20):
-        with pytest.raises(InternalError, match=r"max_tokens|no slot"):
+        with pytest.raises(InternalError, match=message):
             await answer(request(1), ToyGenerator(), FixedScorer())
 
 

@@ -215,19 +215,22 @@ class TwoParts(ToyGenerator):
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("best_part", [0, 1])
-async def test_a_part_lost_while_it_is_scored(best_part: int) -> None:
-    """Guards against INTERNAL if the cut keeps lost candidates only, and against rejected ones that
-    count as lost."""
+@pytest.mark.parametrize(
+    ("best_part", "first"), [(0, (6, 0, 2)), (1, (3, 4, 1))], ids=["the other", "the lost one"]
+)
+async def test_a_part_lost_while_it_is_scored(best_part: int, first: tuple[int, ...]) -> None:
+    """Guards against lost candidates that a cut keeps in place of living ones, and against rejected
+    ones that count as lost."""
     scorer = FixedScorer(lambda c: float(c.id // 4 == best_part), num_turns=50)
     of_two = request(8, TokensSchedule((16,)), alpha=0.75, allow_degraded=True)
-    answering = answer(of_two, TwoParts(), scorer, overlaps=True)
+    generation = await answer(of_two, TwoParts(), scorer, overlaps=True)
+    rounds = [(t.num_rejected, t.num_lost, t.num_live) for t in generation.rounds]
+    assert rounds == [first, (0, 0, 0)]
+    assert generation.degradations == (Degradation.CANDIDATES,) * best_part
     if best_part:
         with pytest.raises(Unavailable):
-            await answering
-    else:
-        rounds = (await answering).rounds
-        assert [(t.num_rejected, t.num_lost, t.num_live) for t in rounds] == [(6, 0, 2), (0, 0, 0)]
+            exact = replace(of_two, allow_degraded=False)
+            await answer(exact, TwoParts(), scorer, overlaps=True)
 
 
 async def test_a_session_that_lost_all_live_candidates_is_unavailable(
