@@ -316,27 +316,13 @@ class _Run:
             return alpha, {}, 0  # a cut elsewhere than planned could give another answer
         if not branching:
             alpha = self.deadline.alpha(state.num_tokens, len(state.ranked), live, alpha)
-        is_full = ended.ended_by is RoundEnd.SLOTS_FULL
-        release = self._num_released(ended, live) if is_full else 0
-        cut = rejection.cut(
-            # With branching no finished candidate is ranked out, and there may be thousands.
-            state.scores(state.live if branching else state.ranked),
-            state.live,
-            alpha,
-            least=selection.min_answers,
-            release=max(release, live - branching.keep) if branching else release,
-            vetoed=state.vetoed,
-            has_answer=state.has_answer,
-        )
-        if cut.kept & self.growth.lost:  # others get their places
-            state.lose(self.growth.lost, may_degrade=self.request.allow_degraded)
-            return await self._reject(ended)
+        cut = self._cut(ended, alpha)
         rejected = state.live & cut.rejected
         if branching:
             alpha = len(rejected) / live
         state.keep(cut.kept)
         forks: Forks = {}
-        if branching and state.live and not is_full:
+        if branching and state.live and ended.ended_by is not RoundEnd.SLOTS_FULL:
             survivors = state.ranking(state.live)
             position, until = state.num_tokens, _decision_token(self.request, state.num_tokens)
             width = width_at(branching, _decision_token(self.request, 0), until - position)
@@ -356,6 +342,26 @@ class _Run:
         forks = {n: parent for n, parent in forks.items() if n not in pruned.refused}
         state.fork(forks)
         return alpha, forks, pruned.freed_slots
+
+    def _cut(self, ended: Round, alpha: float) -> rejection.Cut:
+        """The cut of the ranking, again without lost candidates if it keeps some of them."""
+        state, selection, live = self.state, self.request.selection, len(self.state.live)
+        branching = selection.branching
+        release = self._num_released(ended, live) if ended.ended_by is RoundEnd.SLOTS_FULL else 0
+        cut = rejection.cut(
+            # With branching no finished candidate is ranked out, and there may be thousands.
+            state.scores(state.live if branching else state.ranked),
+            state.live,
+            alpha,
+            least=selection.min_answers,
+            release=max(release, live - branching.keep) if branching else release,
+            vetoed=state.vetoed,
+            has_answer=state.has_answer,
+        )
+        if cut.kept & self.growth.lost:
+            state.lose(self.growth.lost, may_degrade=self.request.allow_degraded)
+            return self._cut(ended, alpha)
+        return cut
 
     def _num_released(self, ended: Round, live: int) -> int:
         """Live candidates to reject because all slots are full."""

@@ -127,14 +127,14 @@ class WatchedRun:
         spec = SessionSpec(prompt, n, sampling, 1, self.cache_salt, adapter=self.request.model)
         opening = self.generator.open(spec)
         async with opening as session, RequestScorer(self.scorers, prompt) as scorer:
-            self.count(names.SHADOW_TOKENS, _num_tokens(await session.extend(1)))
+            self.count(names.SHADOW_TOKENS, (await session.extend(1)).num_new)
             await session.prune(set(self.shadows))
             stops = [*self.decisions, (sampling.max_tokens, 0)]
             for index, (token, _) in enumerate(stops):
                 if token == 1 and len(stops) > index + 1:
                     continue
                 ended = await session.extend(token)
-                self.count(names.SHADOW_TOKENS, _num_tokens(ended))
+                self.count(names.SHADOW_TOKENS, ended.num_new)
                 if ended.ended_by is RoundEnd.SLOTS_FULL:
                     return "slots"
                 # A text differs where a batch's shape changes the last bits (bfloat16 on a GPU).
@@ -155,10 +155,6 @@ class WatchedRun:
     def count(self, metric: names.Metric, count: int = 1, **labels: str) -> None:
         """Add to a counter of this kind of request."""
         metrics.add(metric, count, **Kind.of(self.request)._asdict(), **labels)
-
-
-def _num_tokens(ended: Round) -> int:
-    return sum(len(candidate.new_token_ids) for candidate in ended.candidates)
 
 
 # Weighted pairs of candidates: concordant minus discordant ones; those that differ in their partial

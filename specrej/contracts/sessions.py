@@ -95,6 +95,11 @@ class Round:
     token_texts: tuple[TokenText, ...] = ()
     prompt_tokens: int = 0
 
+    @property
+    def num_new(self) -> int:
+        """Tokens of all candidates that are new in this round."""
+        return sum(len(candidate.new_token_ids) for candidate in self.candidates)
+
 
 # The id of a new candidate -> the id of the live candidate that it continues.
 Forks = Mapping[int, int]

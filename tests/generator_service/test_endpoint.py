@@ -207,8 +207,10 @@ async def test_failures_are_those_of_the_status_table(
 async def test_half_a_surrogate_pair_is_one_replacement_character() -> None:
     """Guards against N answers that are lost since one ends within an emoji."""
     reply = with_choice({"text": "\U0001f600 cut \ud83d"})
-    settings = {"remote_logprobs": False}
-    async with generator(lambda *_: reply, **settings) as (made, _), made.open(SPEC) as session:
+    async with (
+        generator(lambda *_: reply, remote_logprobs=False) as (made, _),
+        made.open(SPEC) as session,
+    ):
         (text,) = {one.text for one in (await session.extend(9)).candidates}
     assert text == "\U0001f600 cut \ufffd"
 
