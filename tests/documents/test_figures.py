@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ def _rows(text: str, columns: int) -> list[list[str]]:
     return [row for row in rows if re.fullmatch(r"[\d.]+", row[0])]
 
 
-def _studies(header: str) -> dict[str, list[str]]:
+def _studies(header: str, file: Path = _STUDIES) -> dict[str, list[str]]:
     """The rows of the table that follows a header in the studies, by their first cells."""
-    part = _STUDIES.read_text(encoding="utf-8").partition(header)[2].partition("\n\n**")[0]
+    part = file.read_text(encoding="utf-8").partition(header)[2].partition("\n\n**")[0]
     rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
     key = 1 if header.startswith(("**Compute", "**Speculative")) else 0
     return {row[key]: row for row in rows[2:]}
@@ -55,6 +56,27 @@ def test_choosing_quotes_the_studies() -> None:
     for alpha, reward, tokens, ratio in four:
         assert [reward, tokens] == [rewards[alpha][3], rewards[alpha][6]]
         assert ratio == ratios[alpha][6]
+
+
+def test_choosing_quotes_the_rewards_of_100_prompts() -> None:
+    results = ROOT / "experiments/results/100_prompts"
+
+    def row(text: str, *marks: str) -> list[str]:
+        lines = (line for line in text.splitlines() if all(mark in line for mark in marks))
+        return next(lines).strip("| ").split(" | ")
+
+    page = (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+    for name in ("relevance", "likelihood", "harmless"):
+        studies = results / f"studies-128-tokens-{name}.md"
+        tau = _studies("**The first decision token from which rejection pays", studies)["16"][1]
+        saved = row((results / "summary.md").read_text(encoding="utf-8"), f"| {name} |")[6]
+        advice = row(
+            (results / "recommended.md").read_text(encoding="utf-8"),
+            f"| {name} |",
+            "| reward alone |",
+        )
+        shown = row(page.partition("rejection pays from token |")[2], f"| {name}")
+        assert shown[1:] == [tau, saved, *advice[-2:]]
 
 
 def test_telemetry_quotes_its_cost() -> None:
