@@ -59,20 +59,22 @@ class ReloadingFile(Generic[T]):
                 self._rejected = None
             elif not self._is_reading and (state != self._rejected or not self._is_final):
                 if sum(one[1] for one in state if one) > _LARGE_BYTES:
-                    self._is_reading = True
                     threading.Thread(target=self._read_beside, args=(state,), daemon=True).start()
+                    self._is_reading = True
                 else:
                     self._use(state, self._outcome())
             return self._value
 
     def _read_beside(self, state: _State) -> None:
         """Read in this thread, so that an event loop that calls `get` goes on."""
+        outcome = None
         try:
             outcome = self._outcome()
-            with self._lock:
-                self._use(state, outcome)
         finally:
-            self._is_reading = False
+            with self._lock:
+                self._is_reading = False
+                if outcome:
+                    self._use(state, outcome)
 
     def _outcome(self) -> tuple[T | None, Exception | None]:
         try:
