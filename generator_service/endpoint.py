@@ -53,6 +53,7 @@ _ATTEMPTS = 4
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 _MAX_RETRY_AFTER_S = 86_400.0
 _MAX_ANSWER_BYTES = 64 << 20
+_ROUNDING = 1e-3  # of a log-probability near 0, which may be above it
 _UNKNOWN_CONTEXT, _UNKNOWN_VOCABULARY = 131_072, 1_000_000
 _AUTO_CANDIDATES = 8
 # What reading JSON of another form than the API's raises, besides failed look-ups.
@@ -266,13 +267,15 @@ class EndpointGenerator:
             if not isinstance(text, str | None):
                 raise TypeError("the text must be a string")
             logprobs = _logprobs(choice.get("logprobs") or {})
-            if not math.isfinite(logprob := sum(logprobs)):
-                raise ValueError("log-probabilities must be finite")
+            if not all(math.isfinite(one) and one < _ROUNDING for one in logprobs):
+                raise ValueError("log-probabilities must be finite and at most 0")
+            if logprobs and not made:
+                raise ValueError("log-probabilities of no tokens")
             candidate = Candidate(
                 candidate_id,
                 _encodable(text or ""),
                 made,
-                min(0.0, logprob),
+                min(0.0, sum(logprobs)),
                 # A filtered answer is no complete one.
                 FinishReason.STOP if choice["finish_reason"] == "stop" else FinishReason.LENGTH,
             )

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 log = logging.getLogger(__name__)
@@ -14,7 +14,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_LINE_CHARACTERS = 8192
-_LARGE_BYTES = 64 << 10  # of a tokens file: read in 10 ms
 
 _adding = threading.Lock()
 _all: WeakSet[ReloadingFile[Any]] = WeakSet()
@@ -27,8 +26,7 @@ class ReloadingFile(Generic[T]):
     If a changed file cannot be read, the last good value stays in use and one warning is logged
     (errors of `read` must not quote the files). An invalid file is read again when it changes, one
     that cannot be opened at each `get`: its permissions may be repaired. There is no background
-    watch: `get` compares file states, which takes microseconds. Files that change and together
-    have more than 64 KiB are read in a thread, and the old value is in use until then. Thread-safe.
+    watch: `get` compares file states, which takes microseconds. Thread-safe.
 
     Raises:
         OSError, ValueError: the first read failed.
@@ -41,7 +39,6 @@ class ReloadingFile(Generic[T]):
         self._used = _state(self._paths)
         self._rejected: _State | None = None
         self._is_final = True  # whether what is rejected stays so until it changes
-        self._is_reading = False  # in a thread
         self._value = read()
         with _adding:
             _all.add(self)
@@ -57,38 +54,21 @@ class ReloadingFile(Generic[T]):
             state = _state(self._paths)
             if state == self._used:
                 self._rejected = None
-            elif not self._is_reading and (state != self._rejected or not self._is_final):
-                if sum(one[1] for one in state if one) > _LARGE_BYTES:
-                    threading.Thread(target=self._read_beside, args=(state,), daemon=True).start()
-                    self._is_reading = True
-                else:
-                    self._use(state, self._outcome())
+            elif state != self._rejected or not self._is_final:
+                self._read_again(state)
             return self._value
 
-    def _read_beside(self, state: _State) -> None:
-        """Read in this thread, so that an event loop that calls `get` goes on."""
-        outcome = None
+    def _read_again(self, state: _State) -> None:
+        problem: Exception | None = None
         try:
-            outcome = self._outcome()
-        finally:
-            with self._lock:
-                self._is_reading = False
-                if outcome:
-                    self._use(state, outcome)
-
-    def _outcome(self) -> tuple[T | None, Exception | None]:
-        try:
-            return self._read(), None
+            value = self._read()
         except (OSError, ValueError) as error:
-            return None, error
-
-    def _use(self, state: _State, outcome: tuple[T | None, Exception | None]) -> None:
-        value, problem = outcome
+            problem = error
         if _state(self._paths) != state:
             return  # replaced while being read: the next call reads again
         names = ", ".join(str(path) for path in self._paths)
         if problem is None:
-            self._value, self._used, self._rejected = cast(T, value), state, None
+            self._value, self._used, self._rejected = value, state, None
             log.info("%s changed and is in use", names)
             return
         is_final = not isinstance(problem, OSError)

@@ -217,7 +217,7 @@ def read_tokens(path: Path) -> Tokens:
         tenant, share = entry.caller.tenant, entry.caller.share
         if share != Share() and shares.setdefault(tenant, share) != share:
             raise ValueError(f"{where}: two weights or limits of one tenant")
-    for digest, entry in entries.items():
+    for digest, entry in entries.items() if shares else ():
         share = shares.get(entry.caller.tenant, Share())
         entries[digest] = replace(entry, caller=replace(entry.caller, share=share))
     return Tokens(entries, shares)

@@ -73,7 +73,7 @@ def cache_keys(
         f"{owner}:{quote(generator_fingerprint, safe='')}:{quote(reward_fingerprint, safe='')}"
     )
     canonical = _canonical_fields(request)
-    # Megabytes are read once, not for each key.
+    # Hash the prompt once: it can have megabytes.
     canonical["prompt"] = hashlib.sha256(_encoded(canonical["prompt"])).hexdigest()
     selection, of_tenant = request.selection, tenant_key(owner)
     search = dict(canonical["selection"])

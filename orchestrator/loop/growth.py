@@ -170,7 +170,7 @@ class Growth:
         if live and (is_over or max(live) >= most_tokens):
             raise InternalError("a generator goes on at max_tokens")
         if live and part.ended_by is RoundEnd.ALL_FINISHED:
-            raise InternalError("a generator has finished all candidates but some that go on")
+            raise InternalError("a generator reports ALL_FINISHED with live candidates")
         is_full = part.ended_by is RoundEnd.SLOTS_FULL
         if is_full and rows == 1 and part.num_tokens == self._last_end:
             raise InternalError("a generator has no slot for the last candidate")

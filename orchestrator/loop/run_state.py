@@ -277,7 +277,7 @@ class RunState:
     def _fates(self, candidates: Sequence[Candidate]) -> tuple[CandidateTrace, ...]:
         """Scores and fates of a round's candidates after its cut, best first."""
         finished = {candidate.id for candidate in candidates if candidate.finish}
-        vetoed, numbers = self.vetoed, [candidate.id for candidate in candidates]
+        vetoed, numbers = self.vetoed, [c.id for c in candidates if c.id not in self.lost]
         scores, lengths = self.scores(numbers), {c.id: c.num_tokens for c in candidates}
 
         def fate(number: int) -> Fate:

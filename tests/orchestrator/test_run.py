@@ -382,7 +382,7 @@ async def test_a_round_that_is_too_short_or_lacks_a_candidate_is_an_internal_err
     [
         (RoundEnd.DECISION_TOKEN, None, "max_tokens"),
         (RoundEnd.DECISION_TOKEN, 3, "max_tokens"),
-        (RoundEnd.ALL_FINISHED, 3, "go on"),
+        (RoundEnd.ALL_FINISHED, 3, "with live candidates"),
         (RoundEnd.SLOTS_FULL, 3, "no slot"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from specrej.reloading_file import ReloadingFile, num_rejected, read_line
 from tests.certificates import place
-from tests.serving import until
 
 
 def number(path: Path) -> int:
@@ -109,26 +107,6 @@ def test_a_file_replaced_while_it_is_read_is_read_again(path: Path) -> None:
     place(path, "2")
     assert watched.get() == 1  # 2 was replaced before it was in force
     assert watched.get() == 3
-
-
-@pytest.mark.parametrize("is_valid", [True, False])
-async def test_a_large_file_is_read_beside_its_callers(path: Path, is_valid: bool) -> None:
-    """Guards against an event loop that waits for a hundred thousand lines of tokens, and against
-    many threads that read the same file."""
-    may_go_on, reads = threading.Event(), []
-
-    def read() -> int:
-        reads.append(threading.current_thread())
-        assert len(reads) == 1 or may_go_on.wait(60)
-        return number(path)
-
-    watched = ReloadingFile((path,), read)
-    place(path, ("2" if is_valid else "two") + " " * (64 << 10))
-    assert [watched.get() for _ in range(3)] == [1] * 3
-    may_go_on.set()
-    await until(lambda: watched.get() == 2 or watched.is_rejected)
-    assert (watched.get(), watched.is_rejected) == ((2, False) if is_valid else (1, True))
-    assert len(reads) == 2 and reads[1] is not threading.current_thread()
 
 
 def test_a_line_is_read_without_its_end(path: Path) -> None:

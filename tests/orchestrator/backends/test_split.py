@@ -226,6 +226,7 @@ async def test_a_part_lost_while_it_is_scored(best_part: int, first: tuple[int, 
     generation = await answer(of_two, TwoParts(), scorer, overlaps=True)
     rounds = [(t.num_rejected, t.num_lost, t.num_live) for t in generation.rounds]
     assert rounds == [first, (0, 0, 0)]
+    assert len(generation.rounds[0].candidates) == 8 - first[1]
     assert generation.degradations == (Degradation.CANDIDATES,) * best_part
     if best_part:
         with pytest.raises(Unavailable):
