@@ -58,25 +58,35 @@ def test_choosing_quotes_the_studies() -> None:
         assert ratio == ratios[alpha][6]
 
 
+def _row(file: Path, *marks: str) -> list[str]:
+    """The cells of the first line that has all these texts."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    line = next(line for line in lines if all(mark in line for mark in marks))
+    return line.strip("| ").split(" | ")
+
+
 def test_choosing_quotes_the_rewards_of_100_prompts() -> None:
     results = ROOT / "experiments/results/100_prompts"
-
-    def row(text: str, *marks: str) -> list[str]:
-        lines = (line for line in text.splitlines() if all(mark in line for mark in marks))
-        return next(lines).strip("| ").split(" | ")
-
-    page = (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
     for name in ("relevance", "likelihood", "harmless"):
         studies = results / f"studies-128-tokens-{name}.md"
         tau = _studies("**The first decision token from which rejection pays", studies)["16"][1]
-        saved = row((results / "summary.md").read_text(encoding="utf-8"), f"| {name} |")[6]
-        advice = row(
-            (results / "recommended.md").read_text(encoding="utf-8"),
-            f"| {name} |",
-            "| reward alone |",
-        )
-        shown = row(page.partition("rejection pays from token |")[2], f"| {name}")
+        saved = _row(results / "summary.md", f"| {name} |")[6]
+        advice = _row(results / "recommended.md", f"| {name} |", "| reward alone |")
+        marks = (f"| {name} ", tau.partition(" ")[0])
+        shown = _row(ROOT / "docs/choosing.md", *marks)
         assert shown[1:] == [tau, saved, *advice[-2:]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "results"), [("128", "100"), ("512", "16"), ("1,024", "16")], ids=str
+)
+def test_the_readme_quotes_the_summaries(tokens: str, results: str) -> None:
+    summary = ROOT / f"experiments/results/{results}_prompts/summary.md"
+    plain = tokens.replace(",", "")
+    rewards = ("relevance", "likelihood", "harmless")
+    saved = [_row(summary, f"| {plain} tokens |", f"| {name} |")[6] for name in rewards]
+    shown = _row(ROOT / "README.md", f"| up to {tokens} tokens |")
+    assert shown[1:] == [results, *saved]
 
 
 def test_telemetry_quotes_its_cost() -> None:
