@@ -239,7 +239,7 @@ class RunState:
         discarded_tokens: int,
     ) -> RoundTrace:
         """The record of a round. `times_s`: its begin, and the ends of extend, score and prune."""
-        candidates, vetoed, best = ended.candidates, self.vetoed, self._best()
+        candidates, vetoed, best = ended.candidates, self.vetoed - self.lost, self._best()
         num_finished = sum(candidate.finish is not None for candidate in candidates)
         extend_ms, score_ms, prune_ms = ((end - begin) * 1e3 for begin, end in pairwise(times_s))
         has_room = self.num_traced + len(candidates) + len(forks) <= MAX_TRACED
